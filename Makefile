@@ -1,0 +1,33 @@
+# Two commands do everything on a machine with only Python:
+#   make demo   sets up and prunes the embedded model by every method
+#   make test   sets up and runs formatting, lint, types and all tests
+.POSIX:
+PYTHON = python3
+VENV = .venv
+BIN = $(VENV)/bin
+
+# pip, not uv: see constraints.txt.
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets]' --group dev
+	touch $@
+
+setup: $(VENV)/.done
+
+demo: setup
+	$(BIN)/niwaki demo
+
+check: setup
+	BIN=$(BIN) scripts/check
+
+test: check
+	$(BIN)/pytest
+
+quick: setup
+	$(BIN)/pytest -m 'not slow'
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache build dist
+
+.PHONY: setup demo check test quick clean

@@ -1,0 +1,5 @@
+"""``python -m niwaki``."""
+
+from niwaki.cli import main
+
+main()

@@ -1,0 +1,279 @@
+"""Text to windows of tokens.
+
+A source of text is a file (``.txt`` or anything else that is text, ``.jsonl`` with a field ``text``;
+also compressed as ``.gz``, ``.xz`` or ``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with
+niwaki, or the name of a data set for the ``datasets`` library, which is streamed. No padding and no special
+tokens are added: windows are cut from the running text.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import itertools
+import json
+import lzma
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CalibrationError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Order = Literal["first", "random"]
+
+#: Short names of data sets: (repository, configuration, split, files, what joins the documents).
+DATASETS: dict[str, tuple[str, str | None, str, str | None, str]] = {
+    "c4": ("allenai/c4", None, "train", "en/c4-train.00000-of-01024.json.gz", "\n\n"),
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", None, "\n\n"),
+    "wikitext2-train": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", None, "\n\n"),
+}
+#: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
+EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_PIECE = 1 << 20  # characters read at a time
+#: First guess at the number of characters that hold a token; more are read where it is too low.
+_CHARACTERS_PER_TOKEN = 8
+#: Random windows of a data set are drawn from this many times as much text as they need.
+_RANDOM_POOL = 64
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows and where they come from.
+
+    Attributes:
+        tokens: (windows, length) int64.
+        source: The text's name, as it was given.
+        order: ``first`` or ``random``.
+        dropped: Tokens behind the last whole window, where all of the text was asked for.
+    """
+
+    tokens: Tensor
+    source: str
+    order: Order = "first"
+    dropped: int = 0
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens: whether two runs saw the same text."""
+        return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory.
+
+    Raises:
+        CalibrationError: there is none, or it needs code from the directory.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        # Texts are longer than any context; without this each one would be warned about.
+        unlimited = sys.maxsize
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=unlimited)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CalibrationError(
+            f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def read_windows(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int | None = None,
+    *,
+    spare: int = 0,
+    order: Order = "first",
+    seed: int = 0,
+) -> Windows:
+    """Non-overlapping windows of ``length`` tokens.
+
+    Args:
+        source: See the module's docstring.
+        tokenizer: The model's.
+        length: Tokens in a window.
+        count: Windows that are needed; None for all of the text.
+        spare: Windows that are welcome on top, if the text has them.
+        order: ``first`` takes the text from its start; ``random`` cuts all of it into stretches and takes
+            windows from the starts of words in some of them.
+        seed: For ``random``.
+
+    Raises:
+        CalibrationError: the text cannot be had, or has fewer than ``count`` windows.
+        UsageError: ``length`` or ``count`` is no positive number.
+    """
+    if length < 2 or (count is not None and count < 1):
+        raise UsageError(
+            f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}"
+        )
+    if count is None:
+        ids = _encode(tokenizer, "".join(_pieces(source)))
+        wanted = len(ids) // length
+        count = 1
+    else:
+        wanted = count + spare
+        if order == "random":
+            stream = _pieces(source)
+            limit = None if _is_file(source) else wanted * _RANDOM_POOL
+            ids = _random_windows(stream, tokenizer, length, wanted, limit, seed)
+        else:
+            ids = _first_tokens(_pieces(source), tokenizer, wanted * length)
+    got = min(wanted, len(ids) // length)
+    if got < count:
+        missing = count * length - len(ids)
+        raise CalibrationError(
+            f"{source} is too short: {count} windows of {length} tokens need {count * length} tokens, it has "
+            f"{len(ids)}, {missing} are missing; give more text, fewer samples or a shorter sequence length"
+        )
+    tokens = torch.tensor(ids[: got * length], dtype=torch.int64).view(got, length)
+    return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
+    """The first ``count`` tokens, or all if there are fewer, the same as from the whole text at once."""
+    text, enough = "", count * _CHARACTERS_PER_TOKEN
+    while True:
+        size = len(text)
+        parts = [text]
+        while size < enough and (piece := next(pieces, None)) is not None:
+            parts.append(piece)
+            size += len(piece)
+        text = "".join(parts)
+        if size < enough:
+            return _encode(tokenizer, text)[:count]
+        ids = _encode(tokenizer, text[:enough])
+        if len(ids) >= count + 16:  # the last few could come out differently with more text behind them
+            return ids[:count]
+        enough *= 2
+
+
+def _random_windows(
+    pieces: Iterator[str],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    stretches: int | None,
+    seed: int,
+) -> list[int]:
+    stretch = length * _CHARACTERS_PER_TOKEN
+    limit = None if stretches is None else stretches * stretch
+    text, size = [], 0
+    for piece in pieces:
+        text.append(piece)
+        size += len(piece)
+        if limit is not None and size >= limit:
+            break
+    joined = "".join(text)
+    starts = list(range(0, len(joined) - stretch + 1, stretch))
+    random.Random(seed).shuffle(starts)
+    ids: list[int] = []
+    for start in starts:
+        excerpt = joined[start : start + stretch]
+        # The first word is cut, unless a space happens to come first.
+        window = _encode(tokenizer, excerpt[excerpt.find(" ") + 1 :])[:length]
+        if len(window) == length:
+            ids += window
+        if len(ids) == count * length:
+            break
+    return ids
+
+
+def _is_file(source: str) -> bool:
+    return source in EXCERPTS or Path(source).expanduser().is_file()
+
+
+def _pieces(source: str) -> Iterator[str]:
+    """The text in pieces that join to the whole."""
+    path = Path(source).expanduser()
+    if source in EXCERPTS and not path.exists():
+        path = Path(str(files("niwaki"))) / "data" / EXCERPTS[source]
+    if path.is_file():
+        suffixes = path.suffixes
+        opener = _OPENERS.get(suffixes[-1] if suffixes else "", open)
+        kind = suffixes[-2] if opener is not open and len(suffixes) > 1 else path.suffix
+        try:
+            with opener(path, "rt", encoding="utf-8") as file:
+                if kind in {".jsonl", ".json"}:
+                    yield from _joined(_json_texts(file, path), "\n\n")
+                else:
+                    while piece := file.read(_PIECE):
+                        yield piece
+        except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+            raise CalibrationError(f"{source} cannot be read as UTF-8 text: {error}") from error
+    else:
+        yield from _dataset_texts(source)
+
+
+def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise CalibrationError(
+                    f"{path}, line {number}: not a JSON object with a field 'text'"
+                ) from error
+
+
+def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
+    first = next(texts, None)
+    if first is not None:
+        yield first
+        for text in texts:
+            yield separator + text
+
+
+def _dataset_texts(source: str) -> Iterator[str]:
+    """``source`` is a short name, or repository[:configuration[:split]], or a directory of a data set."""
+    if source in DATASETS:
+        repository, configuration, split, data_files, separator = DATASETS[source]
+    else:
+        if not Path(source).expanduser().is_dir() and (
+            source.startswith((".", "/", "~"))
+            or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
+        ):
+            raise CalibrationError(f"there is no file {source}")
+        parts = [*source.split(":"), "", ""]
+        repository, configuration, split = parts[0], parts[1] or None, parts[2] or "train"
+        data_files, separator = None, "\n\n"
+    try:
+        import datasets
+    except ImportError as error:
+        raise CalibrationError(
+            f"{source} is no file, and data sets need an extra: pip install 'niwaki[datasets]'"
+        ) from error
+    try:
+        rows = iter(
+            datasets.load_dataset(
+                repository, configuration, split=split, data_files=data_files, streaming=True
+            )
+        )
+        first = next(rows, None)
+        if first is not None and "text" not in first:
+            raise CalibrationError(f"the data set {source} has no field 'text', only {', '.join(first)}")
+        known = [] if first is None else [first]
+        yield from _joined((row["text"] for row in itertools.chain(known, rows)), separator)
+    except CalibrationError:
+        raise
+    except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CalibrationError(
+            f"the data set {source} could not be had ({reason}); give a text file with --calibration or --text, "
+            "or 'demo' for the excerpt that ships with niwaki"
+        ) from error

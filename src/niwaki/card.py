@@ -1,0 +1,74 @@
+"""The model card: README.md of the output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData, metadata_load
+
+from niwaki.checkpoint import output_errors
+from niwaki.record import Record
+
+#: The dense model's own card, which the new one takes the place of.
+BASE_CARD = "README.base.md"
+
+
+def write(directory: Path, record: Record) -> None:
+    """Writes README.md; a card that was carried over keeps its text as ``README.base.md``.
+
+    Nothing in it depends on the clock: the same run makes the same card.
+    """
+    readme = directory / "README.md"
+    inherited: dict[str, Any] = {}
+    with output_errors(directory):
+        if readme.exists():
+            try:
+                inherited = metadata_load(readme) or {}
+            except ValueError:  # no YAML at the top, or none that can be read
+                inherited = {}
+            readme.replace(directory / BASE_CARD)
+        readme.write_text(_text(record, inherited), encoding="utf-8")
+
+
+def _text(record: Record, inherited: dict[str, Any]) -> str:
+    name = Path(record.model).name or record.model
+    tags = [tag for tag in inherited.get("tags", []) if isinstance(tag, str)]
+    data = ModelCardData(
+        base_model=record.model if record.model.count("/") == 1 else name,
+        library_name="transformers",
+        license=inherited.get("license"),
+        language=inherited.get("language"),
+        tags=sorted({*tags, "niwaki", "pruned", "sparse"}),
+    )
+    lines = [
+        "---",
+        data.to_yaml(),
+        "---",
+        "",
+        f"# {name}, {100 * record.sparsity:.4g} % sparse",
+        "",
+        f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki. "
+        "Zeros are stored as such, so this loads wherever the dense model does.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| method | `{record.solver}` |",
+        f"| pattern | {record.pattern} |",
+        *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
+        f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
+        f"| calibration | {record.calibration['samples']} windows of "
+        f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
+        f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |",
+    ]
+    for when, measured in record.perplexity.items():
+        lines.append(
+            f"| perplexity {when} | {measured['value']:.2f} ± {measured['standard_error']:.2f} "
+            f"({measured['tokens']:,} tokens, context {measured['context']:,}, {Path(measured['text']).name}) |"
+        )
+    if not record.perplexity:
+        lines.append("| perplexity | not measured |")
+    if record.notes:
+        lines += ["", "Notes:", "", *(f"* {note}" for note in record.notes)]
+    lines += ["", "`niwaki.json` has the full record: versions, command, and every matrix.", ""]
+    return "\n".join(lines)

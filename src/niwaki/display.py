@@ -1,0 +1,215 @@
+"""How a run looks on the screen; imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from rich import progress as bars
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from niwaki.progress import Progress
+from niwaki.record import MatrixRecord, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from niwaki.survey import MatrixSurvey
+
+
+class Display(Progress):
+    """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
+
+    The time left comes from how long the parts of the last
+    block took, so there is none before the first block is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TextColumn("{task.percentage:>3.0f} %"),
+            bars.TextColumn("{task.fields[left]}"),
+            bars.TextColumn("{task.fields[detail]}", style="dim"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._live: Live | None = None
+        self._shares = {"capture": 0.3, "solve": 0.5, "advance": 0.2}
+        self._spent: dict[str, float] = defaultdict(float)
+        self._began = self._stage_began = self._drawn = time.monotonic()
+        self._blocks = self._block = 0
+        self._stage, self._steps, self._done = "", 1, 0
+        self._detail = ""
+        self._errors: list[str] = []
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        calibration = record.calibration
+        self._console.print(
+            f"{record.model}: {blocks} blocks of {matrices} matrices, {record.pattern}\n"
+            f"{record.solver}\n"
+            f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
+            f"{calibration['source']}, on {record.device} in {record.dtype}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for note in record.notes:
+            self.note(note)
+        self._blocks, self._began = blocks, time.monotonic()
+        if self._console.is_terminal:
+            self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
+            self._live = Live(self._bar, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._close_stage()
+        if block != self._block:
+            self._close_block()
+        self._block, self._stage, self._steps, self._done = block, name, steps, 0
+        self._stage_began = time.monotonic()
+        self._detail = {"capture": "inputs", "advance": "outputs"}.get(name, "")
+        self._draw()
+
+    def step(self) -> None:
+        self._done += 1
+        self._draw()
+
+    def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
+        self._detail = f"{matrix} {step}/{steps} error {error:.3g}"
+        self._draw()
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        self._detail = f"{matrix.name} error {matrix.error:.3g}"
+        self._errors.append(f"{matrix.name.rsplit('.', 1)[-1]} {matrix.error:.2g}")
+
+    def note(self, text: str) -> None:
+        self._console.print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True)
+
+    def end(self, record: Record) -> None:
+        self._close_stage()
+        self._close_block()
+        self.__exit__()
+        self._console.print(summary(record))
+
+    def _close_stage(self) -> None:
+        if self._stage:
+            self._spent[self._stage] += time.monotonic() - self._stage_began
+        self._stage = ""
+
+    def _close_block(self) -> None:
+        total = sum(self._spent.values())
+        self._console.print(
+            f"block {self._block + 1:>{len(str(self._blocks))}}/{self._blocks}  {total:6.1f} s  "
+            f"error: {', '.join(self._errors)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if total > 0:
+            self._shares = {name: seconds / total for name, seconds in self._spent.items()}
+        self._spent.clear()
+        self._errors.clear()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if self._live is None or now - self._drawn < 0.1:
+            return
+        self._drawn = now
+        before = {"capture": (), "solve": ("capture",), "advance": ("capture", "solve")}[self._stage]
+        part = sum(self._shares.get(name, 0.0) for name in before)
+        part += self._shares.get(self._stage, 0.0) * min(1.0, self._done / max(1, self._steps))
+        fraction = (self._block + part) / self._blocks
+        left = ""
+        if self._block > 0:
+            left = f"{duration((now - self._began) * (1 - fraction) / fraction)} left"
+        self._bar.update(
+            self._task,
+            completed=fraction,
+            description=f"block {self._block + 1}/{self._blocks}",
+            left=left,
+            detail=self._detail,
+        )
+
+
+def duration(seconds: float) -> str:
+    """``"45 s"``, ``"12 min"``, ``"3 h 05 min"``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def summary(record: Record) -> Table:
+    """What a run came to."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices")
+    table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
+    for when, p in record.perplexity.items():
+        table.add_row(
+            f"perplexity {when}",
+            f"{p['value']:.2f} ± {p['standard_error']:.2f} ({p['tokens']:,} tokens, context {p['context']:,}, "
+            f"{p['text']})",
+        )
+    parts = ", ".join(
+        f"{name} {seconds:.1f}"
+        for name, seconds in record.seconds.items()
+        if name != "total" and seconds >= 0.05
+    )
+    table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
+    memory = ", ".join(f"{size / 2**20:,.0f} MiB {where}" for where, size in record.peak_memory.items())
+    table.add_row("peak memory", memory)
+    return table
+
+
+def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
+    """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
+    kinds: dict[tuple[str, tuple[int, int], str], list[MatrixSurvey]] = defaultdict(list)
+    blocks: dict[int, dict[str, MatrixSurvey]] = defaultdict(dict)
+    for item in found:
+        kinds[item.matrix.name, item.matrix.shape, item.dtype].append(item)
+        blocks[item.matrix.block][item.matrix.name] = item
+    patterns = list(next(iter(kinds.values()))[0].fitting)
+    by_kind = Table(
+        title="what would be pruned (n:m: groups of m with at most n non-zero)",
+        box=None,
+        title_justify="left",
+    )
+    for heading in ("matrix", "shape", "dtype", "blocks", "weights", "zeros", "in a row", *patterns):
+        by_kind.add_column(heading, justify="left" if heading in {"matrix", "dtype"} else "right")
+    for (name, shape, dtype), items in kinds.items():
+        weights = len(items) * shape[0] * shape[1]
+        low = min(item.row_zeros[0] for item in items)
+        high = max(item.row_zeros[1] for item in items)
+        by_kind.add_row(
+            name.rsplit(".", 1)[-1],
+            f"{shape[0]}x{shape[1]}",
+            dtype,
+            str(len(items)),
+            f"{weights:,}",
+            f"{100 * sum(item.zeros for item in items) / weights:.2f} %",
+            f"{low}-{high}",
+            *(f"{100 * sum(item.fitting[p] for item in items) / len(items):.1f} %" for p in patterns),
+        )
+    by_block = Table(title="zeros, %", box=None, title_justify="left")
+    by_block.add_column("block", justify="right")
+    names = list(dict.fromkeys(name for name, _, _ in kinds))
+    for name in names:
+        by_block.add_column(name.rsplit(".", 1)[-1], justify="right")
+    for block, row in blocks.items():
+        by_block.add_row(
+            str(block), *(f"{100 * row[name].sparsity:.2f}" if name in row else "" for name in names)
+        )
+    return [by_kind, by_block]

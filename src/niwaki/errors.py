@@ -1,0 +1,73 @@
+"""Everything that niwaki raises on purpose.
+
+::
+
+    NiwakiError                 something failed that the user can act on (exit code 1)
+    ├── UsageError              what was asked for makes no sense (exit code 2; also a ValueError)
+    │   ├── PatternError        a sparsity or an n:m that cannot be had, in general or for this matrix
+    │   └── UnknownNameError    no solver, parameter or option of that name
+    ├── CheckpointError         a model directory that cannot be read or trusted
+    ├── UnsupportedModelError   a sound model of a kind that niwaki does not know
+    ├── CalibrationError        a text that cannot be had, or is too short
+    ├── NumericalError          NaN or infinity where a number should be, or a matrix beyond repair
+    └── OutputError             the result cannot be written, or is not what was meant to be written
+
+Each message is one line: what is wrong, which value or file, and what to try.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NiwakiError(Exception):
+    """Base of the tree above."""
+
+    exit_code = 1
+
+
+class UsageError(NiwakiError, ValueError):
+    """What was asked for makes no sense, whatever the model."""
+
+    exit_code = 2
+
+
+class PatternError(UsageError):
+    """A sparsity pattern that cannot be had."""
+
+
+class UnknownNameError(UsageError):
+    """No such name; the message gives the nearest ones.
+
+    Args:
+        kind: What the name should have been, such as "solver".
+        name: What was given.
+        known: The names that exist.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = list(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        super().__init__(f"no {kind} is called {name!r}; {hint}")
+
+
+class CheckpointError(NiwakiError):
+    """A model directory that cannot be read or trusted."""
+
+
+class UnsupportedModelError(NiwakiError):
+    """A sound model of a kind that niwaki does not know."""
+
+
+class CalibrationError(NiwakiError):
+    """A text that cannot be had, or is too short."""
+
+
+class NumericalError(NiwakiError):
+    """NaN or infinity where a number should be, or a matrix beyond repair."""
+
+
+class OutputError(NiwakiError):
+    """The result cannot be written, or is not what was meant to be written."""

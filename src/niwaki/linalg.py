@@ -1,0 +1,93 @@
+"""Linear algebra on Gram matrices; nothing here knows of pruning."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError
+
+
+def damped_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The lower Cholesky factor of H + damping I, with more damping where that is not enough.
+
+    Args:
+        H: (n, n), symmetric, positive semidefinite up to rounding.
+        damping: What to add to the diagonal, at least 0.
+
+    Returns:
+        (L, damping that was used). The second is greater than asked for if H + damping I was not
+        positive definite in floating point; callers pass it on into the record.
+
+    Raises:
+        NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.
+    """
+    mean = H.diagonal().mean().item()
+    # Rounding errors of a Gram matrix are about n eps times its diagonal: a start below that is lost.
+    step = max(damping, mean * torch.finfo(H.dtype).eps * H.shape[0])
+    while True:
+        damped = H.clone()
+        damped.diagonal().add_(damping)
+        L, info = torch.linalg.cholesky_ex(damped)
+        if not info.item():
+            return L, damping
+        if not damping <= mean * H.shape[0]:
+            raise NumericalError(
+                "a Gram matrix is not positive definite even when heavily damped; "
+                "look for NaN, infinite or huge activations in the calibration data"
+            )
+        damping = step = step * 10
+
+
+def inverse_of_damped(H: Tensor, damping: float) -> tuple[Tensor, float]:
+    """((H + damping I)^-1, damping that was used), by Cholesky; see :func:`damped_cholesky`."""
+    L, used = damped_cholesky(H, damping)
+    return torch.cholesky_inverse(L), used
+
+
+def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
+
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one Cholesky
+    factorisation and one triangular inverse, instead of a factorisation, an inverse and another
+    factorisation, each of which loses digits.
+    """
+    L, used = damped_cholesky(H.flip(0, 1), damping)
+    identity = torch.eye(H.shape[0], dtype=H.dtype, device=H.device)
+    U = torch.linalg.solve_triangular(L, identity, upper=False).flip(0, 1)
+    return U, used
+
+
+def masked_conjugate_gradients(
+    H: Tensor,  # (in, in), positive definite
+    target: Tensor,  # (out, in)
+    start: Tensor,  # (out, in), zero off the mask
+    mask: Tensor,  # (out, in) bool
+    steps: int,
+) -> Tensor:
+    """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
+
+    The rows are independent problems and run side by side, each with its own step lengths. A row
+    that has converged stops moving. With H of unit diagonal the identity is its own Jacobi
+    preconditioner, so callers pass normalised matrices. Cost: one (out, in) x (in, in) product a step.
+
+    Returns:
+        (out, in), zero off the mask, never worse than ``start`` in any row, up to rounding.
+    """
+    Z = start.clone()
+    R = ((target - Z) @ H).mul_(mask)
+    P = R.clone()
+    rr = R.square().sum(dim=1, keepdim=True)
+    # Below this the residual is rounding noise, and steps along it are noise too.
+    floor = rr * torch.finfo(H.dtype).eps ** 2
+    for _ in range(steps):
+        HP = (P @ H).mul_(mask)
+        curvature = (P * HP).sum(dim=1, keepdim=True)
+        alpha = torch.where((curvature > 0) & (rr > floor), rr / curvature, 0.0)
+        Z.addcmul_(P, alpha)
+        R.addcmul_(HP, alpha, value=-1)
+        rr_next = R.square().sum(dim=1, keepdim=True)
+        beta = torch.where(rr > floor, rr_next / rr, 0.0)
+        P.mul_(beta).add_(R)
+        rr = rr_next
+    return Z

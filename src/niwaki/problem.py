@@ -1,0 +1,181 @@
+"""The layer-wise problem, and what a solver gives back.
+
+    minimise  tr((W - What) H (W - What)^T)  =  |X W^T - X What^T|^2 / tokens,   H = X^T X / tokens,
+
+over What whose support a pattern allows. X is (tokens, in): the inputs of the layer on the calibration
+text. An objective with other targets is the same problem with another W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError, UsageError
+
+T = TypeVar("T")
+
+#: Called as monitor(step, steps, relative error, estimated from some of the rows).
+Monitor = Callable[[int, int, float], None]
+
+
+class Gram:
+    """H = X^T X / tokens with all that solvers derive from it, so that matrices with the same input share it.
+
+    Args:
+        H: (in, in) float32 or float64, symmetric, positive semidefinite. Not changed.
+        shared: Whether several problems use it, so that factorisations are worth their memory.
+
+    Raises:
+        UsageError: H is not square.
+        NumericalError: H has NaN or infinite entries.
+    """
+
+    def __init__(self, H: Tensor, shared: bool = True) -> None:
+        if H.ndim != 2 or H.shape[0] != H.shape[1]:
+            raise UsageError(f"a Gram matrix is square (in, in); got {tuple(H.shape)}")
+        if not torch.isfinite(H.diagonal()).all() or not torch.isfinite(H.sum()):
+            raise NumericalError("the Gram matrix has NaN or infinite entries; look at the activations")
+        self.H = H
+        self.shared = shared
+        self._memo: dict[Any, Any] = {}
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """(in,) root mean square of each input; 0 for an input that is never active."""
+        return self.H.diagonal().clamp(min=0).sqrt()
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """(in, in): H in coordinates where live inputs have unit norm; 0 for dead inputs."""
+        inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
+        return (self.H * inverse).mul_(inverse.unsqueeze(1))
+
+    def derived(self, key: object, compute: Callable[[], T]) -> T:
+        """``compute()``, once for each key: how a factorisation is shared between matrices."""
+        if not self.shared:
+            return compute()
+        if key not in self._memo:
+            self._memo[key] = compute()
+        value: T = self._memo[key]
+        return value
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        W: (out, in) in the dtype of the problem's W, exactly +0.0 off the mask.
+        mask: (out, in) bool, True where a weight was kept, with exactly the count of the pattern.
+        error: tr((W - What) H (W - What)^T) / tr(W H W^T), the squared error relative to the output.
+        stats: What else is worth a record, such as the damping that was used.
+    """
+
+    W: Tensor
+    mask: Tensor
+    error: float
+    stats: dict[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """One matrix to prune.
+
+    Args:
+        W: (out, in) float32 or float64, the weights to reproduce.
+        H: (in, in) of the same dtype and device, or a :class:`Gram` that several problems share.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not go together.
+        NumericalError: W or H is not finite.
+    """
+
+    W: Tensor
+    H: Tensor | Gram
+
+    def __post_init__(self) -> None:
+        H = self.gram.H
+        if self.W.ndim != 2 or self.W.shape[1] != H.shape[0]:
+            raise UsageError(f"W is (out, in) and H is (in, in); got {tuple(self.W.shape)}, {tuple(H.shape)}")
+        if not self.W.is_floating_point() or self.W.dtype not in (torch.float32, torch.float64):
+            raise UsageError(f"W must be float32 or float64, not {self.W.dtype}; convert it first")
+        if self.W.dtype != H.dtype or self.W.device != H.device:
+            raise UsageError(
+                f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same "
+                "dtype and device"
+            )
+        if not torch.isfinite(self.W).all():
+            raise NumericalError("W has NaN or infinite entries")
+
+    @cached_property
+    def gram(self) -> Gram:
+        return self.H if isinstance(self.H, Gram) else Gram(self.H, shared=False)
+
+    @cached_property
+    def power(self) -> float:
+        """tr(W H W^T), the mean squared norm of the layer's output."""
+        return _trace(self.W, self.gram.H)
+
+    def error(self, What: Tensor) -> float:
+        """tr((W - What) H (W - What)^T) / tr(W H W^T); cost of one (out, in) x (in, in) product."""
+        loss = _trace(self.W - What, self.gram.H)
+        return loss / self.power if self.power > 0 else (0.0 if loss == 0 else math.inf)
+
+    def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
+        """``What`` off the mask set to +0.0, checked and with its error.
+
+        Raises:
+            NumericalError: a weight is NaN or infinite.
+        """
+        # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 turns
+        # a -0.0 that is on the mask into +0.0 too.
+        W = What.masked_fill(~mask, 0.0).add_(0.0)
+        if not torch.isfinite(W).all():
+            raise NumericalError("the solver arrived at NaN or infinite weights; raise its damping")
+        return Solution(W, mask, self.error(W), dict(stats))
+
+
+class Normalised:
+    """The problem in coordinates where H has unit diagonal: W norm instead of W, see :class:`Gram`.
+
+    In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit,
+    and H needs no preconditioner (Boza 2024, section 3.1).
+
+    Attributes:
+        W: (out, in), the weights times the norms of their inputs.
+        H: (in, in), unit diagonal; rows and columns of dead inputs are zero.
+        gram: Where factorisations of ``H`` are kept.
+    """
+
+    def __init__(self, problem: LayerProblem) -> None:
+        self._problem = problem
+        self.gram = problem.gram
+        self.W = problem.W * self.gram.norm
+        self.H = self.gram.unit
+
+    def restore(self, W: Tensor) -> Tensor:
+        """(out, in) in the problem's own coordinates; dead inputs get their old weights back.
+
+        The text says nothing on dead inputs, so the best guess for other text is not to touch them.
+        """
+        norm = self.gram.norm
+        return torch.where(norm > 0, W / torch.where(norm > 0, norm, 1.0), self._problem.W)
+
+    def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
+        """Tells ``monitor``, if there is one, the error of M * V on some 32 rows, a small part of a step."""
+        if monitor is not None:
+            rows = slice(None, None, max(1, self.W.shape[0] // 32))
+            power = _trace(self.W[rows], self.H)
+            error = _trace(V[rows] * mask[rows] - self.W[rows], self.H)
+            monitor(step, steps, error / power if power > 0 else 0.0)
+
+
+def _trace(D: Tensor, H: Tensor) -> float:
+    return float((D @ H).mul_(D).sum(dtype=torch.float64))

@@ -1,0 +1,30 @@
+"""What a run tells about itself while it runs; imports no torch."""
+
+from __future__ import annotations
+
+from niwaki.record import MatrixRecord, Record
+
+
+class Progress:
+    """Is told how a run goes. This one ignores it; the command line has one that draws."""
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        """All inputs are read, ``blocks`` with ``matrices`` each to come."""
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        """A part of a block begins: "capture", "solve" or "advance", in so many steps."""
+
+    def step(self) -> None:
+        """One step of the stage is done."""
+
+    def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
+        """The solver is at ``step`` of ``steps`` with this estimated relative error."""
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        """A matrix is done."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+
+    def end(self, record: Record) -> None:
+        """The output is in place."""

@@ -1,0 +1,137 @@
+"""What was done, as dataclasses and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from niwaki.errors import OutputError
+
+
+@dataclass(frozen=True)
+class MatrixRecord:
+    """One pruned matrix.
+
+    Attributes:
+        block: Its block, from 0.
+        name: Its path in the block.
+        shape: (out, in).
+        sparsity: Fraction of zeros in the tensor that was written.
+        error: Squared output error relative to the squared output, on the calibration text.
+        seconds: That the solver took.
+        tokens: Tokens in its Gram matrix.
+        stats: The solver's own, such as the damping that was used.
+    """
+
+    block: int
+    name: str
+    shape: tuple[int, int]
+    sparsity: float
+    error: float
+    seconds: float
+    tokens: int
+    stats: dict[str, float | int | str]
+
+
+@dataclass
+class Record:
+    """All that was done to a model: ``niwaki.json``.
+
+    Attributes:
+        command: The command line, or "" where it was called from Python.
+        versions: Of niwaki, Python and the libraries that matter.
+        model: Where the dense model came from.
+        method: The solver's name, or that of its class.
+        solver: The solver with all its parameters.
+        pattern: Which weights may be non-zero.
+        mask_from: Where the masks came from, if not from the solver.
+        calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
+        device: Where blocks ran and matrices were solved.
+        dtype: What blocks ran in.
+        sparsity: Fraction of zeros in all pruned matrices together.
+        matrices: One entry each, in the order of computation.
+        perplexity: "before" and "after", where measured.
+        seconds: By stage, and in total.
+        peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
+        notes: What a careful reader should know: damping raised, text left out, files left behind.
+    """
+
+    command: str
+    model: str
+    method: str
+    solver: str
+    pattern: str
+    mask_from: str | None
+    calibration: dict[str, Any]
+    device: str
+    dtype: str
+    versions: dict[str, str] = field(default_factory=dict)
+    sparsity: float = 0.0
+    matrices: list[MatrixRecord] = field(default_factory=list)
+    perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def mean_error(self) -> float:
+        """The geometric mean of the matrices' errors; 0 where one is 0."""
+        errors = [matrix.error for matrix in self.matrices]
+        if not errors or min(errors) <= 0:
+            return 0.0
+        return math.exp(sum(map(math.log, errors)) / len(errors))
+
+    def to_json(self) -> str:
+        """JSON text, indented."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """The inverse of :meth:`to_json`."""
+        values = json.loads(text)
+        matrices = [
+            MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")
+        ]
+        return cls(**values, matrices=matrices)
+
+
+def write_json(path: Path, text: str) -> None:
+    """Writes ``text`` under a temporary name and renames it, so that ``path`` is whole or not there.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(text)
+            except BaseException:
+                temporary.unlink()
+                raise
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of niwaki, Python and the libraries that decide the result."""
+    found = {"python": platform.python_version()}
+    for name in ("niwaki", "torch", "transformers", "tokenizers", "safetensors"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

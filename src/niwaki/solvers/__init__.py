@@ -1,0 +1,74 @@
+"""Layer solvers: one method, one file, one paper.
+
+``SOLVERS`` holds each method with its default parameters; :func:`make_solver` makes one with others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_origin, get_type_hints
+
+from niwaki.errors import UnknownNameError, UsageError
+from niwaki.solvers._base import Solver
+from niwaki.solvers.admm import ADMM
+from niwaki.solvers.continuation import Continuation
+from niwaki.solvers.magnitude import Magnitude
+from niwaki.solvers.sparsegpt import SparseGPT
+from niwaki.solvers.wanda import Wanda
+
+__all__ = [
+    "ADMM",
+    "DEFAULT_SOLVER",
+    "SOLVERS",
+    "Continuation",
+    "Magnitude",
+    "Solver",
+    "SparseGPT",
+    "Wanda",
+    "make_solver",
+]
+
+#: By the name on the command line.
+SOLVERS: dict[str, Solver] = {
+    "magnitude": Magnitude(),
+    "wanda": Wanda(),
+    "sparsegpt": SparseGPT(),
+    "admm1": ADMM(sparsification_steps=1),
+    "admm-grad": ADMM(),
+    "continuation": Continuation(),
+}
+
+#: The lowest perplexity on the reference model at every sparsity and at 2:4; see docs/methods.md.
+DEFAULT_SOLVER = "continuation"
+
+
+def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
+    """The solver called ``name`` with some of its parameters changed.
+
+    Args:
+        name: A key of ``SOLVERS``.
+        settings: Parameter name to value, as text.
+
+    Raises:
+        UnknownNameError: no such solver or parameter.
+        UsageError: a value is not of the parameter's type, or out of its range.
+    """
+    if name not in SOLVERS:
+        raise UnknownNameError("solver", name, SOLVERS)
+    solver = SOLVERS[name]
+    types = get_type_hints(type(solver))
+    fields = [field.name for field in dataclasses.fields(solver)]
+    values: dict[str, Any] = {}
+    for key, text in (settings or {}).items():
+        if key not in fields:
+            if not fields:
+                raise UsageError(f"{name} has no parameters; got {key}")
+            raise UnknownNameError(f"parameter of {name}", key, fields)
+        # A Literal's values are checked by the solver, together with the ranges of numbers.
+        kind = str if get_origin(types[key]) is Literal else types[key]
+        try:
+            values[key] = kind(text)
+        except ValueError:
+            raise UsageError(f"{key}={text!r}: {name} wants {kind.__name__} here") from None
+    return dataclasses.replace(solver, **values)

@@ -1,0 +1,45 @@
+"""What all solvers have in common."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar
+
+from niwaki.errors import UsageError
+from niwaki.patterns import Pattern, Unstructured
+from niwaki.problem import LayerProblem, Monitor, Solution
+
+
+@dataclass(frozen=True)
+class Solver(abc.ABC):
+    """A method with its hyper-parameters: a frozen dataclass that is called with a problem and a pattern.
+
+    The fields are the method's parameters and the command line's ``--set`` options; ``__post_init__``
+    checks them. A new solver is one file with one subclass and one line in ``SOLVERS``.
+    """
+
+    #: The pattern that the paper means by "60 % sparsity".
+    by_sparsity: ClassVar[type[Pattern]] = Unstructured
+
+    @abc.abstractmethod
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        """Prunes one matrix.
+
+        Args:
+            problem: W (out, in) and H (in, in); neither is changed.
+            pattern: What support is allowed.
+            monitor: Called after each step with (step, steps, estimated relative error).
+
+        Returns:
+            The new weights, exactly zero off the mask, and the mask with the pattern's exact count.
+
+        Raises:
+            PatternError: the pattern does not fit the shape of W.
+            NumericalError: H cannot be factorised or the result is not finite.
+        """
+
+    def _require(self, name: str, accepted: bool, range_: str) -> None:
+        """Raises UsageError unless ``accepted``, saying what ``name`` should have been."""
+        if not accepted:
+            raise UsageError(f"{name} must be {range_}; got {getattr(self, name)!r}")

@@ -1,0 +1,26 @@
+"""Magnitude pruning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from niwaki.patterns import Pattern
+from niwaki.problem import LayerProblem, Monitor, Solution
+from niwaki.solvers._base import Solver
+
+
+@dataclass(frozen=True)
+class Magnitude(Solver):
+    """Keeps the largest weights and leaves them as they are.
+
+    M = the pattern's mask of |W_ij|, What = M * W. The text plays no part.
+
+    Differences from the paper: none known.
+
+    Cost: one selection.
+
+    Reference: Han et al. 2015, arXiv 1506.02626; Zhu & Gupta 2017, arXiv 1710.01878.
+    """
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        return problem.solution(problem.W, pattern.mask(problem.W.abs()))
