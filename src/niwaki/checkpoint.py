@@ -183,10 +183,7 @@ class CheckpointWriter:
                 original = self._source.path / shard
                 file = self._files[shard] = (self._directory / shard).open("wb")
                 size = original.stat().st_size
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)
-                else:
-                    file.truncate(size)
+                _reserve(file, size)
                 with original.open("rb") as read:
                     _copy(read, file, 0, _header_end(read, original))
         return self
@@ -294,6 +291,18 @@ def locate_model(model: str) -> Path:
         raise CheckpointError(
             f"{model} is no directory here and could not be had from the hub: {reason}"
         ) from error
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Makes the file ``size`` bytes long, on disk and not only in name where the system can do that."""
+    if hasattr(os, "posix_fallocate") and size:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    file.truncate(size)
 
 
 def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:

@@ -19,10 +19,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 import niwaki
-from niwaki.display import Display, duration, survey_tables
+from niwaki.display import Display, duration, perplexity_table, survey_tables
 from niwaki.errors import NiwakiError, UsageError
 from niwaki.record import write_json
 
@@ -33,7 +33,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False)
+# No emoji: ":m:" is a part of n:m here. Where the output is a file, lines are as long as they need to be.
+out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
 
 
 class Order(str, Enum):
@@ -128,7 +129,7 @@ def prune(
             command=shlex.join(["niwaki", *sys.argv[1:]]),
             progress=display,
         )
-    out.print(f"written to {output}")
+    out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 
 @app.command("eval")
@@ -157,7 +158,7 @@ def evaluate(
             dtype=dtype,
             done=lambda block, blocks: status.update(f"block {block}/{blocks}"),
         )
-    out.print(f"perplexity {found}", soft_wrap=True)
+    out.print(f"perplexity {found}", soft_wrap=True, markup=False)
     if record is not None:
         values = {
             "command": shlex.join(["niwaki", *sys.argv[1:]]),
@@ -194,53 +195,28 @@ def demo(
     from niwaki.record import versions
     from niwaki.solvers import SOLVERS
 
-    runs, began = 1 + len(PATTERNS) * len(SOLVERS), time.perf_counter()
-    with out.status("") as status:
-        count = 0
+    runs, began, count = 1 + len(PATTERNS) * len(SOLVERS), time.perf_counter(), 0
+    with out.status("the dense model") as status:
 
-        def done(cell: Cell) -> None:
+        def done(_: Cell) -> None:
             nonlocal count
             count += 1
             left = (time.perf_counter() - began) / count * (runs - count)
-            status.update(f"{count}/{runs} runs, {duration(left)} left")
+            status.update(f"{count} of {runs} runs, {duration(left)} left")
 
-        status.update("the dense model")
         cells = table(samples=samples, text_samples=text_samples, length=256, done=done)
     seconds = time.perf_counter() - began
-    shown = Table(
-        title=f"perplexity on {cells[0].perplexity.tokens:,} tokens of unseen books, context 256",
-        caption=f"calibrated on {samples} x 256 tokens; {seconds:.0f} s in all; the error is "
-        f"±{100 * cells[0].perplexity.standard_error / cells[0].perplexity.value:.1f} % between texts and "
-        "much less between methods, which see the same text",
-        box=None,
-    )
-    shown.add_column("method")
-    for pattern in PATTERNS:
-        shown.add_column(pattern, justify="right")
-    shown.add_column("seconds", justify="right")
-    shown.add_row("dense", f"{cells[0].perplexity.value:.2f}")
-    found = {(cell.method, cell.pattern): cell for cell in cells}
-    best = {p: min(found[m, p].perplexity.value for m in SOLVERS) for p in PATTERNS}
-    for method in SOLVERS:
-        values = [found[method, p].perplexity.value for p in PATTERNS]
-        shown.add_row(
-            method,
-            *(
-                f"[bold]{v:.2f}[/bold]" if v == best[p] else f"{v:.2f}"
-                for p, v in zip(PATTERNS, values, strict=True)
-            ),
-            f"{sum(found[method, p].seconds for p in PATTERNS):.1f}",
-        )
-    out.print(shown)
+    out.print(perplexity_table(cells, "demo-held"))
+    out.print(f"calibrated on {samples} x 256 tokens; {seconds:.0f} s in all")
     if record is not None:
-        values_: dict[str, Any] = {
+        values: dict[str, Any] = {
             "command": shlex.join(["niwaki", *sys.argv[1:]]),
             "samples": samples,
             "cells": [dataclasses.asdict(cell) for cell in cells],
             "seconds": seconds,
             "versions": versions(),
         }
-        write_json(record, json.dumps(values_, indent=2) + "\n")
+        write_json(record, json.dumps(values, indent=2) + "\n")
 
 
 def main() -> None:
@@ -248,7 +224,7 @@ def main() -> None:
     try:
         app()
     except NiwakiError as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", soft_wrap=True, markup=True)
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(error.exit_code)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from niwaki.calibration import load_tokenizer, read_windows
@@ -24,30 +23,31 @@ class Cell:
 
     Attributes:
         method: A name of ``SOLVERS``, or "dense".
-        pattern: A member of ``PATTERNS``, or "".
-        perplexity: Of the result.
-        seconds: For the whole run, without the perplexity.
+        pattern: Such as "50 %" or "2:4"; "" for the dense model.
+        perplexity: Of the result, by the name of the text.
+        seconds: That pruning took, from the model directory to the pruned one.
         error: Geometric mean of the matrices' relative errors.
+        stages: Seconds by stage.
     """
 
     method: str
     pattern: str
-    perplexity: Perplexity
+    perplexity: dict[str, Perplexity]
     seconds: float = 0.0
     error: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 def table(
     model: str = "demo",
     *,
     calibration: str = "demo",
-    text: str = "demo-held",
+    texts: Sequence[str] = ("demo-held",),
     samples: int,
     text_samples: int,
     length: int,
     methods: Sequence[str] = tuple(SOLVERS),
     patterns: Sequence[str] = PATTERNS,
-    device: str = "auto",
     done: Callable[[Cell], None] = lambda _: None,
 ) -> list[Cell]:
     """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
@@ -55,45 +55,41 @@ def table(
     Args:
         model: A directory or hub id.
         calibration: Text to calibrate on; see :mod:`niwaki.calibration`.
-        text: Text to measure on.
+        texts: Texts to measure on.
         samples: Windows of ``calibration``.
-        text_samples: Windows of ``text``.
+        text_samples: Windows of each of ``texts``.
         length: Tokens in a window.
         methods: Names of ``SOLVERS``.
         patterns: Percentages such as "50 %", or n:m.
-        device: As in :func:`niwaki.prune`.
         done: Called with each cell as it is done.
 
     Returns:
         The cells, the dense model first.
     """
+
+    def measure(directory: str | Path) -> dict[str, Perplexity]:
+        return {text: evaluate(directory, text, length=length, samples=text_samples) for text in texts}
+
+    cells = [Cell("dense", "", measure(model))]
+    done(cells[0])
     tokenizer = load_tokenizer(locate_model(model))
     windows = read_windows(calibration, tokenizer, length, samples)
-    held = read_windows(text, tokenizer, length, text_samples)
-    cells = []
-
-    def add(cell: Cell) -> None:
-        cells.append(cell)
-        done(cell)
-
-    add(Cell("dense", "", evaluate(model, text, length=length, samples=text_samples, device=device)))
-    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-        for pattern in patterns:
-            sparse = float(pattern.rstrip(" %")) / 100 if pattern.endswith("%") else None
-            for method in methods:
-                began = time.perf_counter()
+    for pattern in patterns:
+        sparsity = float(pattern.rstrip(" %")) / 100 if pattern.endswith("%") else None
+        for method in methods:
+            with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+                out = Path(scratch) / method
                 record = prune(
                     model,
-                    Path(scratch) / f"{method} {len(cells)}",
+                    out,
                     solver=method,
-                    sparsity=sparse,
-                    pattern=pattern if sparse is None else None,
+                    sparsity=sparsity,
+                    pattern=pattern if sparsity is None else None,
                     calibration=windows.tokens,
-                    text=held.tokens,
-                    measure="after",
-                    device=device,
+                    measure="none",
                 )
-                measured = Perplexity(**record.perplexity["after"])
-                seconds = time.perf_counter() - began
-                add(Cell(method, pattern, measured, seconds, record.mean_error))
+                stages = dict(record.seconds)
+                cell = Cell(method, pattern, measure(out), stages.pop("total"), record.mean_error, stages)
+            cells.append(cell)
+            done(cell)
     return cells

@@ -15,8 +15,9 @@ from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from niwaki.demo import Cell
     from niwaki.survey import MatrixSurvey
 
 
@@ -29,6 +30,7 @@ class Display(Progress):
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self.wants_steps = console.is_terminal
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}"),
             bars.BarColumn(),
@@ -45,7 +47,7 @@ class Display(Progress):
         self._blocks = self._block = 0
         self._stage, self._steps, self._done = "", 1, 0
         self._detail = ""
-        self._errors: list[str] = []
+        self._solved: list[MatrixRecord] = []
 
     def __enter__(self) -> Display:
         return self
@@ -57,13 +59,11 @@ class Display(Progress):
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         calibration = record.calibration
-        self._console.print(
-            f"{record.model}: {blocks} blocks of {matrices} matrices, {record.pattern}\n"
-            f"{record.solver}\n"
+        self._line(f"{record.model}: {blocks} blocks of {matrices} matrices, {record.pattern}")
+        self._line(record.solver)
+        self._line(
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
-            f"{calibration['source']}, on {record.device} in {record.dtype}",
-            highlight=False,
-            soft_wrap=True,
+            f"{calibration['source']}, on {record.device} in {record.dtype}"
         )
         for note in record.notes:
             self.note(note)
@@ -92,16 +92,20 @@ class Display(Progress):
 
     def solved(self, matrix: MatrixRecord) -> None:
         self._detail = f"{matrix.name} error {matrix.error:.3g}"
-        self._errors.append(f"{matrix.name.rsplit('.', 1)[-1]} {matrix.error:.2g}")
+        self._solved.append(matrix)
 
     def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True)
+        self._line(f"note: {text}", style="yellow")
 
     def end(self, record: Record) -> None:
         self._close_stage()
         self._close_block()
         self.__exit__()
         self._console.print(summary(record))
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        """A line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
+        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
     def _close_stage(self) -> None:
         if self._stage:
@@ -110,16 +114,16 @@ class Display(Progress):
 
     def _close_block(self) -> None:
         total = sum(self._spent.values())
-        self._console.print(
-            f"block {self._block + 1:>{len(str(self._blocks))}}/{self._blocks}  {total:6.1f} s  "
-            f"error: {', '.join(self._errors)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        names = [f"{matrix.name.rsplit('.', 1)[-1]:>6}" for matrix in self._solved]
+        if self._block == 0:
+            self._line("relative error of each matrix:")
+            self._line("  ".join(["block", "seconds", *names]))
+        errors = [f"{matrix.error:>{len(name)}.4f}" for matrix, name in zip(self._solved, names, strict=True)]
+        self._line("  ".join([f"{self._block + 1:5}", f"{total:7.1f}", *errors]))
         if total > 0:
             self._shares = {name: seconds / total for name, seconds in self._spent.items()}
         self._spent.clear()
-        self._errors.clear()
+        self._solved.clear()
 
     def _draw(self) -> None:
         now = time.monotonic()
@@ -176,10 +180,10 @@ def summary(record: Record) -> Table:
 
 def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
     """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
-    kinds: dict[tuple[str, tuple[int, int], str], list[MatrixSurvey]] = defaultdict(list)
+    kinds: dict[tuple[str, tuple[int, int]], list[MatrixSurvey]] = defaultdict(list)
     blocks: dict[int, dict[str, MatrixSurvey]] = defaultdict(dict)
     for item in found:
-        kinds[item.matrix.name, item.matrix.shape, item.dtype].append(item)
+        kinds[item.matrix.name, item.matrix.shape].append(item)
         blocks[item.matrix.block][item.matrix.name] = item
     patterns = list(next(iter(kinds.values()))[0].fitting)
     by_kind = Table(
@@ -187,16 +191,15 @@ def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
         box=None,
         title_justify="left",
     )
-    for heading in ("matrix", "shape", "dtype", "blocks", "weights", "zeros", "in a row", *patterns):
-        by_kind.add_column(heading, justify="left" if heading in {"matrix", "dtype"} else "right")
-    for (name, shape, dtype), items in kinds.items():
+    for heading in ("matrix", "shape", "blocks", "weights", "zeros", "in a row", *patterns):
+        by_kind.add_column(heading, justify="left" if heading == "matrix" else "right")
+    for (name, shape), items in kinds.items():
         weights = len(items) * shape[0] * shape[1]
         low = min(item.row_zeros[0] for item in items)
         high = max(item.row_zeros[1] for item in items)
         by_kind.add_row(
             name.rsplit(".", 1)[-1],
             f"{shape[0]}x{shape[1]}",
-            dtype,
             str(len(items)),
             f"{weights:,}",
             f"{100 * sum(item.zeros for item in items) / weights:.2f} %",
@@ -205,7 +208,7 @@ def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
         )
     by_block = Table(title="zeros, %", box=None, title_justify="left")
     by_block.add_column("block", justify="right")
-    names = list(dict.fromkeys(name for name, _, _ in kinds))
+    names = list(dict.fromkeys(name for name, _ in kinds))
     for name in names:
         by_block.add_column(name.rsplit(".", 1)[-1], justify="right")
     for block, row in blocks.items():
@@ -213,3 +216,34 @@ def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
             str(block), *(f"{100 * row[name].sparsity:.2f}" if name in row else "" for name in names)
         )
     return [by_kind, by_block]
+
+
+def perplexity_table(cells: Sequence[Cell], text: str) -> Table:
+    """The paper's table 1: a row for each method, a column for each pattern, the best in bold."""
+    dense, found = cells[0].perplexity[text], {(cell.method, cell.pattern): cell for cell in cells[1:]}
+    methods, patterns = list(dict.fromkeys(m for m, _ in found)), list(dict.fromkeys(p for _, p in found))
+    table = Table(
+        title=f"perplexity on {dense.tokens:,} tokens of {text}, context {dense.context}",
+        caption=f"± {100 * dense.standard_error / dense.value:.1f} % between texts of this size, "
+        "much less between methods on the same text",
+        box=None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("method")
+    for pattern in patterns:
+        table.add_column(pattern, justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_row("dense", f"{dense.value:.2f}")
+    best = {p: min(found[m, p].perplexity[text].value for m in methods) for p in patterns}
+    for method in methods:
+        values = [found[method, p].perplexity[text].value for p in patterns]
+        table.add_row(
+            method,
+            *(
+                f"[bold]{value:.2f}[/bold]" if value == best[p] else f"{value:.2f}"
+                for p, value in zip(patterns, values, strict=True)
+            ),
+            f"{sum(found[method, p].seconds for p in patterns):.1f}",
+        )
+    return table

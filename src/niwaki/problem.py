@@ -159,6 +159,7 @@ class Normalised:
         self.gram = problem.gram
         self.W = problem.W * self.gram.norm
         self.H = self.gram.unit
+        self._power_of_some_rows = 0.0
 
     def restore(self, W: Tensor) -> Tensor:
         """(out, in) in the problem's own coordinates; dead inputs get their old weights back.
@@ -172,8 +173,8 @@ class Normalised:
         """Tells ``monitor``, if there is one, the error of M * V on some 32 rows, a small part of a step."""
         if monitor is not None:
             rows = slice(None, None, max(1, self.W.shape[0] // 32))
-            power = _trace(self.W[rows], self.H)
             error = _trace(V[rows] * mask[rows] - self.W[rows], self.H)
+            power = self._power_of_some_rows = self._power_of_some_rows or _trace(self.W[rows], self.H)
             monitor(step, steps, error / power if power > 0 else 0.0)
 
 

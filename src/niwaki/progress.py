@@ -6,7 +6,13 @@ from niwaki.record import MatrixRecord, Record
 
 
 class Progress:
-    """Is told how a run goes. This one ignores it; the command line has one that draws."""
+    """Is told how a run goes. This one ignores it; the command line has one that draws.
+
+    Attributes:
+        wants_steps: Whether to call ``solving``, for which solvers have to estimate their error.
+    """
+
+    wants_steps = False
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         """All inputs are read, ``blocks`` with ``matrices`` each to come."""

@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -33,15 +32,16 @@ from niwaki.checkpoint import (
 from niwaki.errors import NiwakiError, UsageError
 from niwaki.evaluate import Perplexity
 from niwaki.patterns import Fixed, Pattern, parse_pattern
-from niwaki.problem import Gram, LayerProblem
+from niwaki.problem import Gram, LayerProblem, Monitor
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record, versions, write_json
-from niwaki.solvers import DEFAULT_SOLVER, Solver, make_solver
+from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 
 #: Windows for the perplexity before and after, behind those of the calibration.
 DEFAULT_TEXT_SAMPLES = 16
 
 Measure = Literal["both", "after", "none"]
+PatternOf = Callable[[Matrix], Pattern]
 
 
 def prune(
@@ -108,16 +108,16 @@ def prune(
     solver = make_solver(solver) if isinstance(solver, str) else solver
     if text_samples < 1 or samples < 1:
         raise UsageError(f"samples must be 1 or more; got {min(samples, text_samples)}")
-    wanted = _pattern(solver, sparsity, pattern, mask_from)
+    wanted = _pattern(solver, sparsity, pattern)
+    mask_model = mask_from
+    if mask_from is not None and not Path(mask_from).expanduser().is_dir() and "/" not in mask_from:
+        solver, mask_model = MaskThenUpdate(make_solver(mask_from), solver), None
     source_path, out_path = locate_model(str(model)), Path(out).expanduser()
     _check_output(source_path, out_path)
 
     checkpoint = Checkpoint(source_path)
     streamed = StreamedModel(checkpoint, device, dtype)
-    masks = _MaskSource.find(mask_from, checkpoint)
-    for matrix in streamed.matrices():
-        with _named(matrix.key):
-            wanted.check(matrix.shape) if wanted is not None else None
+    pattern_of = _patterns(wanted, mask_model, streamed)
     length, note = streamed.window_length(length)
     notes = [note] if note else []
     windows, held = _texts(
@@ -144,7 +144,7 @@ def prune(
         notes=notes,
     )
     clock.lap("prepare")
-    run = _Run(streamed, solver, wanted, masks, record, progress, clock)
+    run = _Run(streamed, solver, pattern_of, record, progress, clock)
     with _output_directory(out_path) as directory:
         with CheckpointWriter(checkpoint, directory) as writer:
             run.blocks(writer, windows, held, measure)
@@ -171,16 +171,14 @@ class _Run:
         self,
         model: StreamedModel,
         solver: Solver,
-        pattern: Pattern | None,
-        masks: _MaskSource | None,
+        pattern_of: PatternOf,
         record: Record,
         progress: Progress,
         clock: _Clock,
     ) -> None:
         self._model = model
         self._solver = solver
-        self._pattern = pattern
-        self._masks = masks
+        self._pattern_of = pattern_of
         self._record = record
         self._progress = progress
         self._clock = clock
@@ -233,13 +231,7 @@ class _Run:
             began = time.perf_counter()
             with _named(matrix.key):
                 problem = LayerProblem(block.weight(name), gram)
-                pattern = self._masks(matrix, problem, self._pattern) if self._masks else self._pattern
-                assert pattern is not None
-                solution = self._solver(
-                    problem,
-                    pattern,
-                    lambda step, steps, error, name=name: self._progress.solving(name, step, steps, error),  # type: ignore[misc]
-                )
+                solution = self._solver(problem, self._pattern_of(matrix), self._monitor(name))
                 stored = block.replace(name, solution.W)
             writer.write(matrix.key, stored)
             zeros = self.zeros[matrix.key] = stored.numel() - int(stored.count_nonzero())
@@ -258,40 +250,20 @@ class _Run:
             self._progress.solved(done)
             self._progress.step()
 
+    def _monitor(self, name: str) -> Monitor | None:
+        if not self._progress.wants_steps:
+            return None
+        return lambda step, steps, error: self._progress.solving(name, step, steps, error)
+
     def _note_damping(self, matrix: MatrixRecord) -> None:
-        asked, used = getattr(self._solver, "damping", None), matrix.stats.get("damping")
-        if asked is not None and isinstance(used, float) and used > asked * 1.01 + 1e-6:
+        asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
+        if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
             note = (
                 f"block {matrix.block} {matrix.name}: damping raised from {asked:g} to {used:g}, "
                 "because the Gram matrix is close to singular"
             )
             self._record.notes.append(note)
             self._progress.note(note)
-
-
-class _MaskSource:
-    """Masks of another solver, or of an already pruned model."""
-
-    def __init__(self, origin: Solver | Checkpoint) -> None:
-        self._origin = origin
-
-    @classmethod
-    def find(cls, name: str | None, dense: Checkpoint) -> _MaskSource | None:
-        if name is None:
-            return None
-        if not Path(name).expanduser().is_dir() and "/" not in name:
-            return cls(make_solver(name))
-        other = Checkpoint(locate_model(name))
-        for key, entry in dense.entries.items():
-            if key not in other or other.entries[key].shape != entry.shape:
-                raise UsageError(f"{name} cannot lend its mask: it has no {key!r} of shape {entry.shape}")
-        return cls(other)
-
-    def __call__(self, matrix: Matrix, problem: LayerProblem, pattern: Pattern | None) -> Pattern:
-        if isinstance(self._origin, Checkpoint):
-            return Fixed((self._origin.read(matrix.key) != 0).to(problem.W.device))
-        assert pattern is not None
-        return Fixed(self._origin(problem, pattern).mask)
 
 
 class _Clock:
@@ -310,18 +282,35 @@ class _Clock:
         return time.perf_counter() - self._began
 
 
-def _pattern(
-    solver: Solver, sparsity: float | None, pattern: str | Pattern | None, mask_from: str | None
-) -> Pattern | None:
+def _pattern(solver: Solver, sparsity: float | None, pattern: str | Pattern | None) -> Pattern | None:
     if sparsity is not None and pattern is not None:
         raise UsageError("give a sparsity or a pattern, not both")
     if sparsity is not None:
         return solver.by_sparsity(sparsity)  # type: ignore[call-arg]
-    if pattern is not None:
-        return parse_pattern(pattern) if isinstance(pattern, str) else pattern
-    if mask_from is None or not (Path(mask_from).expanduser().is_dir() or "/" in mask_from):
-        raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
-    return None
+    return parse_pattern(pattern) if isinstance(pattern, str) else pattern
+
+
+def _patterns(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
+    """The pattern of each matrix: the same for all, or the mask that it has in another model.
+
+    Raises:
+        UsageError: there is neither or both, or the pattern does not fit the matrices.
+    """
+    matrices = streamed.matrices()
+    if mask_model is None:
+        if wanted is None:
+            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
+        for matrix in matrices:
+            with _named(matrix.key):
+                wanted.check(matrix.shape)
+        return lambda _: wanted
+    if wanted is not None:
+        raise UsageError(f"the mask of {mask_model} has its own sparsity; leave out --sparsity and --pattern")
+    lender = Checkpoint(locate_model(mask_model))
+    for matrix in matrices:
+        if matrix.key not in lender or lender.entries[matrix.key].shape != matrix.shape:
+            raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {matrix.shape}")
+    return lambda matrix: Fixed((lender.read(matrix.key) != 0).to(streamed.device))
 
 
 def _texts(
@@ -429,8 +418,11 @@ def _device_name(device: torch.device) -> str:
 
 def _finish(record: Record, clock: _Clock, device: torch.device) -> None:
     record.seconds = {**clock.seconds, "total": clock.total()}
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    record.peak_memory["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform != "win32":
+        import resource
+
+        # Kilobytes on Linux, bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        record.peak_memory["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if device.type == "cuda":
         record.peak_memory["device"] = torch.cuda.max_memory_allocated(device)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.solvers._base import Solver
+from niwaki.solvers._compose import MaskThenUpdate
 from niwaki.solvers.admm import ADMM
 from niwaki.solvers.continuation import Continuation
 from niwaki.solvers.magnitude import Magnitude
@@ -23,6 +24,7 @@ __all__ = [
     "SOLVERS",
     "Continuation",
     "Magnitude",
+    "MaskThenUpdate",
     "Solver",
     "SparseGPT",
     "Wanda",

@@ -92,7 +92,7 @@ class ADMM(Solver):
             Y = torch.sub(V, U, alpha=2).sub_(W0)  # Z - U - W0
             V = torch.addmm(W0, Y, R, out=V).add_(U)
             scaled.report(monitor, step, self.iterations, V, mask)
-        return problem.solution(scaled.restore(V), mask, damping=used - self.rho)
+        return problem.solution(scaled.restore(V), mask, damping=used - self.rho, damping_asked=self.damping)
 
     def _fraction(self, step: int) -> float:
         """s_t / s_f."""

@@ -88,7 +88,7 @@ class Continuation(Solver):
         H.diagonal().add_(used)
         Z = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
         scaled.report(monitor, steps, steps, Z, mask)
-        return problem.solution(scaled.restore(Z), mask, damping=used)
+        return problem.solution(scaled.restore(Z), mask, damping=used, damping_asked=self.damping)
 
     def _rho(self, level: int) -> float:
         ratio: float = (self.rho_end / self.rho_start) ** (level / max(1, self.levels - 1))

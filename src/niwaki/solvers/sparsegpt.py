@@ -78,4 +78,6 @@ class SparseGPT(Solver):
                 torch.mul(W[j], ~M[j], out=E[j - left]).div_(U[j, j])
                 W[j + 1 : right].addr_(U[j, j + 1 : right], E[j - left], alpha=-1)
             W[right:].addmm_(U[left:right, right:].T, E, alpha=-1)
-        return problem.solution(W.T.contiguous(), M.T.contiguous(), damping=used / mean)
+        return problem.solution(
+            W.T.contiguous(), M.T.contiguous(), damping=used / mean, damping_asked=self.damping
+        )

@@ -1,0 +1,7 @@
+"""Shared by all tests; numerical problems are made in problems.py."""
+
+import os
+
+# Before torch is imported: with spinning OpenMP threads, one other busy process on the machine makes
+# small products 30 times slower.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")

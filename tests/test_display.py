@@ -1,0 +1,317 @@
+"""What a run looks like: a faked one, on a faked clock."""
+
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from niwaki import display as module
+from niwaki.display import Display, duration, summary
+from niwaki.record import MatrixRecord, Record
+
+NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}
+BATCHES = 4
+
+
+class Clock:
+    """Seconds pass when it is told so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+def record(**changes: object) -> Record:
+    values: dict[str, object] = {
+        "command": "",
+        "model": "models/tiny",
+        "method": "wanda",
+        "solver": "Wanda()",
+        "pattern": "2:4",
+        "mask_from": None,
+        "calibration": {"samples": 4, "sequence_length": 16, "source": "some.txt"},
+        "device": "cpu (2 threads)",
+        "dtype": "float32",
+        "notes": ["noted before"],
+        **changes,
+    }
+    return Record(**values)  # type: ignore[arg-type]
+
+
+def console(terminal: bool, width: int = 100) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        color_system="standard" if terminal else None,
+    )
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+class Watched(Display):
+    """Keeps what the bar shows after each event."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.shown: list[tuple[float, str, str, str]] = []
+
+    def _draw(self) -> None:
+        super()._draw()
+        if self._bar.tasks:
+            task = self._bar.tasks[0]
+            self.shown.append((task.completed, task.description, task.fields["left"], task.fields["detail"]))
+
+
+def play(display: Display, clock: Clock, finished: Record, blocks: int = 3) -> None:
+    """A run whose stages take as long as SHARES say, with a note in the second block."""
+    display.begin(finished, blocks, len(NAMES))
+    for block in range(blocks):
+        for stage, seconds in SHARES.items():
+            steps = len(NAMES) if stage == "solve" else BATCHES
+            if stage == "advance" and block == blocks - 1:
+                display.stage(block, stage, steps)
+                continue
+            display.stage(block, stage, steps)
+            for step in range(steps):
+                if stage == "solve":
+                    for inner in (1, 2):
+                        clock.now += seconds / steps / 3
+                        display.solving(NAMES[step], inner, 2, 0.5 / inner)
+                    solved = MatrixRecord(
+                        block, NAMES[step], (8, 8), 0.5, 0.01 * (block + 1), seconds / steps, 64, {}
+                    )
+                    display.solved(solved)
+                    finished.matrices.append(solved)
+                    clock.now += seconds / steps / 3
+                else:
+                    clock.now += seconds / steps
+                display.step()
+        if block == 1:
+            display.note("damping raised from 0.1 to 0.2")
+    finished.sparsity = 0.5
+    finished.seconds = {"capture": 9.0, "solve": 15.0, "check": 0.01, "total": 26.0}
+    finished.peak_memory = {"resident": 300 * 2**20}
+    finished.perplexity["after"] = {
+        "value": 12.345,
+        "standard_error": 0.678,
+        "tokens": 12345,
+        "context": 2048,
+        "windows": 6,
+        "text": "some.txt",
+    }
+    display.end(finished)
+
+
+def test_the_bar_only_moves_forwards(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        play(display, clock, record())
+    completed = [shown[0] for shown in display.shown]
+    assert completed == sorted(completed)
+    assert completed[0] < 0.05
+    assert 0.8 < completed[-1] <= 1.0
+    assert len(set(completed)) > 25
+    # From the second block on it knows how the time is shared out: after 3 of 9 seconds a third of a block.
+    at_capture = [s[0] for s in display.shown if s[1] == "block 2/3" and s[3] == "inputs"]
+    assert at_capture[-1] == pytest.approx((1 + 3 / 9) / 3)
+
+
+def test_the_time_left(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        play(display, clock, record())
+    first = [shown for shown in display.shown if shown[1] == "block 1/3"]
+    assert {left for _, _, left, _ in first} == {""}  # nothing to go by yet
+    later = [shown for shown in display.shown if shown[1] in ("block 2/3", "block 3/3")]
+    assert len(later) > 20
+    for completed, _, left, _ in later:
+        # Stages take the same time in each block here, so it can be right to a matrix, 1.7 seconds.
+        assert int(left.removesuffix(" s left")) == pytest.approx(27 * (1 - completed), abs=2)
+    # Two blocks of 9 seconds, less the first batch of 0.75 s; and one.
+    assert later[0][2] == "17 s left"
+    assert "8 s left" in [left for _, description, left, _ in later if description == "block 3/3"]
+
+
+def test_what_the_solver_says(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        play(display, clock, record())
+    details = [shown[3] for shown in display.shown]
+    assert "self_attn.q_proj 1/2 error 0.5" in details
+    assert "mlp.down_proj 2/2 error 0.25" in details
+    assert any(re.fullmatch(r"self_attn\.o_proj error 0\.02", detail) for detail in details)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
+    where = console(terminal)
+    with Display(where) as display:
+        play(display, clock, record())
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
+    for expected in (
+        "models/tiny: 3 blocks of 3 matrices, 2:4",
+        "Wanda()",
+        "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
+        "note: noted before",
+        "note: damping raised from 0.1 to 0.2",
+    ):
+        assert sum(line.strip() == expected for line in lines) == 1, expected
+    blocks = [line.split() for line in lines if re.fullmatch(r" +\d+ +\d+\.\d( +0\.\d{4}){3}", line.rstrip())]
+    assert blocks == [
+        ["1", "9.0", "0.0100", "0.0100", "0.0100"],
+        ["2", "9.0", "0.0200", "0.0200", "0.0200"],
+        ["3", "8.0", "0.0300", "0.0300", "0.0300"],
+    ]
+    assert any(line.split() == ["block", "seconds", "q_proj", "o_proj", "down_proj"] for line in lines)
+    # The note comes with its block, not at the end.
+    order = [i for i, line in enumerate(lines) if "damping raised" in line or "0.0300" in line]
+    assert "damping raised" in lines[order[0]]
+    assert any("12.35 ± 0.68" in line for line in lines)
+
+
+def test_a_file_gets_no_bar_and_no_colours(clock: Clock) -> None:
+    where = console(False)
+    with Display(where) as display:
+        assert not display.wants_steps
+        play(display, clock, record())
+    assert "\x1b" not in text(where)
+    assert "\r" not in text(where)
+    assert "━" not in text(where)
+    assert "left" not in text(where)
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(clock: Clock) -> None:
+    where = console(True)
+    with Display(where) as display:
+        assert display.wants_steps
+        play(display, clock, record())
+    assert "━" in text(where)
+    assert text(where).count("\x1b[?25l") == text(where).count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
+    where = console(True)
+    display = Display(where)
+
+    def run() -> None:
+        with display:
+            display.begin(record(), 3, 3)
+            display.stage(0, "capture", 4)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert text(where).count("\x1b[?25h") == 1
+    display.__exit__()  # once is enough, twice does no harm
+
+
+@pytest.mark.parametrize("odd", ["[/red] x [bold]", ":m: :smile:", "[link=x]y", "100 %"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_are_shown_as_they_are(clock: Clock, odd: str, terminal: bool) -> None:
+    where = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None, emoji=False)
+    run = record(
+        model=odd,
+        calibration={"samples": 4, "sequence_length": 16, "source": odd},
+        notes=[odd],
+        pattern=f"the mask of {odd}",
+    )
+    with Display(where) as display:
+        display.begin(run, 1, 1)
+        display.stage(0, "solve", 1)
+        display.solving(NAMES[0], 1, 1, 0.5)
+        run.perplexity["before"] = {
+            "value": 2.0,
+            "standard_error": 0.1,
+            "tokens": 10,
+            "context": 8,
+            "windows": 2,
+            "text": odd,
+        }
+        run.seconds = {"total": 1.0}
+        display.end(run)
+    shown = text(where)
+    assert shown.count(odd) == 5
+
+
+def test_long_lines_of_a_log_are_not_broken(clock: Clock) -> None:
+    where = console(False, width=40)
+    with Display(where) as display:
+        display.begin(record(model="a very long name of a model " * 5), 1, 1)
+        display.note("word " * 50)
+    assert max(map(len, text(where).splitlines())) > 200
+
+
+def test_a_run_without_perplexity_or_error(clock: Clock) -> None:
+    run = record()
+    run.matrices = [MatrixRecord(0, "mlp.up_proj", (8, 8), 0.5, 0.0, 1.0, 64, {})]
+    run.seconds = {"total": 1.0}
+    where = console(False)
+    where.print(summary(run))
+    assert "perplexity" not in text(where)
+    assert re.search(r"^error +0 of", text(where), re.M)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0 s"),
+        (0.4, "0 s"),
+        (45.2, "45 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (12 * 60, "12 min"),
+        (89 * 60, "89 min"),
+        (90 * 60, "1 h 30 min"),
+        (3 * 3600 + 5 * 60, "3 h 05 min"),
+        (3 * 3600 - 1, "3 h 00 min"),
+        (100 * 3600, "100 h 00 min"),
+    ],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_the_summary() -> None:
+    run = record()
+    run.sparsity = 0.6
+    run.matrices = [MatrixRecord(0, "mlp.up_proj", (8, 8), 0.6, e, 1.0, 64, {}) for e in (0.01, 0.04)]
+    run.seconds = {"prepare": 0.01, "solve": 1.25, "total": 1.5}
+    run.peak_memory = {"resident": 300 * 2**20, "device": 5 * 2**30}
+    for when, value in (("before", 10.0), ("after", 11.5)):
+        run.perplexity[when] = {
+            "value": value,
+            "standard_error": 0.25,
+            "tokens": 1234567,
+            "context": 2048,
+            "windows": 6,
+            "text": "held",
+        }
+    where = console(False, width=160)
+    where.print(summary(run))
+    rows = [re.split(" {2,}", line.strip()) for line in text(where).splitlines()]
+    assert rows == [
+        ["zeros", "60.00 % of 2 matrices"],
+        ["error", "0.02 of the output's square (geometric mean over matrices)"],
+        ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens, context 2,048, held)"],
+        ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens, context 2,048, held)"],
+        ["seconds", "1.5 (solve 1.2)"],
+        ["peak memory", "300 MiB resident, 5,120 MiB device"],
+    ]
