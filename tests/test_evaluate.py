@@ -14,7 +14,7 @@ from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows
 from niwaki.checkpoint import Checkpoint
 from niwaki.errors import CalibrationError, CheckpointError, NumericalError, UsageError
-from niwaki.evaluate import Perplexity, evaluate, perplexity
+from niwaki.perplexity import Perplexity, evaluate, perplexity
 from niwaki.survey import survey
 
 

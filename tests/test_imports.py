@@ -33,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
-    "prune": {"cli", "demo", "__init__"},
-    "blocks": {"prune", "evaluate", "survey", "__init__"},
+    "pipeline": {"cli", "demo", "__init__"},
+    "blocks": {"pipeline", "perplexity", "survey", "__init__"},
 }
 #: The insides of models are known to ``blocks`` only.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers"}
@@ -97,7 +97,7 @@ def test_the_walk_sees_imports() -> None:
     """So that the tests below do not pass because nothing was found."""
     assert Import("solvers", "niwaki.linalg", later=False) in IMPORTS
     assert Import("blocks", "transformers", later=False) in IMPORTS
-    assert Import("__init__", "niwaki.prune", later=True) in IMPORTS
+    assert Import("__init__", "niwaki.pipeline", later=True) in IMPORTS
     assert Import("__init__", "importlib", later=True) in IMPORTS
 
 

@@ -45,11 +45,11 @@ from niwaki.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from niwaki.evaluate import evaluate
 from niwaki.patterns import NM, Pattern, PerRow
+from niwaki.perplexity import evaluate
+from niwaki.pipeline import prune
 from niwaki.problem import LayerProblem, Monitor, Solution
 from niwaki.progress import Progress
-from niwaki.prune import prune
 from niwaki.record import MatrixRecord, Record, write_json
 from niwaki.solvers import SOLVERS, Solver, SparseGPT
 
@@ -371,7 +371,7 @@ def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> 
 
 
 def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["niwaki.prune"]
+    module = sys.modules["niwaki.pipeline"]
     monkeypatch.setattr(module, "locate_model", lambda name: model)
     record = prune("someone/tiny", out, solver="magnitude", sparsity=0.5, calibration=random_tokens(2, 8))
     assert record.model == "someone/tiny"

@@ -8,9 +8,9 @@ __version__ = "0.1.0"
 __all__ = ["LayerProblem", "Record", "Solution", "evaluate", "make_solver", "prune"]
 
 if TYPE_CHECKING:
-    from niwaki.evaluate import evaluate
+    from niwaki.perplexity import evaluate
+    from niwaki.pipeline import prune
     from niwaki.problem import LayerProblem, Solution
-    from niwaki.prune import prune
     from niwaki.record import Record
     from niwaki.solvers import make_solver
 
@@ -18,9 +18,9 @@ _HOMES = {
     "LayerProblem": "niwaki.problem",
     "Record": "niwaki.record",
     "Solution": "niwaki.problem",
-    "evaluate": "niwaki.evaluate",
+    "evaluate": "niwaki.perplexity",
     "make_solver": "niwaki.solvers",
-    "prune": "niwaki.prune",
+    "prune": "niwaki.pipeline",
 }
 
 

@@ -114,7 +114,7 @@ class StreamedModel:
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         kind = checkpoint.config.get("model_type")
-        if kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in FAMILIES:
             architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
             raise UnsupportedModelError(
                 f"{checkpoint.path} is of type {kind!r} ({architecture}); supported: {', '.join(FAMILIES)}"
@@ -127,10 +127,16 @@ class StreamedModel:
         self.family = FAMILIES[kind]
         self.device = _find_device(device)
         self.dtype = _find_dtype(dtype, self.device, checkpoint)
-        self.config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-        # Buffers such as rotary frequencies are computed, not read, and have to be real.
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        try:
+            self.config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+            # Buffers such as rotary frequencies are computed, not read, and have to be real.
+            with init_empty_weights(include_buffers=False):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        except Exception as error:  # transformers checks some values and stumbles over others
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'} is refused by transformers: {reason}"
+            ) from error
         self.model = model.eval().requires_grad_(False)
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -175,6 +181,17 @@ class StreamedModel:
                 f"the sequence length {asked:,} is more than the model's {self.max_length:,} positions"
             )
         return asked, ""
+
+    def check(self, tokens: Tensor) -> None:
+        """Raises UsageError unless ``tokens`` are (samples, length) int64 that the model can take."""
+        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+            raise UsageError(f"tokens are (samples, length) int64; got {tuple(tokens.shape)} {tokens.dtype}")
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise UsageError(
+                f"tokens go from 0 to {self.config.vocab_size - 1:,} here, and these to {int(tokens.max()):,}; "
+                "is it the model's own tokenizer?"
+            )
+        self.window_length(tokens.shape[1])
 
     def matrices(self) -> list[Matrix]:
         """All matrices that can be pruned, block by block in the order of computation."""
@@ -225,7 +242,10 @@ class StreamedModel:
                     reduction="none",
                 )
                 losses.append(loss.view(len(tokens), -1).cpu())
-        return torch.cat(losses)
+        found = torch.cat(losses)
+        if not torch.isfinite(found).all():
+            raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
+        return found
 
     def stream(self) -> Iterator[Block]:
         """The blocks in order, each with its weights until the next one is asked for."""
@@ -253,8 +273,14 @@ class StreamedModel:
     def _outer_weights(self) -> Iterator[None]:
         """Everything outside the blocks: embeddings, last norm, head."""
         with self._loaded(self.model, "", skip=self.family.blocks + "."):
-            self.model.tie_weights()
-            yield
+            head = self.model.get_output_embeddings()
+            own = head.weight
+            if own.is_meta:  # not in the checkpoint: tied to the embeddings, for as long as they are here
+                head.weight = self.model.get_input_embeddings().weight
+            try:
+                yield
+            finally:
+                head.weight = own if own.is_meta else head.weight
 
     @contextlib.contextmanager
     def _replaced_blocks(self, make: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:

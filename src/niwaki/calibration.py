@@ -16,6 +16,7 @@ import json
 import lzma
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -81,7 +82,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         # Texts are longer than any context; without this each one would be warned about.
         unlimited = sys.maxsize
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=unlimited)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
         raise CalibrationError(
             f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error
@@ -131,6 +132,10 @@ def read_windows(
             ids = _first_tokens(_pieces(source), tokenizer, wanted * length)
     got = min(wanted, len(ids) // length)
     if got < count:
+        if order == "random":
+            raise CalibrationError(
+                f"{source} has only {got} random windows of {length} tokens, {count} are needed"
+            )
         missing = count * length - len(ids)
         raise CalibrationError(
             f"{source} is too short: {count} windows of {length} tokens need {count * length} tokens, it has "
@@ -214,7 +219,7 @@ def _pieces(source: str) -> Iterator[str]:
                 else:
                     while piece := file.read(_PIECE):
                         yield piece
-        except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
             raise CalibrationError(f"{source} cannot be read as UTF-8 text: {error}") from error
     else:
         yield from _dataset_texts(source)
@@ -224,7 +229,10 @@ def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield json.loads(line)["text"]
+                text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError
+                yield text
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise CalibrationError(
                     f"{path}, line {number}: not a JSON object with a field 'text'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCardData, metadata_load
 
 from niwaki.checkpoint import output_errors
@@ -25,7 +26,7 @@ def write(directory: Path, record: Record) -> None:
         if readme.exists():
             try:
                 inherited = metadata_load(readme) or {}
-            except ValueError:  # no YAML at the top, or none that can be read
+            except (ValueError, yaml.YAMLError):  # no YAML at the top, or none that can be read
                 inherited = {}
             readme.replace(directory / BASE_CARD)
         readme.write_text(_text(record, inherited), encoding="utf-8")
@@ -33,11 +34,13 @@ def write(directory: Path, record: Record) -> None:
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
-    tags = [tag for tag in inherited.get("tags", []) if isinstance(tag, str)]
+    tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
     data = ModelCardData(
         base_model=record.model if record.model.count("/") == 1 else name,
         library_name="transformers",
         license=inherited.get("license"),
+        license_name=inherited.get("license_name"),
+        license_link=inherited.get("license_link"),
         language=inherited.get("language"),
         tags=sorted({*tags, "niwaki", "pruned", "sparse"}),
     )
@@ -62,8 +65,10 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |",
     ]
     for when, measured in record.perplexity.items():
+        spread = measured["standard_error"]
+        error = "" if spread is None else f" ± {spread:.2f}"
         lines.append(
-            f"| perplexity {when} | {measured['value']:.2f} ± {measured['standard_error']:.2f} "
+            f"| perplexity {when} | {measured['value']:.2f}{error} "
             f"({measured['tokens']:,} tokens, context {measured['context']:,}, {Path(measured['text']).name}) |"
         )
     if not record.perplexity:

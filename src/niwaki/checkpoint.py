@@ -95,13 +95,13 @@ class Checkpoint:
                 )
 
     def _weight_map(self) -> dict[str, str] | None:
-        if (self.path / INDEX_NAME).exists():
+        if (self.path / INDEX_NAME).exists() and not (self.path / SINGLE_NAME).exists():
             index = _read_json(self.path / INDEX_NAME).get("weight_map")
             if not isinstance(index, dict) or not index:
                 raise CheckpointError(
                     f"{self.path / INDEX_NAME} has no weight_map; is the download complete?"
                 )
-            for shard in set(index.values()):
+            for shard in index.values():
                 # A path in the index could name any file of the machine, to read or to write.
                 if not isinstance(shard, str) or Path(shard).name != shard:
                     raise CheckpointError(
@@ -141,12 +141,14 @@ class Checkpoint:
                 f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here"
             )
         data = bytearray(entry.size)
-        with (self.path / entry.shard).open("rb") as file:
-            file.seek(entry.offset)
-            if file.readinto(data) != entry.size:
-                raise CheckpointError(
-                    f"{self.path / entry.shard} ends inside {key!r}; is the download complete?"
-                )
+        try:
+            with (self.path / entry.shard).open("rb") as file:
+                file.seek(entry.offset)
+                got = file.readinto(data)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / entry.shard} cannot be read: {error.strerror}") from error
+        if got != entry.size:
+            raise CheckpointError(f"{self.path / entry.shard} ends inside {key!r}; is the download complete?")
         dtype = _DTYPES[entry.dtype]
         if not data:
             return torch.empty(entry.shape, dtype=dtype)
@@ -178,6 +180,23 @@ class CheckpointWriter:
         self._written: set[str] = set()
 
     def __enter__(self) -> CheckpointWriter:
+        try:
+            self._open()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _close(self) -> OSError | None:
+        failed = None
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError as error:
+                failed = error
+        return failed
+
+    def _open(self) -> None:
         with output_errors(self._directory):
             for shard in self._source.shards:
                 original = self._source.path / shard
@@ -186,7 +205,6 @@ class CheckpointWriter:
                 _reserve(file, size)
                 with original.open("rb") as read:
                     _copy(read, file, 0, _header_end(read, original))
-        return self
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Writes ``tensor`` in the place of ``key``.
@@ -213,9 +231,13 @@ class CheckpointWriter:
             if kind is None:
                 with output_errors(self._directory):
                     self._copy_the_rest()
-        finally:
-            for file in self._files.values():
-                file.close()
+        except BaseException:
+            self._close()
+            raise
+        failed = self._close()
+        if kind is None and failed:
+            with output_errors(self._directory):
+                raise failed
 
     def _copy_the_rest(self) -> None:
         for shard, file in self._files.items():
@@ -236,17 +258,27 @@ def carry_over(source: Path, directory: Path, shards: list[str]) -> list[str]:
     """
     left: list[str] = []
     with output_errors(directory):
-        for path in sorted(source.rglob("*")):
+        for path in sorted(_files(source, set())):
             name = path.relative_to(source)
-            if path.is_dir() or name.parts[0] in {".git", ".cache"} or str(name) in shards:
+            if name.parts[0] in {".git", ".cache"} or str(name) in shards:
                 continue
-            if path.suffix in WEIGHT_SUFFIXES:
+            if path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json"):
                 left.append(str(name))
                 continue
             target = directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
     return left
+
+
+def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
+    """All files below ``directory``, through links too, but never in a circle."""
+    above = above | {directory.resolve()}
+    for path in directory.iterdir():
+        if not path.is_dir():
+            yield path
+        elif path.resolve() not in above:
+            yield from _files(path, above)
 
 
 @contextlib.contextmanager
@@ -348,7 +380,12 @@ def _read_header(path: Path) -> dict[str, Entry]:
         entries = {}
         for key, value in header.items():
             first, last = value["data_offsets"]
-            shape = tuple(int(n) for n in value["shape"])
+            shape = tuple(value["shape"])
+            if (
+                not all(type(n) is int and n >= 0 for n in (first, last, *shape))
+                or type(value["dtype"]) is not str
+            ):
+                raise ValueError(f"the entry for {key!r} makes no sense")
             entries[key] = Entry(path.name, value["dtype"], shape, end + first, last - first)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):

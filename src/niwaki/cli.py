@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from enum import Enum
@@ -47,7 +48,7 @@ class Order(str, Enum):
 Model = Annotated[str, typer.Argument(help="A model directory, a hub id, or 'demo' for the embedded model.")]
 Length = Annotated[
     int | None,
-    typer.Option("--seqlen", help="Tokens in a window. [default: 2048, or the model's positions if fewer]"),
+    typer.Option("--seqlen", help="Tokens in a window. \\[default: 2048, or the model's positions if fewer]"),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="What blocks run in: float32, bfloat16, float16 or auto.")]
@@ -93,7 +94,7 @@ def prune(
     seed: Annotated[int, typer.Option(help="For random windows.")] = 0,
     text: Annotated[
         str | None,
-        typer.Option(help="What to measure perplexity on, as --calibration. [default: more of that text]"),
+        typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),
     ] = None,
     text_samples: Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")] = 16,
     device: Device = "auto",
@@ -102,7 +103,7 @@ def prune(
 ) -> None:
     """Prune MODEL and write the result to OUT."""
     _quiet_libraries()
-    from niwaki.prune import prune as run
+    from niwaki.pipeline import prune as run
     from niwaki.solvers import DEFAULT_SOLVER, make_solver
 
     name = solver or DEFAULT_SOLVER
@@ -121,7 +122,7 @@ def prune(
             order=windows.value,
             seed=seed,
             text=text,
-            text_samples=max(1, text_samples),
+            text_samples=text_samples or 1,
             measure="both" if text_samples else "none",
             device=device,
             dtype=dtype,
@@ -137,14 +138,14 @@ def evaluate(
     model: Model,
     text: Annotated[str, typer.Option(help=TEXT)] = "wikitext2",
     length: Length = None,
-    samples: Annotated[int | None, typer.Option(help="The first so many windows. [default: all]")] = None,
+    samples: Annotated[int | None, typer.Option(help="The first so many windows. \\[default: all]")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     record: RecordFile = None,
 ) -> None:
     """Measure the perplexity of MODEL."""
     _quiet_libraries()
-    from niwaki.evaluate import evaluate as run
+    from niwaki.perplexity import evaluate as run
     from niwaki.record import versions
 
     began = time.perf_counter()
@@ -221,6 +222,7 @@ def demo(
 
 def main() -> None:
     """The entry point: one line for what went wrong, 2 for usage and 1 for failure."""
+    signal.signal(signal.SIGTERM, _stop)
     try:
         app()
     except NiwakiError as error:
@@ -238,12 +240,21 @@ def _settings(pairs: list[str]) -> dict[str, str]:
     return settings
 
 
+def _stop(*_: object) -> None:
+    """SIGTERM, from Slurm or ``timeout``, cleans up as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 def _quiet_libraries() -> None:
     """What libraries print about themselves would tear the progress bar apart."""
-    from transformers.utils import logging
+    import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("huggingface_hub", "datasets"):  # each retry of a hub out of reach is a line
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

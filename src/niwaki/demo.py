@@ -9,8 +9,8 @@ from pathlib import Path
 
 from niwaki.calibration import load_tokenizer, read_windows
 from niwaki.checkpoint import locate_model
-from niwaki.evaluate import Perplexity, evaluate
-from niwaki.prune import prune
+from niwaki.perplexity import Perplexity, evaluate
+from niwaki.pipeline import prune
 from niwaki.solvers import SOLVERS
 
 #: Boza 2024, table 1.

@@ -10,9 +10,10 @@ from rich import progress as bars
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from niwaki.progress import Progress
-from niwaki.record import MatrixRecord, Record
+from niwaki.record import MatrixRecord, Perplexity, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -161,12 +162,8 @@ def summary(record: Record) -> Table:
     table.add_column()
     table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices")
     table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
-    for when, p in record.perplexity.items():
-        table.add_row(
-            f"perplexity {when}",
-            f"{p['value']:.2f} ± {p['standard_error']:.2f} ({p['tokens']:,} tokens, context {p['context']:,}, "
-            f"{p['text']})",
-        )
+    for when, measured in record.perplexity.items():
+        table.add_row(f"perplexity {when}", Text(str(Perplexity(**measured))))  # Text: no markup in paths
     parts = ", ".join(
         f"{name} {seconds:.1f}"
         for name, seconds in record.seconds.items()
@@ -223,8 +220,8 @@ def perplexity_table(cells: Sequence[Cell], text: str) -> Table:
     dense, found = cells[0].perplexity[text], {(cell.method, cell.pattern): cell for cell in cells[1:]}
     methods, patterns = list(dict.fromkeys(m for m, _ in found)), list(dict.fromkeys(p for _, p in found))
     table = Table(
-        title=f"perplexity on {dense.tokens:,} tokens of {text}, context {dense.context}",
-        caption=f"± {100 * dense.standard_error / dense.value:.1f} % between texts of this size, "
+        title=Text(f"perplexity on {dense.tokens:,} tokens of {text}, context {dense.context}"),
+        caption=f"± {100 * (dense.standard_error or 0.0) / dense.value:.1f} % between texts of this size, "
         "much less between methods on the same text",
         box=None,
         title_justify="left",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def damped_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
         L, info = torch.linalg.cholesky_ex(damped)
         if not info.item():
             return L, damping
-        if not damping <= mean * H.shape[0]:
+        if not (step > 0 and damping <= mean * H.shape[0] < math.inf):
             raise NumericalError(
                 "a Gram matrix is not positive definite even when heavily damped; "
                 "look for NaN, infinite or huge activations in the calibration data"

@@ -11,9 +11,51 @@ import tempfile
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from niwaki.errors import OutputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean cross-entropy, and what it is the perplexity of.
+
+    Non-overlapping windows of the running text, in each the first token is given and the others are
+    predicted; this is the protocol of the SparseGPT and Wanda papers.
+
+    Attributes:
+        value: The perplexity.
+        standard_error: Of ``value``, from the spread of the windows' mean losses. It says how another
+            text of this kind would differ, not how two models on the same text compare: that is tighter.
+            None where there is one window only.
+        tokens: Tokens that were predicted.
+        context: Tokens in a window. Perplexities of different contexts do not compare.
+        windows: Number of windows.
+        text: Which text.
+    """
+
+    value: float
+    standard_error: float | None
+    tokens: int
+    context: int
+    windows: int
+    text: str
+
+    @classmethod
+    def of(cls, losses: Tensor, text: str) -> Perplexity:
+        """From (windows, context - 1) cross-entropies in nats."""
+        means = losses.double().mean(dim=1)
+        mean = means.mean().item()
+        value = math.exp(min(mean, 700.0))  # beyond it there is no float
+        error = value * means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
+        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text)
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.2f}"
+        return f"{self.value:.2f}{error} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
 
 
 @dataclass(frozen=True)
@@ -91,7 +133,7 @@ class Record:
 
     def to_json(self) -> str:
         """JSON text, indented."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Record:
@@ -111,17 +153,18 @@ def write_json(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = Path(file.name)
-            try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        temporary = Path(name)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-            except BaseException:
-                temporary.unlink()
-                raise
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink()
+            raise
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +30,8 @@ class Solver(abc.ABC):
         Args:
             problem: W (out, in) and H (in, in); neither is changed.
             pattern: What support is allowed.
-            monitor: Called after each step with (step, steps, estimated relative error).
+            monitor: Called after each step with (step, steps, estimated relative error), by solvers that
+                go step by step towards the solution.
 
         Returns:
             The new weights, exactly zero off the mask, and the mask with the pattern's exact count.
@@ -40,6 +42,7 @@ class Solver(abc.ABC):
         """
 
     def _require(self, name: str, accepted: bool, range_: str) -> None:
-        """Raises UsageError unless ``accepted``, saying what ``name`` should have been."""
-        if not accepted:
-            raise UsageError(f"{name} must be {range_}; got {getattr(self, name)!r}")
+        """Raises UsageError unless ``accepted`` and finite, saying what ``name`` should have been."""
+        value = getattr(self, name)
+        if not accepted or (isinstance(value, float) and not math.isfinite(value)):
+            raise UsageError(f"{name} must be {range_}; got {value!r}")

@@ -22,7 +22,8 @@ class Continuation(Solver):
         U = U rho / rho',   rho = rho'                       where the penalty goes up
         W = (H + (lambda + rho) I)^-1 ((H + lambda I) W0 + rho (Z - U))
 
-    and at the end conjugate gradients on the weights of the last mask. With a small penalty the mask is
+    and at the end conjugate gradients on the weights of the last mask, for the objective with
+    H + lambda I in the place of H. With a small penalty the mask is
     free to move while W is still near W0; as rho grows the weights settle on it. The penalty rises
     geometrically from ``rho_start`` to ``rho_end`` in ``levels`` levels. The multiplier y = rho U is what
     has a meaning across levels, so U is rescaled to keep it.
@@ -87,7 +88,8 @@ class Continuation(Solver):
         H = scaled.H.clone()
         H.diagonal().add_(used)
         Z = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
-        scaled.report(monitor, steps, steps, Z, mask)
+        if self.finish:
+            scaled.report(monitor, steps, steps, Z, mask)
         return problem.solution(scaled.restore(Z), mask, damping=used, damping_asked=self.damping)
 
     def _rho(self, level: int) -> float:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,12 +22,12 @@ from niwaki.checkpoint import (
     CheckpointWriter,
     carry_over,
     locate_model,
-    output_errors,
     verify,
 )
 from niwaki.errors import NiwakiError, UsageError
-from niwaki.evaluate import Perplexity
+from niwaki.output import check_output, output_directory, write_config
 from niwaki.patterns import Fixed, Pattern, parse_pattern
+from niwaki.perplexity import Perplexity
 from niwaki.problem import Gram, LayerProblem, Monitor
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record, versions, write_json
@@ -106,14 +102,16 @@ def prune(
     progress = progress or Progress()
     method = method or (solver if isinstance(solver, str) else type(solver).__name__.lower())
     solver = make_solver(solver) if isinstance(solver, str) else solver
+    if order not in ("first", "random"):
+        raise UsageError(f"the order of windows is first or random; got {order!r}")
     if text_samples < 1 or samples < 1:
         raise UsageError(f"samples must be 1 or more; got {min(samples, text_samples)}")
     wanted = _pattern(solver, sparsity, pattern)
     mask_model = mask_from
     if mask_from is not None and not Path(mask_from).expanduser().is_dir() and "/" not in mask_from:
         solver, mask_model = MaskThenUpdate(make_solver(mask_from), solver), None
-    source_path, out_path = locate_model(str(model)), Path(out).expanduser()
-    _check_output(source_path, out_path)
+    source_path = locate_model(str(model))
+    out_path = check_output(source_path, Path(out), Path(record_to) if record_to is not None else None)
 
     checkpoint = Checkpoint(source_path)
     streamed = StreamedModel(checkpoint, device, dtype)
@@ -123,6 +121,8 @@ def prune(
     windows, held = _texts(
         source_path, calibration, samples, length, order, seed, text, text_samples, measure, notes
     )
+    for tokens in (windows.tokens, *([held.tokens] if held else [])):
+        streamed.check(tokens)
     record = Record(
         command=command,
         model=str(model),
@@ -145,14 +145,14 @@ def prune(
     )
     clock.lap("prepare")
     run = _Run(streamed, solver, pattern_of, record, progress, clock)
-    with _output_directory(out_path) as directory:
+    with output_directory(out_path) as directory:
         with CheckpointWriter(checkpoint, directory) as writer:
             run.blocks(writer, windows, held, measure)
         clock.lap("write")
         left = carry_over(source_path, directory, checkpoint.shards)
         if left:
             notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
-        _write_config(directory, checkpoint, record)
+        write_config(directory, checkpoint, record)
         card.write(directory, record)
         verify(directory, checkpoint, run.zeros)
         clock.lap("check")
@@ -350,33 +350,6 @@ def _texts(
     return windows, None
 
 
-def _check_output(source: Path, out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
-    if source.resolve() in [out.resolve(), *out.resolve().parents]:
-        raise UsageError(f"{out} is inside the model's own directory; choose another place")
-
-
-@contextlib.contextmanager
-def _output_directory(out: Path) -> Iterator[Path]:
-    """A temporary sibling of ``out`` that takes its name if all goes well and goes away if not."""
-    with output_errors(out):
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        directory = Path(
-            tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.absolute().parent)
-        )
-    try:
-        yield directory
-        with output_errors(out):
-            umask = os.umask(0)
-            os.umask(umask)
-            directory.chmod(0o777 & ~umask)
-            directory.rename(out)  # replaces an empty directory
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
 @contextlib.contextmanager
 def _named(key: str) -> Iterator[None]:
     """Puts the matrix's name before what goes wrong with it."""
@@ -386,28 +359,6 @@ def _named(key: str) -> Iterator[None]:
         if key in str(error):
             raise
         raise type(error)(f"{key}: {error}") from error
-
-
-def _write_config(directory: Path, checkpoint: Checkpoint, record: Record) -> None:
-    """``config.json`` with ``pruning_config``, an extra key that transformers keeps and ignores.
-
-    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
-    """
-    from niwaki import __version__
-
-    config = {
-        **checkpoint.config,
-        "pruning_config": {
-            "library": "niwaki",
-            "version": __version__,
-            "method": record.method,
-            "solver": record.solver,
-            "mask_from": record.mask_from,
-            "pattern": record.pattern,
-            "sparsity": round(record.sparsity, 6),
-        },
-    }
-    write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _device_name(device: torch.device) -> str:

@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows, load_tokenizer, read_windows
 from niwaki.checkpoint import Checkpoint, locate_model
+from niwaki.record import Perplexity
 
-
-@dataclass(frozen=True)
-class Perplexity:
-    """exp of the mean cross-entropy, and what it is the perplexity of.
-
-    Non-overlapping windows of the running text, in each the first token is given and the others are
-    predicted; this is the protocol of the SparseGPT and Wanda papers.
-
-    Attributes:
-        value: The perplexity.
-        standard_error: Of ``value``, from the spread of the windows' mean losses. It says how another
-            text of this kind would differ, not how two models on the same text compare: that is tighter.
-        tokens: Tokens that were predicted.
-        context: Tokens in a window. Perplexities of different contexts do not compare.
-        windows: Number of windows.
-        text: Which text.
-    """
-
-    value: float
-    standard_error: float
-    tokens: int
-    context: int
-    windows: int
-    text: str
-
-    @classmethod
-    def of(cls, losses: Tensor, text: str) -> Perplexity:
-        """From (windows, context - 1) cross-entropies in nats."""
-        means = losses.double().mean(dim=1)
-        value = _exp(means.mean().item())
-        spread = means.std().item() / math.sqrt(len(means)) if len(means) > 1 else math.nan
-        return cls(value, value * spread, losses.numel(), losses.shape[1] + 1, len(means), text)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.value:.2f} ± {self.standard_error:.2f} "
-            f"({self.tokens:,} tokens of {self.text}, context {self.context:,})"
-        )
+__all__ = ["Perplexity", "evaluate", "perplexity"]
 
 
 def evaluate(
@@ -92,7 +52,3 @@ def perplexity(
         block.advance(states)
         done(block.index + 1, len(model.blocks))
     return Perplexity.of(model.losses(states), windows.source)
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
