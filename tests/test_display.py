@@ -310,8 +310,8 @@ def test_the_summary() -> None:
     assert rows == [
         ["zeros", "60.00 % of 2 matrices"],
         ["error", "0.02 of the output's square (geometric mean over matrices)"],
-        ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens, context 2,048, held)"],
-        ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens, context 2,048, held)"],
+        ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
+        ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
         ["seconds", "1.5 (solve 1.2)"],
         ["peak memory", "300 MiB resident, 5,120 MiB device"],
     ]

@@ -82,15 +82,15 @@ class ADMM(Solver):
             ("admm", self.damping, self.rho), lambda: self._resolvent(scaled.H, shift)
         )
         W0 = scaled.W
-        V = W0.clone()
-        U = torch.empty_like(V)
+        # Three buffers for all steps: at 2,048 x 2,048 fresh ones would cost a tenth of a product each.
+        V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)
         for step in range(1, self.iterations + 1):
             if step <= self.sparsification_steps:
-                mask = pattern.partial(self._fraction(step)).mask(V.abs())
+                mask = pattern.partial(self._fraction(step)).mask(torch.abs(V, out=U))
                 off = ~mask
             torch.mul(V, off, out=U)
-            Y = torch.sub(V, U, alpha=2).sub_(W0)  # Z - U - W0
-            V = torch.addmm(W0, Y, R, out=V).add_(U)
+            torch.sub(V, U, alpha=2, out=Y).sub_(W0)  # Z - U - W0
+            torch.addmm(W0, Y, R, out=V).add_(U)
             scaled.report(monitor, step, self.iterations, V, mask)
         return problem.solution(scaled.restore(V), mask, damping=used - self.rho, damping_asked=self.damping)
 
