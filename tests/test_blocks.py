@@ -119,7 +119,11 @@ def test_hidden_states_are_those_of_the_whole_model(directory: Path, tokens: Ten
     assert (expected[0] - expected[1]).abs().mean() > 0.1
 
 
-def test_losses_are_cross_entropies_of_the_whole_model(directory: Path, tokens: Tensor) -> None:
+@pytest.mark.parametrize("logits", [1, blocks.LOGITS_PER_BATCH])  # a window at a time, a batch at a time
+def test_losses_are_cross_entropies_of_the_whole_model(
+    directory: Path, tokens: Tensor, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "LOGITS_PER_BATCH", logits)
     model = stream_of(directory)
     states = model.embed(tokens)
     for block in model.stream():

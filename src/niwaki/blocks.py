@@ -23,6 +23,8 @@ from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError
 
 #: Tokens in one forward pass: enough to fill the cores, little enough for a block's activations.
 TOKENS_PER_BATCH = 4096
+#: Logits at a time: a window of 2,048 tokens with a vocabulary of 128,000 has twice as many.
+LOGITS_PER_BATCH = 1 << 27
 #: The sequence length where nobody says; also the literature's. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
 
@@ -233,15 +235,17 @@ class StreamedModel:
         """
         losses = []
         with self._outer_weights():
-            for tokens, hidden in zip(states.tokens, states.hidden, strict=True):
-                with self._replaced_blocks(_constant(hidden)):
-                    logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
-                loss = nn.functional.cross_entropy(
-                    logits[:, :-1].flatten(0, 1).float(),
-                    tokens[:, 1:].flatten().to(self.device),
-                    reduction="none",
-                )
-                losses.append(loss.view(len(tokens), -1).cpu())
+            for batch, ends in zip(states.tokens, states.hidden, strict=True):
+                samples = max(1, LOGITS_PER_BATCH // (batch.shape[1] * self.config.vocab_size))
+                for tokens, hidden in zip(batch.split(samples), ends.split(samples), strict=True):
+                    with self._replaced_blocks(_constant(hidden)):
+                        logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+                    loss = nn.functional.cross_entropy(
+                        logits[:, :-1].flatten(0, 1).float(),
+                        tokens[:, 1:].flatten().to(self.device),
+                        reduction="none",
+                    )
+                    losses.append(loss.view(len(tokens), -1).cpu())
         found = torch.cat(losses)
         if not torch.isfinite(found).all():
             raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
