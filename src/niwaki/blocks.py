@@ -284,7 +284,8 @@ class StreamedModel:
             try:
                 yield
             finally:
-                head.weight = own if own.is_meta else head.weight
+                if own.is_meta:
+                    head.weight = own
 
     @contextlib.contextmanager
     def _replaced_blocks(self, make: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:

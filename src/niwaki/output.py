@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from niwaki import __version__
 from niwaki.checkpoint import Checkpoint, output_errors
 from niwaki.errors import UsageError
-from niwaki.record import Record, write_json
+from niwaki.record import Record, set_usual_mode, write_json
 
 
 def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
@@ -57,9 +56,7 @@ def output_directory(out: Path) -> Iterator[Path]:
                     path.rename(out / path.name)
                 directory.rmdir()
             else:
-                umask = os.umask(0)
-                os.umask(umask)
-                directory.chmod(0o777 & ~umask)
+                set_usual_mode(directory, 0o777)
                 directory.rename(out)
     except BaseException:
         shutil.rmtree(made or directory, ignore_errors=True)

@@ -158,15 +158,20 @@ def write_json(path: Path, text: str) -> None:
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)
+            set_usual_mode(temporary, 0o666)
             temporary.replace(path)
         except BaseException:
             temporary.unlink()
             raise
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def set_usual_mode(path: Path, mode: int) -> None:
+    """Gives ``path`` the mode it would have without ``tempfile``, which makes everything private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(mode & ~umask)
 
 
 def versions() -> dict[str, str]:

@@ -82,7 +82,7 @@ class ADMM(Solver):
             ("admm", self.damping, self.rho), lambda: self._resolvent(scaled.H, shift)
         )
         W0 = scaled.W
-        # Three buffers for all steps: at 2,048 x 2,048 fresh ones would cost a tenth of a product each.
+        # Three buffers for all steps, because fresh memory of that size costs page faults each time.
         V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)
         for step in range(1, self.iterations + 1):
             if step <= self.sparsification_steps:
