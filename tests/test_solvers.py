@@ -639,7 +639,7 @@ def test_wanda_scores_by_weight_and_input_norm() -> None:
     scores = W.abs() * X.norm(dim=0)
     wanda = Wanda()(LayerProblem(W, gram(X)), Unstructured(0.5))
     assert torch.equal(wanda.mask, lowest_go_in_matrix(scores, W.numel() // 2))
-    assert Wanda.by_sparsity is PerRow
+    assert Wanda().default_pattern(0.5) == PerRow(0.5)
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), Unstructured(0.8), NM(2, 4)], ids=str)

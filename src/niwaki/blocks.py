@@ -91,11 +91,13 @@ class InputGram:
     Attributes:
         names: The matrices' paths in the block.
         H: (in, in) float32, X^T X / tokens.
+        mean: (in,) float32, the mean of the rows of X.
         tokens: Number of rows of X.
     """
 
     names: list[str]
     H: Tensor
+    mean: Tensor
     tokens: int = 0
 
 
@@ -338,9 +340,11 @@ class Block:
                         return
                 X = args[0].flatten(0, -2).float()
                 if name not in grams:
-                    H = torch.zeros(X.shape[1], X.shape[1], device=X.device)
-                    grams[name] = InputGram([name], H)
+                    width = X.shape[1]
+                    H, mean = X.new_zeros(width, width), X.new_zeros(width)
+                    grams[name] = InputGram([name], H, mean)
                 grams[name].H.addmm_(X.T, X)
+                grams[name].mean += X.sum(dim=0)
                 grams[name].tokens += X.shape[0]
                 inputs.append((args[0], grams[name]))
 
@@ -360,6 +364,7 @@ class Block:
                 handle.remove()
         for gram in grams.values():
             gram.H.div_(gram.tokens)
+            gram.mean.div_(gram.tokens)
             if not torch.isfinite(gram.H).all():
                 raise NumericalError(
                     f"the inputs of {self._prefix}{gram.names[0]} are NaN or infinite on the calibration text; "

@@ -71,6 +71,14 @@ class Pattern(abc.ABC):
         """The number of columns that stand or fall together: m for n:m, otherwise 1."""
         return 1
 
+    def exchange(self, columns: int) -> int:
+        """Within how many consecutive ``columns`` of a row a kept and a pruned weight may change places.
+
+        Runs start at multiples of the number. 0: nowhere, because weights of several rows or columns
+        stand or fall together.
+        """
+        return columns
+
     def check(self, shape: tuple[int, int]) -> None:  # noqa: B027 - most patterns fit every shape
         """Raises PatternError where the pattern does not fit a matrix of ``shape``."""
 
@@ -156,6 +164,9 @@ class NM(Pattern):
     def group(self) -> int:
         return self.m
 
+    def exchange(self, columns: int) -> int:
+        return self.m
+
     def check(self, shape: tuple[int, int]) -> None:
         if shape[1] % self.m:
             raise PatternError(
@@ -195,9 +206,11 @@ class Fixed(Pattern):
 
     Args:
         values: (out, in) bool, True where a weight is kept.
+        within: The pattern that it was chosen from, which solvers that refine masks keep to.
     """
 
     values: Tensor
+    within: Pattern | None = None
 
     def __str__(self) -> str:
         return f"fixed:{self.sparsity:.4g}"
@@ -211,6 +224,9 @@ class Fixed(Pattern):
             raise PatternError(
                 f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}"
             )
+
+    def exchange(self, columns: int) -> int:
+        return self.within.exchange(columns) if self.within else 0
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))

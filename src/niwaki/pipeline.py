@@ -225,7 +225,7 @@ class _Run:
     def _solve(
         self, block: Block, inputs: InputGram, shapes: dict[tuple[int, str], Matrix], writer: CheckpointWriter
     ) -> None:
-        gram = Gram(inputs.H, shared=len(inputs.names) > 1)
+        gram = Gram(inputs.H, shared=len(inputs.names) > 1, mean=inputs.mean)
         for name in inputs.names:
             matrix = shapes[block.index, name]
             began = time.perf_counter()
@@ -286,7 +286,7 @@ def _pattern(solver: Solver, sparsity: float | None, pattern: str | Pattern | No
     if sparsity is not None and pattern is not None:
         raise UsageError("give a sparsity or a pattern, not both")
     if sparsity is not None:
-        return solver.by_sparsity(sparsity)  # type: ignore[call-arg]
+        return solver.default_pattern(sparsity)
     return parse_pattern(pattern) if isinstance(pattern, str) else pattern
 
 

@@ -31,18 +31,24 @@ class Gram:
     Args:
         H: (in, in) float32 or float64, symmetric, positive semidefinite. Not changed.
         shared: Whether several problems use it, so that factorisations are worth their memory.
+        mean: (in,) the mean of each input over the same tokens, for the methods that want it (DSnoT).
 
     Raises:
-        UsageError: H is not square.
+        UsageError: H is not square, or the mean does not fit it.
         NumericalError: H has NaN or infinite entries.
     """
 
-    def __init__(self, H: Tensor, shared: bool = True) -> None:
+    def __init__(self, H: Tensor, shared: bool = True, mean: Tensor | None = None) -> None:
         if H.ndim != 2 or H.shape[0] != H.shape[1]:
             raise UsageError(f"a Gram matrix is square (in, in); got {tuple(H.shape)}")
         if not torch.isfinite(H.diagonal()).all() or not torch.isfinite(H.sum()):
             raise NumericalError("the Gram matrix has NaN or infinite entries; look at the activations")
+        if mean is not None and (mean.shape != H.shape[:1] or mean.dtype != H.dtype):
+            raise UsageError(
+                f"the mean of the inputs is ({H.shape[0]},) {H.dtype}; got {mean.shape} {mean.dtype}"
+            )
         self.H = H
+        self.mean = mean
         self.shared = shared
         self._memo: dict[Any, Any] = {}
 

@@ -49,13 +49,17 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     """The solver called ``name`` with some of its parameters changed.
 
     Args:
-        name: A key of ``SOLVERS``.
-        settings: Parameter name to value, as text.
+        name: A key of ``SOLVERS``, or several joined by ``+``: the mask of those before with the weights
+            of the last one, see :class:`MaskThenUpdate`.
+        settings: Parameter name to value, as text; of the last solver of several.
 
     Raises:
         UnknownNameError: no such solver or parameter.
         UsageError: a value is not of the parameter's type, or out of its range.
     """
+    mask, plus, name = name.rpartition("+")
+    if plus:
+        return MaskThenUpdate(make_solver(mask), make_solver(name, settings))
     if name not in SOLVERS:
         raise UnknownNameError("solver", name, SOLVERS)
     solver = SOLVERS[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from niwaki.errors import UsageError
 from niwaki.patterns import Pattern, Unstructured
@@ -19,9 +18,6 @@ class Solver(abc.ABC):
     The fields are the method's parameters and the command line's ``--set`` options; ``__post_init__``
     checks them. A new solver is one file with one subclass and one line in ``SOLVERS``.
     """
-
-    #: The pattern that the paper means by "60 % sparsity".
-    by_sparsity: ClassVar[type[Pattern]] = Unstructured
 
     @abc.abstractmethod
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
@@ -41,8 +37,25 @@ class Solver(abc.ABC):
             NumericalError: H cannot be factorised or the result is not finite.
         """
 
+    @abc.abstractmethod
+    def flops(self, rows: int, columns: int) -> float:
+        """Floating-point operations for a matrix of shape (out, in) = (rows, columns) that shares its H with none.
+
+        Those of matrix products and factorisations, with the two products that measure the error;
+        selections and elementwise work are not counted.
+        """
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        """The pattern that the method's paper means by "60 % sparsity"."""
+        return Unstructured(sparsity)
+
     def _require(self, name: str, accepted: bool, range_: str) -> None:
         """Raises UsageError unless ``accepted`` and finite, saying what ``name`` should have been."""
         value = getattr(self, name)
         if not accepted or (isinstance(value, float) and not math.isfinite(value)):
             raise UsageError(f"{name} must be {range_}; got {value!r}")
+
+
+def product(rows: int, columns: int) -> float:
+    """Floating-point operations of a product (out, in) x (in, in)."""
+    return 2.0 * rows * columns**2

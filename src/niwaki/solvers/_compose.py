@@ -13,7 +13,9 @@ from niwaki.solvers._base import Solver
 class MaskThenUpdate(Solver):
     """``mask`` chooses which weights stay, ``update`` starts again from the dense ones and fits them.
 
-    This is the paper's table 2 (mask selection x weight update).
+    This is the paper's table 2 (mask selection x weight update). Where ``update`` refines masks itself
+    (DSnoT, swaps), the pattern's freedom is still there for it as ``Fixed.within``. On the command line
+    it is written ``mask+update``, for more than two from left to right: ``wanda+swaps+exact``.
 
     Attributes:
         mask: The solver whose mask is used, and whose weights are not.
@@ -24,4 +26,11 @@ class MaskThenUpdate(Solver):
     update: Solver
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        return self.update(problem, Fixed(self.mask(problem, pattern).mask), monitor)
+        mask = self.mask(problem, pattern).mask
+        return self.update(problem, Fixed(mask, within=pattern), monitor)
+
+    def flops(self, rows: int, columns: int) -> float:
+        return self.mask.flops(rows, columns) + self.update.flops(rows, columns)
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        return self.mask.default_pattern(sparsity)

@@ -10,7 +10,7 @@ import torch
 from niwaki.linalg import inverse_of_damped
 from niwaki.patterns import Pattern
 from niwaki.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.solvers._base import Solver
+from niwaki.solvers._base import Solver, product
 
 Schedule = Literal["constant", "cubic", "printed"]
 
@@ -93,6 +93,9 @@ class ADMM(Solver):
             torch.addmm(W0, Y, R, out=V).add_(U)
             scaled.report(monitor, step, self.iterations, V, mask)
         return problem.solution(scaled.restore(V), mask, damping=used - self.rho, damping_asked=self.damping)
+
+    def flops(self, rows: int, columns: int) -> float:
+        return columns**3 + (self.iterations + 2) * product(rows, columns)
 
     def _fraction(self, step: int) -> float:
         """s_t / s_f."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from niwaki.linalg import inverse_of_damped, masked_conjugate_gradients
 from niwaki.patterns import Pattern
 from niwaki.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.solvers._base import Solver
+from niwaki.solvers._base import Solver, product
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ class Continuation(Solver):
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
         return problem.solution(scaled.restore(Z), mask, damping=used, damping_asked=self.damping)
+
+    def flops(self, rows: int, columns: int) -> float:
+        products = self.iterations + self.finish + 3
+        return self.levels * columns**3 + products * product(rows, columns)
 
     def _rho(self, level: int) -> float:
         ratio: float = (self.rho_end / self.rho_start) ** (level / max(1, self.levels - 1))

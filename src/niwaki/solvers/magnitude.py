@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from niwaki.patterns import Pattern
 from niwaki.problem import LayerProblem, Monitor, Solution
-from niwaki.solvers._base import Solver
+from niwaki.solvers._base import Solver, product
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,6 @@ class Magnitude(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, pattern.mask(problem.W.abs()))
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 2 * product(rows, columns)

@@ -10,7 +10,7 @@ import torch
 from niwaki.linalg import inverse_upper_cholesky
 from niwaki.patterns import Pattern
 from niwaki.problem import LayerProblem, Monitor, Solution
-from niwaki.solvers._base import Solver
+from niwaki.solvers._base import Solver, product
 
 
 @dataclass(frozen=True)
@@ -81,3 +81,6 @@ class SparseGPT(Solver):
         return problem.solution(
             W.T.contiguous(), M.T.contiguous(), damping=used / mean, damping_asked=self.damping
         )
+
+    def flops(self, rows: int, columns: int) -> float:
+        return columns**3 + 2.5 * product(rows, columns)

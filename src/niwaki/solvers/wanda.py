@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from niwaki.patterns import Pattern, PerRow
 from niwaki.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.solvers._base import Solver
+from niwaki.solvers._base import Solver, product
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,11 @@ class Wanda(Solver):
     output, as its section 3 recommends.
     """
 
-    by_sparsity: ClassVar[type[Pattern]] = PerRow
-
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, pattern.mask(Normalised(problem).W.abs()))
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 2 * product(rows, columns)
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        return PerRow(sparsity)
