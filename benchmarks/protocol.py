@@ -1,11 +1,12 @@
 """The reference protocol: every method at every pattern on the embedded model, with its time.
 
     python benchmarks/protocol.py --record benchmarks/results/protocol.json
+    python benchmarks/protocol.py --methods alps exact --record benchmarks/results/protocol.json --add
     python benchmarks/protocol.py --calibration train.txt --text held.txt --text wikitext2.test.txt
 
 256 windows of 256 tokens to calibrate on and 200 to measure on; the model is converted to float32 before it
 is pruned, and so is the result; the calibration and held-out excerpts that ship with niwaki are the
-protocol's. The files of the second line stand for any others.
+protocol's. The files of the last line stand for any others.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from niwaki.checkpoint import locate_model
-from niwaki.demo import PATTERNS, Cell, table
+from niwaki.demo import METHODS, PATTERNS, Cell, table
 from niwaki.display import perplexity_table
 from niwaki.record import versions, write_json
-from niwaki.solvers import SOLVERS
 
 
 def float32_copy(model: str, out: Path) -> str:
@@ -68,9 +68,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--text-samples", type=int, default=200)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--methods", nargs="*", default=list(SOLVERS))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--patterns", nargs="*", default=list(PATTERNS))
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--add", action="store_true", help="put the results into the record that is there")
     arguments = parser.parse_args()
     texts = arguments.text or ["demo-held"]
     logging.disable_progress_bar()
@@ -92,6 +93,11 @@ def main() -> None:
             cell["perplexity"] = {Path(text).name: value for text, value in cell["perplexity"].items()}
             for value in cell["perplexity"].values():
                 value["text"] = Path(value["text"]).name
+        if arguments.add:
+            old = json.loads(arguments.record.read_text())["cells"]
+            measured = {(cell["method"], cell["pattern"]): cell for cell in cells_}
+            cells_ = [measured.pop((cell["method"], cell["pattern"]), cell) for cell in old]
+            cells_ += measured.values()
         result = {
             "samples": arguments.samples,
             "text_samples": arguments.text_samples,

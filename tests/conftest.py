@@ -5,3 +5,9 @@ import os
 # Before torch is imported: with spinning OpenMP threads, one other busy process on the machine makes
 # small products 30 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from hypothesis import settings
+
+# The same examples on every machine and in every run, however slow it is.
+settings.register_profile("niwaki", derandomize=True, deadline=None)
+settings.load_profile("niwaki")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from niwaki.problem import LayerProblem
+from niwaki.problem import Gram, LayerProblem
 
 #: What the inputs of a layer can be like.
 KINDS = ("correlated", "rank-deficient", "dead input", "few tokens")
@@ -50,8 +50,9 @@ def make_problem(
     dtype: torch.dtype = torch.float64,
 ) -> LayerProblem:
     """23 rows, because no sparsity of the tests gives a whole number of zeros for them."""
-    H = gram(inputs(kind, columns, seed))
-    return LayerProblem(normal(rows, columns, seed=seed).to(dtype), H.to(dtype))
+    X = inputs(kind, columns, seed)
+    H = Gram(gram(X).to(dtype), shared=False, mean=X.mean(dim=0).to(dtype))
+    return LayerProblem(normal(rows, columns, seed=seed).to(dtype), H)
 
 
 def squared_error(W: Tensor, What: Tensor, H: Tensor) -> float:

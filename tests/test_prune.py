@@ -63,6 +63,9 @@ class Untouched(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, torch.ones_like(problem.W, dtype=torch.bool))
 
+    def flops(self, rows: int, columns: int) -> float:
+        return 0.0
+
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
     """``prune`` with small inputs and without a tokenizer."""
@@ -775,6 +778,9 @@ def test_a_solver_that_fails_is_named_with_its_matrix(tmp_path: Path, model: Pat
             if problem.W.shape == (48, 32):
                 return problem.solution(problem.W * math.nan, pattern.mask(problem.W))
             return problem.solution(problem.W, pattern.mask(problem.W))
+
+        def flops(self, rows: int, columns: int) -> float:
+            return 0.0
 
     before = listing(tmp_path)
     said = message(lambda: run(model, tmp_path / "out", solver=Broken()), NumericalError)

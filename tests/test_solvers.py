@@ -11,16 +11,25 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, PatternError, UnknownNameError, UsageError
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
 from niwaki.problem import Gram, LayerProblem, Solution
 from niwaki.solvers import (
     ADMM,
+    ALPS,
+    OBC,
+    RIA,
     SOLVERS,
+    ConjugateGradients,
     Continuation,
+    Descent,
+    DSnoT,
+    Exact,
     Magnitude,
     MaskThenUpdate,
+    OBSSaliency,
     Solver,
     SparseGPT,
+    Swaps,
     Wanda,
     make_solver,
 )
@@ -51,24 +60,53 @@ class Promises:
         moves: It changes the weights that stay, to less error than without.
         steps: It tells a monitor after each of so many steps.
         runs: It cuts the columns into so many runs, in each of which PerRow's rows differ by one.
+        refines: It makes a mask better by exchanges, so a mask that is given without the pattern that it
+            is from (Fixed.within) leaves it nothing to do, and it says so.
+        one_by_one: It removes or exchanges single weights, and refuses patterns where several stand or
+            fall together.
+        rounding: How far its weights may be from those of scaled inputs.
     """
 
     moves: bool = True
     steps: int = 0
     runs: int = 1
+    refines: bool = False
+    one_by_one: bool = False
+    rounding: float = 1e-9
+
+    def refuses(self, pattern: Pattern) -> bool:
+        if isinstance(pattern, Fixed):
+            return self.refines and pattern.within is None
+        return self.one_by_one and isinstance(pattern, Block | TransposableNM)
 
 
 CONTRACT: list[tuple[Solver, Promises]] = [
     (Magnitude(), Promises(moves=False)),
     (Wanda(), Promises(moves=False)),
+    (RIA(), Promises(moves=False)),
+    (OBSSaliency(), Promises(moves=False)),
+    (DSnoT(), Promises(moves=False, steps=51, refines=True, one_by_one=True)),
+    (Swaps(), Promises(moves=False, steps=100, refines=True, one_by_one=True)),
     (SparseGPT(), Promises()),
     (SparseGPT(block_size=8), Promises(runs=4)),
     (ADMM(), Promises(steps=20)),
     (ADMM(sparsification_steps=1), Promises(steps=20)),
     (ADMM(schedule="cubic"), Promises(steps=20)),
     (ADMM(schedule="printed"), Promises(steps=20)),
-    (Continuation(), Promises(steps=50)),
+    (Continuation(), Promises(steps=28)),
+    (OBC(), Promises(steps=20, one_by_one=True)),
+    (ALPS(), Promises(steps=310)),
+    (Descent(), Promises(steps=100)),
+    (Descent("sgd", learning_rate=1.0), Promises(steps=100)),
+    # Half-way to convergence the iterates amplify rounding errors of weights that hardly matter to the
+    # error; measured 1.4e-9.
+    (ConjugateGradients(), Promises(steps=10, rounding=1e-8)),
+    (Exact(), Promises(steps=10)),
     (MaskThenUpdate(Wanda(), ADMM()), Promises(steps=20)),
+    (
+        MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps()), Exact()),
+        Promises(steps=10, refines=True, one_by_one=True),
+    ),
 ]
 
 PATTERNS: list[Pattern] = [
@@ -79,7 +117,30 @@ PATTERNS: list[Pattern] = [
     Fixed(normal(ROWS, COLUMNS, seed=77) > 0.3),
 ]
 
+#: Of matrices whose rows 4 divides.
+TILED_ROWS = 24
+TILED: list[Pattern] = [
+    Block(0.5, (4, 4)),
+    Block(0.4, (2, 8)),
+    TransposableNM(2, 4),
+    Quota(NM(2, 4), PerRow(0.6)),
+    Quota(NM(2, 4), Unstructured(0.7)),
+    Fixed(normal(TILED_ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55)),
+]
+
 each_solver = pytest.mark.parametrize(("solver", "promises"), CONTRACT, ids=[repr(s) for s, _ in CONTRACT])
+
+
+def each_pattern_that_fits(patterns: list[Pattern]) -> pytest.MarkDecorator:
+    """Solvers with the patterns that they do not refuse."""
+    cases = [
+        (solver, promises, p) for solver, promises in CONTRACT for p in patterns if not promises.refuses(p)
+    ]
+    ids = [f"{solver!r}-{p}" for solver, _, p in cases]
+    return pytest.mark.parametrize(("solver", "promises", "pattern"), cases, ids=ids)
+
+
+each_solver_and_pattern = each_pattern_that_fits(PATTERNS)
 each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -102,54 +163,92 @@ def check_counts(mask: Tensor, pattern: Pattern, runs: int) -> None:
     zeros = ~mask
     if isinstance(pattern, Fixed):
         assert torch.equal(mask, pattern.values)
-    assert int(zeros.sum()) == round(pattern.sparsity * mask.numel())
-    if isinstance(pattern, NM):
+    if isinstance(pattern, Block):
+        r, c = pattern.shape
+        blocks = zeros.reshape(zeros.shape[0] // r, r, zeros.shape[1] // c, c).permute(0, 2, 1, 3).flatten(2)
+        assert (blocks.all(dim=2) | ~blocks.any(dim=2)).all()
+        assert int(blocks.all(dim=2).sum()) == round(pattern.sparsity * mask.numel() / (r * c))
+    else:
+        assert int(zeros.sum()) == round(pattern.sparsity * mask.numel())
+    if isinstance(pattern, NM | TransposableNM):
         assert (zeros.reshape(-1, pattern.m).sum(dim=1) == pattern.m - pattern.n).all()
+    if isinstance(pattern, TransposableNM):
+        assert (zeros.T.reshape(-1, pattern.m).sum(dim=1) == pattern.m - pattern.n).all()
+    if isinstance(pattern, Quota):
+        within = pattern.within
+        assert (zeros.reshape(-1, within.m).sum(dim=1) >= within.m - within.n).all()
+        pattern = pattern.quota
     if isinstance(pattern, PerRow):
         of_each = zeros.sum(dim=1)
         assert of_each.max() - of_each.min() <= runs
 
 
-@each_solver
+def rescaled(problem: LayerProblem, factor: float) -> LayerProblem:
+    """The problem with its inputs times the root of ``factor``."""
+    mean = problem.gram.mean
+    assert mean is not None
+    return LayerProblem(problem.W, Gram(problem.gram.H * factor, shared=False, mean=mean * factor**0.5))
+
+
+def check_solution(solver: Solver, promises: Promises, problem: LayerProblem, pattern: Pattern) -> None:
+    W, H = problem.W.clone(), problem.gram.H.clone()
+    solution = solver(problem, pattern)
+
+    assert same_bytes(problem.W, W)
+    assert same_bytes(problem.gram.H, H)
+
+    mask = solution.mask
+    assert mask.dtype == torch.bool
+    assert mask.shape == W.shape
+    if not promises.refines or not isinstance(pattern, Fixed):
+        check_counts(mask, pattern, promises.runs)
+
+    What = solution.W
+    assert What.dtype == W.dtype
+    assert What.shape == W.shape
+    assert What.device == W.device
+    assert torch.isfinite(What).all()
+    # The problem's weights are not zero anywhere, so those that stay are not either.
+    assert torch.equal(What != 0, mask)
+    # +0.0: sparse kernels have read -0.0 as a value.
+    assert not torch.signbit(What[~mask]).any()
+
+    # Relative to the output, which is 1: single precision adds a few digits of (W - What) H that
+    # cancel where H is singular.
+    rel, abs_ = (1e-5, 3e-8) if W.dtype == torch.float32 else (1e-10, 1e-16)
+    assert solution.error == pytest.approx(relative_error(problem, What), rel=rel, abs=abs_)
+    if promises.moves:
+        assert solution.error < relative_error(problem, W * mask)
+    else:
+        assert torch.equal(What[mask], W[mask])
+
+
 class TestContract:
     @each_dtype
     @each_kind
-    @each_pattern
+    @each_solver_and_pattern
     def test_solution(
         self, solver: Solver, promises: Promises, pattern: Pattern, kind: str, dtype: torch.dtype
     ) -> None:
-        problem = make_problem(kind, dtype=dtype)
-        W, H = problem.W.clone(), problem.gram.H.clone()
-        solution = solver(problem, pattern)
+        check_solution(solver, promises, make_problem(kind, dtype=dtype), pattern)
 
-        assert same_bytes(problem.W, W)
-        assert same_bytes(problem.gram.H, H)
+    @pytest.mark.parametrize("kind", ["correlated", "few tokens"])
+    @each_pattern_that_fits(TILED)
+    def test_tiles_and_quotas(self, solver: Solver, promises: Promises, pattern: Pattern, kind: str) -> None:
+        problem = make_problem(kind, rows=TILED_ROWS, dtype=torch.float32)
+        check_solution(solver, promises, problem, pattern)
 
-        mask = solution.mask
-        assert mask.dtype == torch.bool
-        assert mask.shape == W.shape
-        check_counts(mask, pattern, promises.runs)
+    @pytest.mark.parametrize(
+        ("solver", "pattern"),
+        [(s, p) for s, promises in CONTRACT for p in [*PATTERNS, *TILED] if promises.refuses(p)],
+        ids=str,
+    )
+    def test_patterns_that_it_refuses(self, solver: Solver, pattern: Pattern) -> None:
+        problem = make_problem(rows=ROWS if pattern in PATTERNS else TILED_ROWS)
+        with pytest.raises(PatternError, match=r"single weights|one by one|the mask is given without"):
+            solver(problem, pattern)
 
-        What = solution.W
-        assert What.dtype == dtype
-        assert What.shape == W.shape
-        assert What.device == W.device
-        assert torch.isfinite(What).all()
-        # The problem's weights are not zero anywhere, so those that stay are not either.
-        assert torch.equal(What != 0, mask)
-        # +0.0: sparse kernels have read -0.0 as a value.
-        assert not torch.signbit(What[~mask]).any()
-
-        # Relative to the output, which is 1: single precision adds a few digits of (W - What) H that
-        # cancel where H is singular.
-        rel, abs_ = (1e-5, 1e-8) if dtype == torch.float32 else (1e-10, 1e-16)
-        assert solution.error == pytest.approx(relative_error(problem, What), rel=rel, abs=abs_)
-        if promises.moves:
-            assert solution.error < relative_error(problem, W * mask)
-        else:
-            assert torch.equal(What[mask], W[mask])
-
-    @each_pattern
+    @each_solver_and_pattern
     def test_dead_inputs_keep_their_weights(
         self, solver: Solver, promises: Promises, pattern: Pattern
     ) -> None:
@@ -165,7 +264,7 @@ class TestContract:
             assert not kept.any()  # they are the first to go
 
     @pytest.mark.parametrize("kind", ["correlated", "few tokens"])
-    @each_pattern
+    @each_solver_and_pattern
     def test_scaling_the_inputs_by_a_power_of_two_changes_no_bit(
         self, solver: Solver, promises: Promises, pattern: Pattern, kind: str
     ) -> None:
@@ -173,19 +272,18 @@ class TestContract:
         problem = make_problem(kind, dtype=torch.float32)
         solution = solver(problem, pattern)
         for factor in (4.0**9, 4.0**-9):
-            scaled = solver(LayerProblem(problem.W, problem.gram.H * factor), pattern)
-            assert same_solution(solution, scaled)
+            assert same_solution(solution, solver(rescaled(problem, factor), pattern))
 
-    @each_pattern
+    @each_solver_and_pattern
     @pytest.mark.parametrize("factor", [3.7e4, 2e-5])
     def test_scaling_by_any_factor_changes_little(
         self, solver: Solver, promises: Promises, pattern: Pattern, factor: float
     ) -> None:
         problem = make_problem()
         solution = solver(problem, pattern)
-        scaled = solver(LayerProblem(problem.W, problem.gram.H * factor), pattern)
+        scaled = solver(rescaled(problem, factor), pattern)
         assert torch.equal(scaled.mask, solution.mask)
-        assert torch.allclose(scaled.W, solution.W, rtol=0, atol=1e-9)
+        assert torch.allclose(scaled.W, solution.W, rtol=0, atol=promises.rounding)
 
     @pytest.mark.parametrize(
         "pattern",
@@ -193,11 +291,12 @@ class TestContract:
             Unstructured(0.0),
             PerRow(0.0),
             NM(4, 4),
-            Fixed(torch.ones(ROWS, COLUMNS, dtype=torch.bool)),
+            Fixed(torch.ones(ROWS, COLUMNS, dtype=torch.bool), within=PerRow(0.0)),
         ],
         ids=str,
     )
     @each_kind
+    @each_solver
     def test_sparsity_zero_changes_nothing(
         self, solver: Solver, promises: Promises, pattern: Pattern, kind: str
     ) -> None:
@@ -208,12 +307,13 @@ class TestContract:
         assert torch.allclose(solution.W, problem.W, rtol=2e-7, atol=0)
         assert solution.error < 1e-12
 
-    @each_pattern
+    @each_solver_and_pattern
     def test_two_runs_give_the_same_bytes(self, solver: Solver, promises: Promises, pattern: Pattern) -> None:
         first, second = (solver(make_problem(dtype=torch.float32), pattern) for _ in range(2))
         assert same_solution(first, second)
 
     @pytest.mark.parametrize("rows", [ROWS, 96])
+    @each_solver
     def test_monitor(self, solver: Solver, promises: Promises, rows: int) -> None:
         calls: list[tuple[int, int, float]] = []
         problem = make_problem(rows=rows)
@@ -229,34 +329,48 @@ class TestContract:
             tolerance = 1e-6 if rows == ROWS else 0.3
             assert calls[-1][2] == pytest.approx(watched.error, rel=tolerance)
 
+    @each_solver
     def test_a_layer_that_the_text_never_reaches(self, solver: Solver, promises: Promises) -> None:
         W = normal(ROWS, COLUMNS, seed=0)
-        solution = solver(LayerProblem(W, torch.zeros(COLUMNS, COLUMNS).double()), PerRow(0.6))
+        H = Gram(torch.zeros(COLUMNS, COLUMNS).double(), mean=torch.zeros(COLUMNS).double())
+        solution = solver(LayerProblem(W, H), PerRow(0.6))
         check_counts(solution.mask, PerRow(0.6), promises.runs)
         assert torch.equal(solution.W[solution.mask], W[solution.mask])
         assert solution.error == 0
 
+    @each_solver
     def test_pattern_must_fit(self, solver: Solver, promises: Promises) -> None:
-        with pytest.raises(PatternError):
-            solver(make_problem(columns=30), NM(2, 4))
-        with pytest.raises(PatternError):
-            solver(make_problem(columns=30), PATTERNS[-1])
+        for pattern in (
+            NM(2, 4),
+            PATTERNS[-1],
+            Quota(NM(2, 4), PerRow(0.6)),
+            TransposableNM(2, 4),
+            Block(0.5),
+        ):
+            with pytest.raises(PatternError):
+                solver(make_problem(columns=30), pattern)
 
     @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 8), (8, 1)])
+    @each_solver
     def test_tiny_matrices(self, solver: Solver, promises: Promises, rows: int, columns: int) -> None:
         problem = make_problem(rows=rows, columns=columns)
         mask = solver(problem, Unstructured(0.5)).mask
         assert int((~mask).sum()) == round(0.5 * rows * columns)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    @each_solver
     def test_on_a_gpu(self, solver: Solver, promises: Promises) -> None:
-        problem = make_problem(dtype=torch.float32)
-        for pattern in PATTERNS:
-            solution = solver(LayerProblem(problem.W.cuda(), problem.gram.H.cuda()), pattern)
-            assert solution.W.is_cuda
-            assert solution.mask.is_cuda
-            check_counts(solution.mask.cpu(), pattern, promises.runs)
-            assert not torch.signbit(solution.W[~solution.mask]).any()
+        problem = make_problem(dtype=torch.float32, rows=TILED_ROWS)
+        assert problem.gram.mean is not None
+        H = Gram(problem.gram.H.cuda(), mean=problem.gram.mean.cuda())
+        for pattern in (*PATTERNS[:-1], *TILED):
+            if not promises.refuses(pattern):
+                solution = solver(LayerProblem(problem.W.cuda(), H), pattern)
+                assert solution.W.is_cuda
+                assert solution.mask.is_cuda
+                if not promises.refines or not isinstance(pattern, Fixed):
+                    check_counts(solution.mask.cpu(), pattern, promises.runs)
+                assert not torch.signbit(solution.W[~solution.mask]).any()
 
 
 #: All supports of a row of eight weights.
@@ -324,8 +438,8 @@ class TestRefit:
         "solver",
         [
             ADMM(iterations=3000, sparsification_steps=1, damping=0, rho=0.1),
-            # One ADMM step, so that the refit does all the work.
-            Continuation(iterations=1, levels=1, damping=0, finish=150),
+            # One sweep, so that the refit does all the work.
+            Continuation(sweeps=1, damping=0, finish=150),
             Continuation(damping=0, finish=150),
         ],
         ids=repr,
@@ -348,13 +462,6 @@ class TestRefit:
         reached = (without - solver(problem, Fixed(mask)).error) / (without - best)
         # The part of what a refit can gain: measured 0.96 to 0.97 and 0.998 to 0.999.
         assert (0.9 if isinstance(solver, ADMM) else 0.99) < reached < 1 + 1e-9
-
-
-def test_monitor_without_a_refit() -> None:
-    steps = []
-    solver = Continuation(iterations=5, levels=2, finish=0)
-    solver(make_problem(), Unstructured(0.5), monitor=lambda step, total, error: steps.append(step))
-    assert steps == [1, 2, 3, 4, 5]
 
 
 def optimal_brain_surgeon(
@@ -461,11 +568,11 @@ class TestUncorrelatedInputsOfOneSize:
     def test_moving_masks_end_next_to_magnitudes(self, solver: Solver, pattern: Pattern) -> None:
         # |W + U| of a pruned weight exceeds its |W|, so weights near the threshold trade places from
         # step to step (the paper's section 3.4) and a few end on the wrong side: measured 1.2 % more
-        # error at most for ADMM, 0.01 % for continuation.
+        # error at most for ADMM, 0.2 % for continuation.
         problem = LayerProblem(normal(ROWS, COLUMNS, seed=0), torch.eye(COLUMNS, dtype=torch.float64))
         solution = solver(problem, pattern)
         best = Magnitude()(problem, pattern).error
-        limit = 1.001 if isinstance(solver, Continuation) else 1.03
+        limit = 1.005 if isinstance(solver, Continuation) else 1.03
         assert best * (1 - 1e-12) <= solution.error < best * limit
 
 
@@ -592,47 +699,6 @@ class TestADMM:
         assert torch.equal(admm1.mask, lowest_go_in_matrix(scores, round(sparsity * W.numel())))
 
 
-def continuation_as_described(
-    W: Tensor,  # (out, in)
-    H: Tensor,
-    pattern: Pattern,
-    rhos: list[float],  # of each step
-    lambda_: float,
-) -> Tensor:
-    """The docstring's steps, with solves instead of inverses and an exact refit instead of a few steps."""
-    I = torch.eye(H.shape[0], dtype=H.dtype)  # noqa: E741
-    norm = H.diagonal().sqrt()
-    H = H / norm / norm[:, None] + lambda_ * I
-    W0 = W * norm
-    V = W0
-    before = rhos[0]
-    for rho in rhos:
-        Z = V * pattern.mask(V.abs())
-        U = (V - Z) * (before / rho)
-        V = torch.linalg.solve(H + rho * I, W0 @ H + rho * (Z - U), left=False) + U
-        before = rho
-    What: Tensor = least_squares(H, W0, pattern.mask(V.abs())) / norm
-    return What
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize(
-    ("solver", "rhos"),
-    [
-        (Continuation(iterations=6, levels=3, rho_start=0.1, rho_end=1.6), [0.1, 0.1, 0.4, 0.4, 1.6, 1.6]),
-        (Continuation(iterations=4, levels=1, rho_start=0.3), [0.3] * 4),
-        (Continuation(iterations=4, levels=4, rho_start=1e-3, damping=0.1), [1e-3, 1e-2, 1e-1, 1.0]),
-    ],
-    ids=["three levels", "one level", "four levels"],
-)
-def test_continuation_is_what_it_says(solver: Continuation, rhos: list[float], pattern: Pattern) -> None:
-    problem = make_problem()
-    expected = continuation_as_described(problem.W, problem.gram.H, pattern, rhos, solver.damping)
-    solution = replace(solver, finish=100)(problem, pattern)
-    assert torch.equal(solution.mask, expected != 0)
-    assert torch.allclose(solution.W, expected, rtol=0, atol=1e-9)
-
-
 def test_wanda_scores_by_weight_and_input_norm() -> None:
     X = inputs("correlated", COLUMNS, seed=0)
     W = normal(ROWS, COLUMNS, seed=0)
@@ -681,7 +747,7 @@ def test_damping_is_reported(solver: SparseGPT | ADMM | Continuation) -> None:
 class TestSharing:
     @pytest.mark.parametrize(
         ("solver", "factorisations"),
-        [(SparseGPT(), 1), (ADMM(), 1), (Continuation(), 8), (Continuation(levels=3), 3)],
+        [(SparseGPT(), 1), (ADMM(), 1), (Continuation(), 3), (Continuation(sweeps=1), 2)],
         ids=repr,
     )
     def test_matrices_with_one_input_share_its_factorisations(
@@ -714,7 +780,7 @@ class TestSharing:
             ADMM(damping=0.5),
             Continuation(),
             Continuation(damping=0.1),
-            Continuation(rho_end=3.0),
+            Continuation(penalty_end=3.0),
             SparseGPT(),
             SparseGPT(damping=0.5),
         ]
@@ -727,20 +793,20 @@ class TestMakeSolver:
     def test_known(self) -> None:
         assert make_solver("admm-grad") == ADMM()
         assert make_solver("admm1", {"iterations": "5"}) == ADMM(iterations=5, sparsification_steps=1)
-        settings = {"rho_start": "0.05", "finish": "3"}
-        assert make_solver("continuation", settings) == Continuation(rho_start=0.05, finish=3)
+        settings = {"penalty_start": "0.05", "finish": "3"}
+        assert make_solver("continuation", settings) == Continuation(penalty_start=0.05, finish=3)
         assert make_solver("admm-grad", {"schedule": "cubic"}) == ADMM(schedule="cubic")
 
     def test_unknown_solver(self) -> None:
         with pytest.raises(UnknownNameError, match="no solver is called 'sparsgpt'; did you mean sparsegpt"):
             make_solver("sparsgpt")
-        with pytest.raises(UnknownNameError, match="known: magnitude, wanda, sparsegpt"):
+        with pytest.raises(UnknownNameError, match="known: magnitude, wanda, ria, obs"):
             make_solver("xyz")
 
     def test_unknown_parameter(self) -> None:
-        message = "no parameter of continuation is called 'rho_begin'; did you mean rho_"
+        message = "no parameter of continuation is called 'penalty_begin'; did you mean penalty_"
         with pytest.raises(UnknownNameError, match=message):
-            make_solver("continuation", {"rho_begin": "1"})
+            make_solver("continuation", {"penalty_begin": "1"})
         with pytest.raises(UnknownNameError, match="did you mean damping"):
             make_solver("sparsegpt", {"dampening": "1"})
 
@@ -758,7 +824,12 @@ class TestMakeSolver:
             ("admm-grad", "iterations", "0", "iterations must be 1 or more; got 0"),
             ("admm-grad", "schedule", "cube", "schedule must be constant, cubic, printed; got 'cube'"),
             ("sparsegpt", "damping", "-0.1", "damping must be 0 or more; got -0.1"),
-            ("continuation", "levels", "41", r"levels must be 1 to iterations \(40\); got 41"),
+            (
+                "continuation",
+                "penalty_end",
+                "0.1",
+                r"penalty_end must be at least penalty_start \(0.3\); got 0.1",
+            ),
         ],
     )
     def test_bad_values(self, name: str, setting: str, value: str, message: str) -> None:
@@ -773,10 +844,11 @@ class TestMakeSolver:
             (ADMM(), "schedule", ["linear", ""]),
             (ADMM(), "rho", [0.0, -1.0, float("nan"), float("inf")]),
             (ADMM(), "damping", [-1e-9, float("nan"), float("inf")]),
-            (Continuation(), "iterations", [0, -1, 7]),
-            (Continuation(), "levels", [0, 41]),
-            (Continuation(), "rho_start", [0.0, -0.1, 1.1, float("nan")]),
-            (Continuation(), "rho_end", [0.0, 0.09, float("nan"), float("inf")]),
+            (Continuation(), "sweeps", [0, -1]),
+            (Continuation(), "parts", [0, -1]),
+            (Continuation(), "penalty_start", [0.0, -0.1, 1.1, float("nan")]),
+            (Continuation(), "penalty_end", [0.0, 0.29, float("nan"), float("inf")]),
+            (Continuation(), "relaxation", [0.0, 2.0, float("nan")]),
             (Continuation(), "damping", [-1e-9, float("nan"), float("inf")]),
             (Continuation(), "finish", [-1]),
             (SparseGPT(), "damping", [-1e-9, float("nan"), float("inf")]),

@@ -20,6 +20,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 import niwaki
@@ -70,7 +71,11 @@ def prune(
         Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")
     ],
     solver: Annotated[
-        str | None, typer.Option(help="magnitude, wanda, sparsegpt, admm1, admm-grad or continuation.")
+        str | None,
+        typer.Option(
+            help="continuation (the default), admm-grad, sparsegpt, wanda, alps ..., or several as in "
+            "wanda+swaps+exact: the mask of those before with the weights of the last. `niwaki solvers` lists all."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
@@ -79,7 +84,8 @@ def prune(
         float | None, typer.Option(help="Fraction of zeros in every matrix, such as 0.6.")
     ] = None,
     pattern: Annotated[
-        str | None, typer.Option(help="A pattern instead: 2:4, unstructured:0.6 or per-row:0.6.")
+        str | None,
+        typer.Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ..."),
     ] = None,
     mask_from: Annotated[
         str | None,
@@ -185,18 +191,31 @@ def inspect(model: Model) -> None:
 
 
 @app.command()
+def solvers() -> None:
+    """List the solvers and their parameters, for --solver and --set."""
+    from niwaki.solvers import SOLVERS
+
+    table = Table("name", "what it does", "parameters and defaults", box=None, padding=(0, 2, 0, 0))
+    for name, solver in SOLVERS.items():
+        module = sys.modules[type(solver).__module__]
+        what = (module.__doc__ or "").partition(":")[2].strip() or (module.__doc__ or "")
+        values = ", ".join(f"{key}={value}" for key, value in dataclasses.asdict(solver).items())
+        table.add_row(name, what, values)
+    out.print(table)
+
+
+@app.command()
 def demo(
     samples: Annotated[int, typer.Option(help="Windows of 256 tokens to calibrate on.")] = 64,
     text_samples: Annotated[int, typer.Option(help="Windows of 256 tokens to measure on.")] = 64,
     record: RecordFile = None,
 ) -> None:
-    """Prune the embedded model by every method: the paper's table 1 for it."""
+    """Prune the embedded model by the methods of the paper's table 1 and by the default."""
     _quiet_libraries()
-    from niwaki.demo import PATTERNS, Cell, table
+    from niwaki.demo import METHODS, PATTERNS, Cell, table
     from niwaki.record import versions
-    from niwaki.solvers import SOLVERS
 
-    runs, began, count = 1 + len(PATTERNS) * len(SOLVERS), time.perf_counter(), 0
+    runs, began, count = 1 + len(PATTERNS) * len(METHODS), time.perf_counter(), 0
     with out.status("the dense model") as status:
 
         def done(_: Cell) -> None:

@@ -11,10 +11,11 @@ from niwaki.calibration import load_tokenizer, read_windows
 from niwaki.checkpoint import locate_model
 from niwaki.perplexity import Perplexity, evaluate
 from niwaki.pipeline import prune
-from niwaki.solvers import SOLVERS
 
 #: Boza 2024, table 1.
 PATTERNS = ("50 %", "60 %", "70 %", "80 %", "2:4")
+#: The methods of that table, and the default of niwaki.
+METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Cell:
     """One method at one pattern.
 
     Attributes:
-        method: A name of ``SOLVERS``, or "dense".
+        method: A name that ``make_solver`` knows, or "dense".
         pattern: Such as "50 %" or "2:4"; "" for the dense model.
         perplexity: Of the result, by the name of the text.
         seconds: That pruning took, from the model directory to the pruned one.
@@ -46,7 +47,7 @@ def table(
     samples: int,
     text_samples: int,
     length: int,
-    methods: Sequence[str] = tuple(SOLVERS),
+    methods: Sequence[str] = METHODS,
     patterns: Sequence[str] = PATTERNS,
     done: Callable[[Cell], None] = lambda _: None,
 ) -> list[Cell]:
@@ -59,7 +60,7 @@ def table(
         samples: Windows of ``calibration``.
         text_samples: Windows of each of ``texts``.
         length: Tokens in a window.
-        methods: Names of ``SOLVERS``.
+        methods: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact".
         patterns: Percentages such as "50 %", or n:m.
         done: Called with each cell as it is done.
 

@@ -12,17 +12,29 @@ Counts are exact, ties are broken by position, and True means that a weight is k
 from __future__ import annotations
 
 import abc
+import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
+from niwaki.selection import (
+    keep_best_tiles,
+    keep_highest,
+    keep_highest_blocks,
+    keep_highest_of_each,
+    keep_highest_per_row,
+    kth_smallest,
+    kth_smallest_per_row,
+)
+
+#: Scores of some columns -> their mask.
+Rule = Callable[[Tensor], Tensor]
 
 
 class Pattern(abc.ABC):
@@ -36,10 +48,13 @@ class Pattern(abc.ABC):
 
     @abc.abstractmethod
     def mask(self, scores: Tensor) -> Tensor:
-        """The allowed mask with the greatest sum of scores.
+        """The allowed mask with the greatest sum of squares of the scores that it keeps.
+
+        Where weights are chosen one by one only the order of the scores matters; where several stand
+        or fall together their sizes do, so scores are magnitudes and never their squares.
 
         Args:
-            scores: (out, in), floating point, finite; the weight with the lower score goes first.
+            scores: (out, in), floating point, finite, at least 0, such as |W|. Not changed.
 
         Returns:
             (out, in) bool, True where a weight is kept.
@@ -68,7 +83,7 @@ class Pattern(abc.ABC):
 
     @property
     def group(self) -> int:
-        """The number of columns that stand or fall together: m for n:m, otherwise 1."""
+        """The number of columns that stand or fall together: m for n:m, a block's columns, otherwise 1."""
         return 1
 
     def exchange(self, columns: int) -> int:
@@ -78,6 +93,28 @@ class Pattern(abc.ABC):
         stand or fall together.
         """
         return columns
+
+    def reordered(self, columns: Tensor) -> Pattern:
+        """The same pattern for a matrix whose columns are taken in the order ``columns``, groups as a whole."""
+        return self
+
+    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+        """For each run of columns a rule that makes its mask from its scores alone, as they change.
+
+        Applied to the runs of ``scores`` itself the rules give ``mask(scores)``, up to ties and, per row,
+        to one weight of a row. By default a run's rule is that mask, whatever the scores become.
+
+        Args:
+            scores: (out, in), as for ``mask``.
+            stops: Where the runs end, at multiples of ``group``; the last one at ``in``.
+        """
+        parts = self.mask(scores).split([b - a for a, b in itertools.pairwise([0, *stops])], dim=1)
+        return [functools.partial(_constant, part) for part in parts]
+
+    @property
+    def single(self) -> bool:
+        """Whether weights can be removed one by one, with every set on the way part of an allowed one."""
+        return True
 
     def check(self, shape: tuple[int, int]) -> None:  # noqa: B027 - most patterns fit every shape
         """Raises PatternError where the pattern does not fit a matrix of ``shape``."""
@@ -93,10 +130,15 @@ class Unstructured(Pattern):
         _check_sparsity(self.sparsity)
 
     def __str__(self) -> str:
-        return f"unstructured:{self.sparsity:g}"
+        return f"unstructured:{_number(self.sparsity)}"
 
     def mask(self, scores: Tensor) -> Tensor:
-        return _keep_highest(scores, round(self.sparsity * scores.numel()))
+        return keep_highest(scores, _zeros(self.sparsity, scores.numel()))
+
+    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+        zeros = _zeros(self.sparsity, scores.numel())
+        threshold = kth_smallest(scores.reshape(-1), zeros) if zeros else scores.new_tensor(-1.0)
+        return [threshold.lt] * len(stops)
 
     def partial(self, fraction: float) -> Pattern:
         return Unstructured(self.sparsity * fraction)
@@ -104,7 +146,7 @@ class Unstructured(Pattern):
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         rows, _ = shape
         for start, stop in _runs(shape[1], width):
-            before, after = (round(self.sparsity * rows * end) for end in (start, stop))
+            before, after = (_zeros(self.sparsity, rows * end) for end in (start, stop))
             yield start, stop, _Count(after - before)
 
 
@@ -125,10 +167,15 @@ class PerRow(Pattern):
         _check_sparsity(self.sparsity)
 
     def __str__(self) -> str:
-        return f"per-row:{self.sparsity:g}"
+        return f"per-row:{_number(self.sparsity)}"
 
     def mask(self, scores: Tensor) -> Tensor:
-        return _keep_highest_per_row(scores, round(self.sparsity * scores.numel()))
+        return keep_highest_per_row(scores, _zeros(self.sparsity, scores.numel()))
+
+    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+        zeros = _zeros(self.sparsity, scores.numel()) // scores.shape[0]
+        threshold = kth_smallest_per_row(scores, zeros) if zeros else scores.new_tensor(-1.0)
+        return [threshold.lt] * len(stops)
 
     def partial(self, fraction: float) -> Pattern:
         return PerRow(self.sparsity * fraction)
@@ -138,7 +185,7 @@ class PerRow(Pattern):
         # each run: a row is then never more than one zero per run away from its fair share.
         rows, _ = shape
         for start, stop in _runs(shape[1], width):
-            before, after = (round(self.sparsity * rows * end) for end in (start, stop))
+            before, after = (_zeros(self.sparsity, rows * end) for end in (start, stop))
             yield start, stop, _Count(after - before, per_row=True)
 
 
@@ -150,8 +197,7 @@ class NM(Pattern):
     m: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.n <= self.m:
-            raise PatternError(f"the pattern {self.n}:{self.m} keeps n of every m weights; n must be 1 to m")
+        _check_nm(self)
 
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
@@ -175,29 +221,189 @@ class NM(Pattern):
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))
-        zeros = self.m - self.n
-        grouped = scores.reshape(-1, self.m)
-        if self.m > 16:
-            order = grouped.argsort(dim=1, stable=True)[:, :zeros]
-            mask = torch.ones_like(grouped, dtype=torch.bool)
-            return mask.scatter_(1, order, False).view(scores.shape)
-        # Ranks by m (m - 1) / 2 comparisons: many times faster than sorting many short rows.
-        place = grouped.T.contiguous()  # (m, groups)
-        rank = torch.zeros(place.shape, dtype=torch.uint8, device=scores.device)
-        for i in range(self.m):
-            for j in range(i):
-                later_wins = place[i] >= place[j]
-                rank[i] += later_wins
-                rank[j] += ~later_wins
-        return (rank >= zeros).T.reshape(scores.shape)
+        return keep_highest_of_each(scores, self.n, self.m)
+
+    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+        return [self.mask] * len(stops)
 
     def partial(self, fraction: float) -> Pattern:
-        return _PartialNM(self, fraction)
+        return _Partial(self, fraction)
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         self.check(shape)
         for start, stop in _runs(shape[1], self.m):
             yield start, stop, self
+
+
+@dataclass(frozen=True)
+class TransposableNM(Pattern):
+    """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
+
+    A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact:
+    of all such tiles (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares. Of
+    equal sums the first one is taken, where tiles are read row by row and a dropped weight comes before
+    a kept one. For greater m, Hubara et al. solve a minimum-cost flow for each tile, or approximate it.
+
+    Reference: Hubara et al. 2021, arXiv 2102.08124, where N counts zeros; here n counts what is kept.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        _check_nm(self)
+        if self.m > 4:
+            raise PatternError(
+                f"the pattern {self} is not affordable: its exact projection tries all tiles, and of 6 x 6 with "
+                f"3 per row there are 297,200; use m up to 4, as in transposable-2:4, or plain {self.n}:{self.m}"
+            )
+
+    def __str__(self) -> str:
+        return f"transposable-{self.n}:{self.m}"
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    @property
+    def group(self) -> int:
+        return self.m
+
+    def exchange(self, columns: int) -> int:
+        return 0
+
+    @property
+    def single(self) -> bool:
+        return False
+
+    def check(self, shape: tuple[int, int]) -> None:
+        _check_tiles(self, (self.m, self.m), shape)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check((scores.shape[0], scores.shape[1]))
+        return keep_best_tiles(scores, self.n, self.m)
+
+    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+        return [self.mask] * len(stops)
+
+    def partial(self, fraction: float) -> Pattern:
+        return _Partial(self, fraction)
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+        self.check(shape)
+        for start, stop in _runs(shape[1], self.m):
+            yield start, stop, self
+
+
+@dataclass(frozen=True)
+class Quota(Pattern):
+    """n:m with more zeros than n:m asks for: at most n of every m, and a sparsity above 1 - n/m.
+
+    The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That
+    is the best mask of the pattern: groups of m lie within rows and rows within the matrix, and with
+    such nested (laminar) limits on counts taking the highest weights that fit is optimal.
+
+    Args:
+        within: The pattern n:m.
+        quota: What the whole has to be, in each row or in total.
+
+    Raises:
+        PatternError: the quota asks for fewer zeros than n:m.
+    """
+
+    within: NM
+    quota: PerRow | Unstructured
+
+    def __post_init__(self) -> None:
+        if self.quota.sparsity < self.within.sparsity:
+            raise PatternError(
+                f"the pattern {self} asks for {_number(self.quota.sparsity)} zeros in all, and {self.within} alone "
+                f"has {_number(self.within.sparsity)}; raise the first to that or more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.within}+{self.quota}"
+
+    @property
+    def sparsity(self) -> float:
+        return self.quota.sparsity
+
+    @property
+    def group(self) -> int:
+        return self.within.group
+
+    def exchange(self, columns: int) -> int:
+        return self.within.exchange(columns)
+
+    def check(self, shape: tuple[int, int]) -> None:
+        self.within.check(shape)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return self.quota.mask(_left_by(self.within, scores))
+
+    def partial(self, fraction: float) -> Pattern:
+        return _Partial(self, fraction)
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+        self.check(shape)
+        per_row = isinstance(self.quota, PerRow)
+        for start, stop in _runs(shape[1], width, self.group):
+            before, after = (_zeros(self.sparsity, shape[0] * end) for end in (start, stop))
+            yield start, stop, _Count(after - before, per_row, self.within)
+
+
+@dataclass(frozen=True)
+class Block(Pattern):
+    """Blocks of r x c weights stand or fall together: the lowest ``round(sparsity * blocks)`` are zero.
+
+    A block's score is the sum of its squared scores, which makes the mask the Euclidean projection.
+
+    Args:
+        sparsity: The fraction of blocks that are zero.
+        shape: (r, c), the rows and columns of a block.
+    """
+
+    sparsity: float
+    shape: tuple[int, int] = (4, 4)
+
+    def __post_init__(self) -> None:
+        _check_sparsity(self.sparsity)
+        if min(self.shape) < 1:
+            raise PatternError(
+                f"a block has at least 1 row and 1 column; got {self.shape[0]}x{self.shape[1]}"
+            )
+
+    def __str__(self) -> str:
+        return f"block-{self.shape[0]}x{self.shape[1]}:{_number(self.sparsity)}"
+
+    @property
+    def group(self) -> int:
+        return self.shape[1]
+
+    def exchange(self, columns: int) -> int:
+        return 0
+
+    @property
+    def single(self) -> bool:
+        return False
+
+    def check(self, shape: tuple[int, int]) -> None:
+        _check_tiles(self, self.shape, shape)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check((scores.shape[0], scores.shape[1]))
+        blocks = scores.numel() // math.prod(self.shape)
+        return keep_highest_blocks(scores, self.shape, _zeros(self.sparsity, blocks))
+
+    def partial(self, fraction: float) -> Pattern:
+        return Block(self.sparsity * fraction, self.shape)
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+        self.check(shape)
+        for start, stop in _runs(shape[1], width, self.group):
+            blocks = (shape[0] * end // math.prod(self.shape) for end in (start, stop))
+            before, after = (_zeros(self.sparsity, number) for number in blocks)
+            yield start, stop, _BlockCount(after - before, self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +431,9 @@ class Fixed(Pattern):
                 f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}"
             )
 
+    def reordered(self, columns: Tensor) -> Pattern:
+        return Fixed(self.values[:, columns.to(self.values.device)], self.within)
+
     def exchange(self, columns: int) -> int:
         return self.within.exchange(columns) if self.within else 0
 
@@ -242,71 +451,111 @@ class Fixed(Pattern):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """``"2:4"``, ``"unstructured:0.6"`` or ``"per-row:0.6"`` as a pattern.
+    """A pattern from what its ``str`` is.
+
+    ``"2:4"``, ``"unstructured:0.6"``, ``"per-row:0.6"``, ``"transposable-2:4"``, ``"block-4x4:0.5"``,
+    ``"2:4+per-row:0.6"`` or ``"2:4+unstructured:0.6"``.
 
     Raises:
         PatternError: it is none of these, or its numbers are out of range.
     """
-    if match := re.fullmatch(r"(\d+):(\d+)", text.strip()):
-        return NM(int(match[1]), int(match[2]))
-    kinds: dict[str, type[Unstructured] | type[PerRow]] = {"unstructured": Unstructured, "per-row": PerRow}
-    kind, _, number = text.strip().partition(":")
-    if kind in kinds:
-        try:
-            return kinds[kind](float(number))
-        except ValueError as error:
-            if isinstance(error, PatternError):
-                raise
-    raise PatternError(f"{text!r} is no pattern; try 2:4, unstructured:0.6 or per-row:0.6")
+    within, plus, quota = text.strip().partition("+")
+    kind, _, number = within.partition(":")
+    try:
+        if plus:
+            nm, rest = parse_pattern(within), parse_pattern(quota)
+            if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
+                return Quota(nm, rest)
+        elif match := re.fullmatch(r"(transposable-)?(\d+):(\d+)", within):
+            return (TransposableNM if match[1] else NM)(int(match[2]), int(match[3]))
+        elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
+            return Block(float(number), (int(match[1]), int(match[2])))
+        elif kind in ("unstructured", "per-row"):
+            return (Unstructured if kind == "unstructured" else PerRow)(float(number))
+    except ValueError as error:
+        if isinstance(error, PatternError):
+            raise
+    raise PatternError(
+        f"{text!r} is no pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
+        "or transposable-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
+    )
 
 
 @dataclass(frozen=True)
-class _Count(Pattern):
-    """A given number of zeros: what the column runs of a pattern are made of."""
+class _Run(Pattern):
+    """A run of the columns of a matrix: a given number of zeros, or of blocks of them."""
 
     zeros: int
-    per_row: bool = False
 
     @property
     def sparsity(self) -> float:
         raise NotImplementedError("a number of zeros is a sparsity only for a known shape")
 
-    def mask(self, scores: Tensor) -> Tensor:
-        return (_keep_highest_per_row if self.per_row else _keep_highest)(scores, self.zeros)
-
     def partial(self, fraction: float) -> Pattern:
-        return _Count(round(self.zeros * fraction), self.per_row)
+        return replace(self, zeros=round(self.zeros * fraction))
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         raise NotImplementedError("column runs are not cut again")
 
 
 @dataclass(frozen=True)
-class _PartialNM(Pattern):
-    """n:m half way: the n best of each group are safe, the lowest of the others are zero.
+class _Count(_Run):
+    """So many zeros, in each row as many to within one or anywhere, and within n:m or not."""
 
-    Boza 2024, section 3.2: "we always keep the two highest elements from each group of four and then
-    prune 2 s_t weights from the remaining ones".
+    per_row: bool = False
+    within: NM | None = None
+
+    def mask(self, scores: Tensor) -> Tensor:
+        left = _left_by(self.within, scores) if self.within else scores
+        return (keep_highest_per_row if self.per_row else keep_highest)(left, self.zeros)
+
+
+@dataclass(frozen=True)
+class _BlockCount(_Run):
+    """So many blocks of zeros."""
+
+    shape: tuple[int, int]
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return keep_highest_blocks(scores, self.shape, self.zeros)
+
+
+@dataclass(frozen=True)
+class _Partial(Pattern):
+    """A pattern half way: what its own mask keeps is safe, the lowest of the other weights are zero.
+
+    For n:m that is Boza 2024, section 3.2: "we always keep the two highest elements from each group of
+    four and then prune 2 s_t weights from the remaining ones".
     """
 
-    final: NM
+    final: Pattern
     fraction: float
 
     @property
     def sparsity(self) -> float:
         return self.final.sparsity * self.fraction
 
+    def check(self, shape: tuple[int, int]) -> None:
+        self.final.check(shape)
+
     def mask(self, scores: Tensor) -> Tensor:
         safe = self.final.mask(scores)
-        # The count comes from whole groups, so that fraction 1 is the final mask to the weight.
-        zeros = round(self.fraction * (scores.numel() // self.final.m) * (self.final.m - self.final.n))
-        return _keep_highest(scores.masked_fill(safe, math.inf), zeros)
+        # The count comes from the final mask, so that fraction 1 is that mask to the weight.
+        zeros_at_end = safe.numel() - int(safe.count_nonzero())
+        zeros = round(self.fraction * zeros_at_end)
+        if zeros == zeros_at_end:
+            return safe
+        return keep_highest(scores.masked_fill(safe, math.inf), zeros)
 
     def partial(self, fraction: float) -> Pattern:
-        return _PartialNM(self.final, self.fraction * fraction)
+        return _Partial(self.final, self.fraction * fraction)
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         raise NotImplementedError("gradual solvers do not go column by column")
+
+
+def _constant(mask: Tensor, scores: Tensor) -> Tensor:
+    return mask
 
 
 def _check_sparsity(sparsity: float) -> None:
@@ -314,44 +563,40 @@ def _check_sparsity(sparsity: float) -> None:
         raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {sparsity:g}")
 
 
-def _runs(columns: int, width: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, columns, width):
-        yield start, min(start + width, columns)
+def _check_nm(pattern: NM | TransposableNM) -> None:
+    if not 0 < pattern.n <= pattern.m:
+        raise PatternError(f"the pattern {pattern} keeps n of every m weights; n must be 1 to m")
 
 
-def _keep_highest(scores: Tensor, zeros: int) -> Tensor:
-    """True except at the ``zeros`` lowest scores; of equal scores the first go."""
-    if zeros <= 0:
-        return torch.ones_like(scores, dtype=torch.bool)
-    flat = scores.reshape(-1)
-    threshold = _kth_smallest(flat, zeros)
-    mask = flat > threshold
-    surplus = mask.numel() - int(mask.count_nonzero()) - zeros
-    if surplus:  # more ties at the threshold than zeros wanted: the last ones stay
-        ties = (flat == threshold).nonzero().squeeze(1)
-        mask[ties[-surplus:]] = True
-    return mask.view(scores.shape)
+def _check_tiles(pattern: Pattern, tile: tuple[int, int], shape: tuple[int, int]) -> None:
+    if shape[0] % tile[0] or shape[1] % tile[1]:
+        raise PatternError(
+            f"the pattern {pattern} cuts a matrix into tiles of {tile[0]} x {tile[1]}, which must divide its rows "
+            f"and columns; this matrix is {shape[0]} x {shape[1]}"
+        )
 
 
-def _keep_highest_per_row(scores: Tensor, zeros: int) -> Tensor:
-    rows, _ = scores.shape
-    each, extra = divmod(zeros, rows)
-    order = scores.argsort(dim=1, stable=True)
-    mask = torch.ones_like(scores, dtype=torch.bool).scatter_(1, order[:, :each], False)
-    if extra:
-        next_index = order[:, each]
-        next_score = scores.gather(1, next_index.unsqueeze(1)).squeeze(1)
-        chosen = next_score.argsort(stable=True)[:extra]
-        mask[chosen, next_index[chosen]] = False
-    return mask
+def _left_by(pattern: Pattern, scores: Tensor) -> Tensor:
+    """The scores, with those that ``pattern`` drops below all others."""
+    return scores.masked_fill(~pattern.mask(scores), -math.inf)
 
 
-def _kth_smallest(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest (from 1) of a flat tensor, exactly.
+def _zeros(sparsity: float, weights: int) -> int:
+    """One formula for a whole and for its parts: s * rows * columns depends on the order of the products."""
+    return round(sparsity * weights)
 
-    On a CPU by numpy, whose partition is 9 times faster than torch's kthvalue at 2,048 x 2,048: ADMM
-    selects at every step, and kthvalue would take longer than the step's matrix product.
-    """
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(np.partition(values.detach().numpy(), k - 1)[k - 1 : k].copy())
-    return values.kthvalue(k).values
+
+def _number(value: float) -> str:
+    """The short form of a number where it reads back as the same one, otherwise all its digits."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+def _runs(columns: int, width: int, group: int = 1) -> Iterator[tuple[int, int]]:
+    """Runs that end at the multiples of ``width``, or at the last multiple of ``group`` before."""
+    start = 0
+    for end in range(width, columns + width, width):
+        stop = min(end, columns) // group * group
+        if stop > start:
+            yield start, stop
+            start = stop

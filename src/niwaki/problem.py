@@ -154,17 +154,31 @@ class Normalised:
     In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit,
     and H needs no preconditioner (Boza 2024, section 3.1).
 
+    Args:
+        problem: The problem.
+        metric: (in,) positive; what to multiply the weights by on top of the norms.
+        order: (in,) the order in which to take the columns.
+
     Attributes:
-        W: (out, in), the weights times the norms of their inputs.
-        H: (in, in), unit diagonal; rows and columns of dead inputs are zero.
+        W: (out, in), the weights times the norms of their inputs (and the metric).
+        H: (in, in), unit diagonal (without a metric); rows and columns of dead inputs are zero.
         gram: Where factorisations of ``H`` are kept.
     """
 
-    def __init__(self, problem: LayerProblem) -> None:
+    def __init__(
+        self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None
+    ) -> None:
         self._problem = problem
+        self._order = order
         self.gram = problem.gram
-        self.W = problem.W * self.gram.norm
+        # One factor, and not one after the other: a weight that comes back has been rounded only twice.
+        self._scale = self.gram.norm if metric is None else self.gram.norm * metric
+        self.W = self._reordered(problem.W * self._scale)
         self.H = self.gram.unit
+        if metric is not None:
+            self.H = (self.H / metric).div_(metric.unsqueeze(1))
+        if order is not None:
+            self.H = self.H[order][:, order]
         self._power_of_some_rows = 0.0
 
     def restore(self, W: Tensor) -> Tensor:
@@ -172,8 +186,15 @@ class Normalised:
 
         The text says nothing on dead inputs, so the best guess for other text is not to touch them.
         """
-        norm = self.gram.norm
-        return torch.where(norm > 0, W / torch.where(norm > 0, norm, 1.0), self._problem.W)
+        scale = self._scale
+        return torch.where(scale > 0, self.original(W) / torch.where(scale > 0, scale, 1.0), self._problem.W)
+
+    def original(self, M: Tensor) -> Tensor:
+        """``M`` (out, in) with its columns in the problem's order: for masks."""
+        return M if self._order is None else torch.empty_like(M).index_copy_(1, self._order, M)
+
+    def _reordered(self, M: Tensor) -> Tensor:
+        return M if self._order is None else M[:, self._order]
 
     def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
         """Tells ``monitor``, if there is one, the error of M * V on some 32 rows, a small part of a step."""

@@ -13,32 +13,61 @@ from niwaki.errors import UnknownNameError, UsageError
 from niwaki.solvers._base import Solver
 from niwaki.solvers._compose import MaskThenUpdate
 from niwaki.solvers.admm import ADMM
+from niwaki.solvers.alps import ALPS
+from niwaki.solvers.conjugate import ConjugateGradients
 from niwaki.solvers.continuation import Continuation
+from niwaki.solvers.descent import Descent
+from niwaki.solvers.dsnot import DSnoT
+from niwaki.solvers.exact import Exact
 from niwaki.solvers.magnitude import Magnitude
+from niwaki.solvers.obc import OBC
+from niwaki.solvers.obs import OBSSaliency
+from niwaki.solvers.ria import RIA
 from niwaki.solvers.sparsegpt import SparseGPT
+from niwaki.solvers.swaps import Swaps
 from niwaki.solvers.wanda import Wanda
 
 __all__ = [
     "ADMM",
+    "ALPS",
     "DEFAULT_SOLVER",
+    "OBC",
+    "RIA",
     "SOLVERS",
+    "ConjugateGradients",
     "Continuation",
+    "DSnoT",
+    "Descent",
+    "Exact",
     "Magnitude",
     "MaskThenUpdate",
+    "OBSSaliency",
     "Solver",
     "SparseGPT",
+    "Swaps",
     "Wanda",
     "make_solver",
 ]
 
-#: By the name on the command line.
+#: By the name on the command line: those that choose a mask and leave the weights, those that do both,
+#: and those that fit the weights to a mask (Wanda's, where they are not given one).
 SOLVERS: dict[str, Solver] = {
     "magnitude": Magnitude(),
     "wanda": Wanda(),
+    "ria": RIA(),
+    "obs": OBSSaliency(),
+    "dsnot": DSnoT(),
+    "swaps": Swaps(),
     "sparsegpt": SparseGPT(),
-    "admm1": ADMM(sparsification_steps=1),
+    "obc": OBC(),
+    "alps": ALPS(),
     "admm-grad": ADMM(),
     "continuation": Continuation(),
+    "admm1": ADMM(sparsification_steps=1),
+    "adam": Descent(),
+    "sgd": Descent("sgd", learning_rate=1.0),
+    "cg": ConjugateGradients(),
+    "exact": Exact(),
 }
 
 #: The lowest perplexity on the reference model at every sparsity and at 2:4; see docs/methods.md.

@@ -1,9 +1,10 @@
-"""Continuation: ADMM on the pattern itself, with a penalty that grows."""
+"""Continuation: ADMM on the pattern itself, with a choice of weights that grows less and less free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from niwaki.linalg import inverse_of_damped, masked_conjugate_gradients
@@ -11,100 +12,173 @@ from niwaki.patterns import Pattern
 from niwaki.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.solvers._base import Solver, product
 
+#: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
+_METRIC_DAMPING = 0.02
+
 
 @dataclass(frozen=True)
 class Continuation(Solver):
-    """ADMM whose Z-step projects onto the pattern, from soft penalties to hard ones, then a refit.
+    """ADMM whose Z-step projects onto the pattern, with a penalty that grows, in sweeps, then a refit.
 
-    In coordinates where H has unit diagonal, with W0 the weights and V = W + U, for k steps:
+    Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the
+    others cannot make up for, W0 is the weights times d and H' = (H + lambda I) / (d d^T), where
+    d_j = c_j^(3/8) divided by its geometric mean. A weight that is easily replaced then looks small.
 
-        M = the pattern's mask of |V|,   Z = M * V,   U = V - Z
-        U = U rho / rho',   rho = rho'                       where the penalty goes up
-        W = (H + (lambda + rho) I)^-1 ((H + lambda I) W0 + rho (Z - U))
+    Penalties: gamma_1 .. gamma_k rise geometrically from ``penalty_start`` to ``penalty_end``, times
+    c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
 
-    and at the end conjugate gradients on the weights of the last mask, for the objective with
-    H + lambda I in the place of H. With a small penalty the mask is
-    free to move while W is still near W0; as rho grows the weights settle on it. The penalty rises
-    geometrically from ``rho_start`` to ``rho_end`` in ``levels`` levels. The multiplier y = rho U is what
-    has a meaning across levels, so U is rescaled to keep it.
+    The columns are cut into ``parts`` by taking every ``parts``-th group of them. From W = W0, U = 0, in
+    sweep t for each part of the columns after the other:
+
+        W = W0 + (Z - U - W0) R                     its columns, with the present Z and U of all parts
+        W = W + (t - 1) / k (relaxation - 1) (W - Z)
+        M = the rule on |W + (rho / gamma_t) U|,    V = W + U,    Z = M * V,    U = V - Z
+
+    where R = rho (H' + rho I)^-1, and the rule is that of the pattern's mask for the scores of all parts
+    when the first one has its W (for unstructured sparsity: above the threshold). rho is gamma at a
+    quarter of the way in the first half of the sweeps and gamma_k in the second; U is rescaled there, so
+    that the multiplier rho U stays. In the end the mask is that of |W + U| after a last product, and
+    conjugate gradients refit the weights with H' in the place of H. With a small gamma a pruned weight
+    comes back easily, while all weights are still near W0; as gamma grows they settle.
 
     Differences from the paper: there is none. ADMM with the L0 constraint and one fixed penalty is what
     Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
-    (arXiv 2406.07831) is the nearest published method; it adapts rho by the change of the support and
-    needs many more steps.
+    (arXiv 2406.07831) is the nearest published method. What each of these does for the layers of the
+    embedded model, with figures, is in docs/log.md:
 
-    1. One Cholesky inverse for each level, rather than one eigendecomposition for all and a product for
-       each penalty: 8 levels give the error of 40 within 0.3 % (docs/log.md), and 8 inverses cost less
-       than an eigendecomposition and 8 products.
+    1. Only the choice of weights has a penalty that changes in every step, and that costs nothing; the
+       weights themselves need only two, hence two inverses.
+    2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
+    3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both
+       kept, in the same step. A sweep costs the same product, cut into pieces.
 
-    Cost: ``levels`` times in^3 and 2 out in^2 for each of ``iterations + finish`` steps, with a selection
-    among the weights in each iteration; memory of R and four copies of W, and of ``levels`` matrices R
-    where several matrices share an input.
+    Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish + 1`` products, with a
+    selection among the weights in each sweep; memory of R and eight copies of W.
 
     Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
 
     Attributes:
-        iterations: ADMM steps.
-        levels: Different penalties, at most one a step.
-        rho_start: The first penalty, relative to the unit diagonal of H.
-        rho_end: The last one.
-        damping: lambda, likewise.
+        sweeps: k.
+        parts: Parts of the columns; 1 is plain ADMM.
+        penalty_start: The first gamma, without unit.
+        penalty_end: The last one.
+        relaxation: What the relaxation factor rises to from 1; above 1 it is over-relaxation.
+        damping: lambda, relative to the unit diagonal of H.
         finish: Steps of conjugate gradients on the final mask.
     """
 
-    iterations: int = 40
-    levels: int = 8
-    rho_start: float = 0.1
-    rho_end: float = 1.0
+    sweeps: int = 26
+    parts: int = 3
+    penalty_start: float = 0.3
+    penalty_end: float = 1.0
+    relaxation: float = 1.3
     damping: float = 0.01
-    finish: int = 10
+    finish: int = 2
 
     def __post_init__(self) -> None:
-        self._require("iterations", self.iterations >= 1, "1 or more")
-        self._require("levels", 1 <= self.levels <= self.iterations, f"1 to iterations ({self.iterations})")
-        self._require("rho_start", self.rho_start > 0, "above 0")
-        self._require("rho_end", self.rho_end >= self.rho_start, f"at least rho_start ({self.rho_start:g})")
+        self._require("sweeps", self.sweeps >= 1, "1 or more")
+        self._require("parts", self.parts >= 1, "1 or more")
+        self._require("penalty_start", self.penalty_start > 0, "above 0")
+        least = f"at least penalty_start ({self.penalty_start:g})"
+        self._require("penalty_end", self.penalty_end >= self.penalty_start, least)
+        self._require("relaxation", 0 < self.relaxation < 2, "between 0 and 2")
         self._require("damping", self.damping >= 0, "0 or more")
         self._require("finish", self.finish >= 0, "0 or more")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        scaled = Normalised(problem)
+        pattern.check((problem.W.shape[0], problem.W.shape[1]))
+        unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
+        metric = unexplained.pow(0.375) / typical**0.375
+        order, stops = _interleaved(problem.W.shape[1], pattern.group, self.parts)
+        order = order.to(problem.W.device)
+        pattern = pattern.reordered(order)
+        scaled = Normalised(problem, metric, order)
         W0 = scaled.W
-        V = W0.clone()
-        steps = self.iterations + self.finish
-        level, rho = 0, self.rho_start
-        R, used = self._resolvent(scaled, rho)
-        for step in range(self.iterations):
-            mask = pattern.mask(V.abs())
-            U = V.masked_fill(mask, 0.0)
-            Y = V.sub_(U)  # Z
-            if level != (level := step * self.levels // self.iterations):
-                before, rho = rho, self._rho(level)
-                U.mul_(before / rho)
-                R, used = self._resolvent(scaled, rho)
-            V = W0.addmm(Y.sub_(U).sub_(W0), R).add_(U)
-            scaled.report(monitor, step + 1, steps, V, mask)
-        mask = pattern.mask(V.abs())
         H = scaled.H.clone()
-        H.diagonal().add_(used)
+        H.diagonal().add_(self.damping / metric[order].square())
+        kept = max(1 - pattern.sparsity, 1 / W0.numel())  # a mask that is given may keep nothing
+        unit = typical**0.5 * kept**-0.25
+        start = self.penalty_start * unit
+        growth = self.penalty_end / self.penalty_start
+        widths = [stop - before for before, stop in zip([0, *stops], stops, strict=False)]
+        W0s = [part.contiguous() for part in W0.split(widths, dim=1)]
+        Ws, Us, Zs = ([part.clone() for part in W0s] for _ in range(3))
+        for U in Us:
+            U.zero_()
+        Y = torch.zeros_like(W0)  # Z - U - W0
+        Ys = Y.split(widths, dim=1)
+        rho = raised = 0.0
+        steps = self.sweeps + self.finish
+        for sweep in range(self.sweeps):
+            if sweep in (0, (self.sweeps + 1) // 2):
+                before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
+                key = ("continuation", self.damping, rho, pattern.group, self.parts)
+                R, used = problem.gram.derived(key, lambda rho=rho: _resolvent(H, rho))  # type: ignore[misc]
+                raised = max(raised, used - rho)
+                Rs = R.split(widths, dim=1)
+                for U, part in zip(Us, Ys, strict=True):
+                    part.add_(U, alpha=1 - before / rho)
+                    U.mul_(before / rho)
+            gamma = start * growth ** (sweep / max(1, self.sweeps - 1))
+            relaxation = 1 + (self.relaxation - 1) * sweep / self.sweeps
+            for i, (W, U, Z) in enumerate(zip(Ws, Us, Zs, strict=True)):
+                if sweep:
+                    torch.addmm(W0s[i], Y, Rs[i], out=W)
+                    W.add_(Z.sub_(W), alpha=1 - relaxation)
+                if i == 0:
+                    scores = [_scores(*pair, rho / gamma) for pair in zip(Ws, Us, strict=True)]
+                    rules = pattern.rules(torch.cat(scores, dim=1), stops)
+                else:
+                    scores[i] = _scores(W, U, rho / gamma)
+                pruned = rules[i](scores[i]).logical_not()
+                torch.add(W, U, out=Z)
+                torch.mul(Z, pruned, out=U)
+                Z.sub_(U)
+                torch.sub(Z, U, out=Ys[i]).sub_(W0s[i])
+            if monitor is not None:
+                Z = torch.cat(Zs, dim=1)
+                scaled.report(monitor, sweep + 1, steps, Z, Z != 0)
+        V = W0.addmm(Y, R).add_(torch.cat(Us, dim=1))
+        mask = pattern.mask(V.abs())
+        if raised > 0:
+            H.diagonal().add_(raised)
         Z = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
-        return problem.solution(scaled.restore(Z), mask, damping=used, damping_asked=self.damping)
+        return problem.solution(
+            scaled.restore(Z),
+            scaled.original(mask),
+            damping=self.damping + max(0.0, raised),
+            damping_asked=self.damping,
+        )
 
     def flops(self, rows: int, columns: int) -> float:
-        products = self.iterations + self.finish + 3
-        return self.levels * columns**3 + products * product(rows, columns)
+        return 3 * columns**3 + (self.sweeps + self.finish + 3) * product(rows, columns)
 
-    def _rho(self, level: int) -> float:
-        ratio: float = (self.rho_end / self.rho_start) ** (level / max(1, self.levels - 1))
-        return self.rho_start * ratio
 
-    def _resolvent(self, scaled: Normalised, rho: float) -> tuple[Tensor, float]:
-        """R = rho (H + (lambda + rho) I)^-1 and the lambda that was used."""
+def _scores(W: Tensor, U: Tensor, factor: float) -> Tensor:
+    return torch.add(W, U, alpha=factor).abs_()
 
-        def compute() -> tuple[Tensor, float]:
-            inverse, used = inverse_of_damped(scaled.H, self.damping + rho)
-            return inverse.mul_(rho), max(0.0, used - rho)
 
-        return scaled.gram.derived(("continuation", self.damping, rho), compute)
+def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
+    """((in,) c_j, their geometric mean); of dead inputs, which no other can explain, the mean."""
+    gram = problem.gram
+    inverse, _ = inverse_of_damped(gram.unit, _METRIC_DAMPING)
+    live = gram.norm > 0
+    c = 1 / inverse.diagonal()
+    typical = float(c[live].log().mean().exp()) if bool(live.any()) else 1.0
+    return torch.where(live, c, typical), typical
+
+
+def _resolvent(H: Tensor, rho: float) -> tuple[Tensor, float]:
+    inverse, used = inverse_of_damped(H, rho)
+    return inverse.mul_(rho), used
+
+
+def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
+    """(order of the columns, where the parts end): part i has groups i, i + parts, i + 2 parts ..."""
+    groups = torch.arange(columns).split(group)
+    taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
+    order = torch.cat([torch.cat(part) for part in taken])
+    ends = torch.tensor([sum(len(g) for g in part) for part in taken]).cumsum(0)
+    return order, [int(end) for end in ends]

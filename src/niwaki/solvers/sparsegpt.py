@@ -19,11 +19,12 @@ class SparseGPT(Solver):
 
     With U upper triangular, U^T U = (H + lambda mean(diag H) I)^-1, column j in turn:
 
-        mask at the start of each group of columns: the pattern's of  W_ij^2 / U_jj^2
+        mask at the start of each group of columns: the pattern's of  |W_ij| / U_jj
         E_j = (W_j - M_j W_j) / U_jj,    W_k -= E_j U_jk  for k > j,    W_j = M_j W_j
 
     which is algorithm 1 of the paper; U_jj^2 is the j-th diagonal entry of the inverse of the Hessian
-    of the columns from j on. With ``Fixed(mask)`` it is the weight update for a given mask.
+    of the columns from j on. Patterns square scores themselves, so they are given the root of the paper's
+    W_ij^2 / U_jj^2. With ``Fixed(mask)`` it is the weight update for a given mask.
 
     Differences from the paper:
 
@@ -55,9 +56,11 @@ class SparseGPT(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         rows, columns = problem.W.shape
         H = problem.gram.H
-        mean = H.diagonal().mean().item() or 1.0
+        mean = H.diagonal().mean().item()
+        # Where H is 0 any damping gives the same: no weight makes up for another.
+        damping = self.damping * mean if mean else 1.0
         U, used = problem.gram.derived(
-            ("sparsegpt", self.damping), lambda: inverse_upper_cholesky(H, self.damping * mean)
+            ("sparsegpt", self.damping), lambda: inverse_upper_cholesky(H, damping)
         )
         # Groups of n:m must not be cut by the end of a block.
         width = math.ceil(self.block_size / pattern.group) * pattern.group
@@ -71,7 +74,7 @@ class SparseGPT(Solver):
             E = torch.empty_like(W[left:right])
             for j in range(left, right):
                 if j == start:
-                    scores = (W[start:stop] / U.diagonal()[start:stop, None]).square_()
+                    scores = (W[start:stop] / U.diagonal()[start:stop, None]).abs_()
                     scores[dead[start:stop]] = 0.0
                     M[start:stop] = run.mask(scores.T).T
                     start, stop, run = next(runs, (columns, columns, run))
@@ -79,7 +82,11 @@ class SparseGPT(Solver):
                 W[j + 1 : right].addr_(U[j, j + 1 : right], E[j - left], alpha=-1)
             W[right:].addmm_(U[left:right, right:].T, E, alpha=-1)
         return problem.solution(
-            W.T.contiguous(), M.T.contiguous(), damping=used / mean, damping_asked=self.damping
+            W.T.contiguous(),
+            M.T.contiguous(),
+            # Not a rounding error less than asked for.
+            damping=max(self.damping, used / mean) if mean else self.damping,
+            damping_asked=self.damping,
         )
 
     def flops(self, rows: int, columns: int) -> float:
