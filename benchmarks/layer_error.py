@@ -1,7 +1,7 @@
 """Relative errors of solvers on real layers, on calibration tokens and on held-out ones.
 
     python benchmarks/layer_error.py
-    python benchmarks/layer_error.py --solvers admm-grad continuation,levels=40 --blocks 1 4
+    python benchmarks/layer_error.py --solvers admm-grad continuation,sweeps=40 --blocks 1 4
 
 Dense inputs: each block sees the outputs of the dense blocks before it. Printed are geometric means over
 the matrices of the chosen blocks, divided by the first solver's; in brackets those on the held-out text.
@@ -40,9 +40,11 @@ DEFAULT = [
     "admm-grad,schedule=printed",
     "admm1",
     "sparsegpt",
+    "alps",
+    "exact",
     "continuation",
-    "continuation,levels=40",
-    "continuation,iterations=20,levels=20",
+    "continuation,parts=1",
+    "continuation,sweeps=14",
 ]
 
 

@@ -23,6 +23,7 @@ import niwaki
 from models import edit_json, reference, save_model_with_tokenizer, weight
 from niwaki import cli
 from niwaki.checkpoint import Checkpoint
+from niwaki.demo import METHODS
 from niwaki.record import Record
 from niwaki.solvers import SOLVERS
 
@@ -361,12 +362,12 @@ def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
         ("", "--sparsity 0.6, or a pattern such as --pattern 2:4"),
         ("--sparsity 0.5 --solver sparsgpt", "no solver is called 'sparsgpt'; did you mean sparsegpt?"),
         ("--sparsity 0.5 --solver admm", "did you mean admm1"),
-        ("--sparsity 0.5 --solver xyzzy", "known: magnitude, wanda, sparsegpt"),
+        ("--sparsity 0.5 --solver xyzzy", "known: magnitude, wanda, ria"),
         (
             "--sparsity 0.5 --solver admm1 --set roh=1",
             "no parameter of admm1 is called 'roh'; did you mean rho?",
         ),
-        ("--sparsity 0.5 --set iteration=1", "did you mean iterations"),
+        ("--sparsity 0.5 --set sweep=1", "did you mean sweeps"),
         ("--sparsity 0.5 --solver admm1 --set rho", "--set takes NAME=VALUE; got 'rho'"),
         ("--sparsity 0.5 --solver admm1 --set rho=big", "rho='big': admm1 wants float here"),
         ("--sparsity 0.5 --solver admm1 --set iterations=1.5", "admm1 wants int here"),
@@ -624,14 +625,22 @@ def test_demo(tmp_path: Path, niwaki_: Command) -> None:
     assert heading == ["method", "50%", "60%", "70%", "80%", "2:4", "seconds"]
     cells = json.loads(to.read_text())["cells"]
     found = {(cell["method"], cell["pattern"]): cell["perplexity"]["demo-held"] for cell in cells}
-    assert set(found) == {("dense", ""), *((method, pattern) for method in SOLVERS for pattern in patterns)}
+    assert set(found) == {("dense", ""), *((method, pattern) for method in METHODS for pattern in patterns)}
     assert {measured["tokens"] for measured in found.values()} == {4 * 255}
     dense = found["dense", ""]["value"]
     assert float(rows["dense"][1]) == pytest.approx(dense, abs=0.005)
-    for method in SOLVERS:
+    for method in METHODS:
         values = [found[method, pattern]["value"] for pattern in patterns]
         assert [float(shown) for shown in rows[method][1:6]] == pytest.approx(values, abs=0.005)
         assert dense < values[0] < values[1] < values[2] < values[3]
     for pattern in patterns:
         assert found["continuation", pattern]["value"] < found["magnitude", pattern]["value"]
         assert found["continuation", pattern]["value"] < found["wanda", pattern]["value"]
+
+
+def test_solvers_are_listed_with_their_parameters(niwaki_: Command) -> None:
+    listed = niwaki_("solvers")
+    assert (listed.code, listed.err) == (0, "")
+    rows = {line.split()[0]: line for line in listed.out.splitlines() if line.strip()}
+    assert set(SOLVERS) <= set(rows)
+    assert "damping=0.01, block_size=128" in rows["sparsegpt"]

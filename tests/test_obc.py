@@ -218,8 +218,9 @@ def test_a_monitor_counts_removals() -> None:
 
 
 class Together(PerRow):
-    def exchange(self, columns: int) -> int:
-        return 0
+    @property
+    def single(self) -> bool:
+        return False
 
 
 def test_weights_that_stand_or_fall_together() -> None:

@@ -676,7 +676,7 @@ def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.Captu
     assert printed.out == ""
 
 
-@pytest.mark.parametrize(("solver", "each"), [("sparsegpt", 1), ("admm1", 1), ("continuation", 8)])
+@pytest.mark.parametrize(("solver", "each"), [("sparsegpt", 1), ("admm1", 1), ("continuation", 3)])
 def test_each_distinct_input_is_factorised_once(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, solver: str, each: int
 ) -> None:

@@ -73,8 +73,8 @@ def prune(
     solver: Annotated[
         str | None,
         typer.Option(
-            help="continuation (the default), admm-grad, sparsegpt, wanda, alps ..., or several as in "
-            "wanda+swaps+exact: the mask of those before with the weights of the last. `niwaki solvers` lists all."
+            help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, "
+            "dsnot, swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
         ),
     ] = None,
     settings: Annotated[
