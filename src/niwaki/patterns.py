@@ -190,17 +190,15 @@ class PerRow(Pattern):
 
 
 @dataclass(frozen=True)
-class NM(Pattern):
-    """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
+class _NOfM(Pattern):
+    """``n`` of ``m`` weights are kept in each of the groups that columns fall into, every group on its own."""
 
     n: int
     m: int
 
     def __post_init__(self) -> None:
-        _check_nm(self)
-
-    def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
+        if not 0 < self.n <= self.m:
+            raise PatternError(f"the pattern {self} keeps n of every m weights; n must be 1 to m")
 
     @property
     def sparsity(self) -> float:
@@ -209,19 +207,6 @@ class NM(Pattern):
     @property
     def group(self) -> int:
         return self.m
-
-    def exchange(self, columns: int) -> int:
-        return self.m
-
-    def check(self, shape: tuple[int, int]) -> None:
-        if shape[1] % self.m:
-            raise PatternError(
-                f"the pattern {self} needs a number of columns that {self.m} divides; this matrix has {shape[1]}"
-            )
-
-    def mask(self, scores: Tensor) -> Tensor:
-        self.check((scores.shape[0], scores.shape[1]))
-        return keep_highest_of_each(scores, self.n, self.m)
 
     def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
         return [self.mask] * len(stops)
@@ -236,7 +221,28 @@ class NM(Pattern):
 
 
 @dataclass(frozen=True)
-class TransposableNM(Pattern):
+class NM(_NOfM):
+    """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    def exchange(self, columns: int) -> int:
+        return self.m
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if shape[1] % self.m:
+            raise PatternError(
+                f"the pattern {self} needs a number of columns that {self.m} divides; this matrix has {shape[1]}"
+            )
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check((scores.shape[0], scores.shape[1]))
+        return keep_highest_of_each(scores, self.n, self.m)
+
+
+@dataclass(frozen=True)
+class TransposableNM(_NOfM):
     """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
 
     A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact:
@@ -247,11 +253,8 @@ class TransposableNM(Pattern):
     Reference: Hubara et al. 2021, arXiv 2102.08124, where N counts zeros; here n counts what is kept.
     """
 
-    n: int
-    m: int
-
     def __post_init__(self) -> None:
-        _check_nm(self)
+        super().__post_init__()
         if self.m > 4:
             raise PatternError(
                 f"the pattern {self} is not affordable: its exact projection tries all tiles, and of 6 x 6 with "
@@ -260,14 +263,6 @@ class TransposableNM(Pattern):
 
     def __str__(self) -> str:
         return f"transposable-{self.n}:{self.m}"
-
-    @property
-    def sparsity(self) -> float:
-        return 1 - self.n / self.m
-
-    @property
-    def group(self) -> int:
-        return self.m
 
     def exchange(self, columns: int) -> int:
         return 0
@@ -282,17 +277,6 @@ class TransposableNM(Pattern):
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))
         return keep_best_tiles(scores, self.n, self.m)
-
-    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
-        return [self.mask] * len(stops)
-
-    def partial(self, fraction: float) -> Pattern:
-        return _Partial(self, fraction)
-
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
-        self.check(shape)
-        for start, stop in _runs(shape[1], self.m):
-            yield start, stop, self
 
 
 @dataclass(frozen=True)
@@ -561,11 +545,6 @@ def _constant(mask: Tensor, scores: Tensor) -> Tensor:
 def _check_sparsity(sparsity: float) -> None:
     if not 0 <= sparsity < 1:
         raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {sparsity:g}")
-
-
-def _check_nm(pattern: NM | TransposableNM) -> None:
-    if not 0 < pattern.n <= pattern.m:
-        raise PatternError(f"the pattern {pattern} keeps n of every m weights; n must be 1 to m")
 
 
 def _check_tiles(pattern: Pattern, tile: tuple[int, int], shape: tuple[int, int]) -> None:

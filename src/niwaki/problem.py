@@ -63,6 +63,15 @@ class Gram:
         inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
         return (self.H * inverse).mul_(inverse.unsqueeze(1))
 
+    def live(self) -> Tensor:
+        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, so that they ask for no damping.
+
+        Their rows stand alone and their normalised weights are 0: whatever is there changes nothing else.
+        """
+        H = self.unit.clone()
+        H.diagonal().add_(self.norm == 0)
+        return H
+
     def derived(self, key: object, compute: Callable[[], T]) -> T:
         """``compute()``, once for each key: how a factorisation is shared between matrices."""
         if not self.shared:

@@ -66,8 +66,7 @@ class Exact(Solver):
         rows, columns = W.shape
         # One more column, of zeros: what the padding of short supports refers to.
         B = torch.nn.functional.pad(W.masked_fill(mask, 0.0) @ scaled.H, (0, 1))  # (out, in + 1): w0_P H_P:
-        H = torch.nn.functional.pad(scaled.H, (0, 1, 0, 1))
-        H.diagonal()[:-1].add_(problem.gram.norm == 0)
+        H = torch.nn.functional.pad(problem.gram.live(), (0, 1, 0, 1))
         V = torch.nn.functional.pad(W, (0, 1))
         sizes, order = mask.sum(dim=1).sort(descending=True, stable=True)
         largest, reported = self.damping, 0

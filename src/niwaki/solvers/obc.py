@@ -76,7 +76,9 @@ class OBC(Solver):
                 "take the mask of another solver, as in wanda+obc"
             )
         scaled = Normalised(problem)
-        inverse, used = scaled.gram.derived(("obc", self.damping), lambda: self._inverse(problem, scaled.H))
+        inverse, used = scaled.gram.derived(
+            ("obc", self.damping), lambda: inverse_of_damped(scaled.gram.live(), self.damping)
+        )
         W = scaled.W.clone()
         diagonal = inverse.diagonal().expand_as(W).clone()
         removed = torch.zeros_like(W, dtype=torch.bool)
@@ -123,9 +125,3 @@ class OBC(Solver):
                 f"memory={needed + 0.1:.1f}, or a solver that needs less, such as continuation"
             )
         return W.new_empty(rows, removals, columns)
-
-    def _inverse(self, problem: LayerProblem, H: Tensor) -> tuple[Tensor, float]:
-        # A dead input needs no damping: its weights are 0 in these coordinates, whatever is on the diagonal.
-        live = H.clone()
-        live.diagonal().add_(problem.gram.norm == 0)
-        return inverse_of_damped(live, self.damping)

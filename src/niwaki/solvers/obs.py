@@ -8,7 +8,7 @@ from torch import Tensor
 
 from niwaki.linalg import inverse_of_damped
 from niwaki.patterns import Pattern
-from niwaki.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.problem import Gram, LayerProblem, Monitor, Normalised, Solution
 from niwaki.solvers._base import Solver, product
 
 
@@ -48,7 +48,7 @@ class OBSSaliency(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        diagonal, used = scaled.gram.derived(("obs", self.damping), lambda: self._diagonal(scaled.H))
+        diagonal, used = scaled.gram.derived(("obs", self.damping), lambda: self._diagonal(scaled.gram))
         # A dead input has weight 0 in these coordinates, and so score 0.
         mask = pattern.mask(scaled.W.abs().div_(diagonal.sqrt()))
         return problem.solution(problem.W, mask, damping=used, damping_asked=self.damping)
@@ -56,10 +56,7 @@ class OBSSaliency(Solver):
     def flops(self, rows: int, columns: int) -> float:
         return columns**3 + 2 * product(rows, columns)
 
-    def _diagonal(self, H: Tensor) -> tuple[Tensor, float]:
+    def _diagonal(self, gram: Gram) -> tuple[Tensor, float]:
         """The diagonal of (H + lambda I)^-1 and the lambda that was used."""
-        H = H.clone()
-        # The rows of dead inputs stand alone: any diagonal there keeps them from asking for damping.
-        H.diagonal()[H.diagonal() == 0] = 1.0
-        inverse, used = inverse_of_damped(H, self.damping)
+        inverse, used = inverse_of_damped(gram.live(), self.damping)
         return inverse.diagonal().clone(), used
