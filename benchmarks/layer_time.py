@@ -1,101 +1,95 @@
-"""Where a solver's time goes on one matrix, against the plain matrix products that it needs.
+"""Time of solvers against the size of a matrix, and the share of the machine's product rate that they reach.
 
-    python benchmarks/layer_time.py --size 2048 --record benchmarks/results/layer_time.json
+    python benchmarks/layer_time.py --record benchmarks/results/layer_time.json
+    python benchmarks/layer_time.py --sizes 4096x11008 --solvers admm-grad --repeat 1
 
-The claim: ADMM-Grad's 20 steps take at most 1.5 times as long as 20 products of (size, size) matrices.
-Products and solver alternate, and the medians of their times are compared, so that a machine that is
-slow for a while is slow for both. The matrix is synthetic: heavy-tailed weights, correlated inputs.
+The claims: ADMM-Grad's 20 steps take at most 1.5 times as long as 20 plain products of that size, and
+ADMM-Grad and continuation reach 70 % of the rate of plain products from 2,048 on. Products and solvers
+alternate and the medians of their times are compared, so that a machine that is slow for a while is slow
+for both. The share is solver.flops (products and factorisations) over time, over the rate of the products
+of the same round. The matrices are synthetic: heavy-tailed weights, correlated inputs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli.py
-
 import torch
-from torch import Tensor
+from common import Layer, save, seconds, synthetic
 
 from niwaki.linalg import inverse_of_damped
-from niwaki.patterns import NM, Pattern, Unstructured
-from niwaki.problem import Gram, LayerProblem
-from niwaki.record import versions, write_json
-from niwaki.solvers import ADMM, SOLVERS
+from niwaki.patterns import Pattern, parse_pattern
+from niwaki.solvers import make_solver
+
+SIZES = ["256x256", "512x512", "1024x1024", "2048x2048", "4096x4096"]
+SOLVERS = ["wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "adam:iterations=20"]
+PRODUCTS = 20
 
 
-def problem(size: int) -> LayerProblem:
-    """(size, size) weights of Student's t with 4 degrees of freedom; inputs with a few strong directions."""
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(size, size, generator=generator)
-    chi = torch.randn(4, size, size, generator=generator).square_().mean(dim=0).sqrt_()
-    X = torch.randn(2 * size, size, generator=generator)
-    X += torch.randn(2 * size, 16, generator=generator) @ torch.randn(16, size, generator=generator)
-    return LayerProblem(normal.div_(chi), Gram(X.T @ X / len(X), shared=False))
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Of one call."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+def parts(layer: Layer, pattern: Pattern) -> dict[str, Callable[[], object]]:
+    """What ADMM-Grad's time is made of besides its products."""
+    problem, A = layer.problem(), layer.W.clone()
+    scores = A.abs()
+    return {
+        "one inverse": lambda: inverse_of_damped(layer.H, 1.0),
+        "one selection": lambda: pattern.mask(scores),
+        "one error": lambda: problem.error(A),
+    }
 
 
 def main() -> None:
     """Measures, prints, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", type=int, default=2048)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--solvers", nargs="*", default=SOLVERS)
+    parser.add_argument("--pattern", default="unstructured:0.6")
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
-    layer, size, admm = problem(arguments.size), arguments.size, ADMM()
-    steps = admm.iterations
-    A, B, C = layer.W.clone(), layer.gram.unit, torch.empty_like(layer.W)
+    pattern = parse_pattern(arguments.pattern)
+    results = []
+    for size in arguments.sizes:
+        rows, columns = map(int, size.split("x"))
+        layer = synthetic(rows, columns)
+        A, B, C = layer.W.clone(), layer.H, torch.empty_like(layer.W)
 
-    def products() -> None:
-        for _ in range(steps):
-            torch.matmul(A, B, out=C)
+        def products(A: torch.Tensor = A, B: torch.Tensor = B, C: torch.Tensor = C) -> None:
+            for _ in range(PRODUCTS):
+                torch.matmul(A, B, out=C)
 
-    def selections(pattern: Pattern) -> None:
-        scores: Tensor = A.abs()
-        for _ in range(admm.sparsification_steps):
-            pattern.mask(scores)
-
-    patterns: dict[str, Pattern] = {"60 %": Unstructured(0.6), "2:4": NM(2, 4)}
-    runs: dict[str, Callable[[], object]] = {f"{steps} products": products}
-    for name, pattern in patterns.items():
-        runs[f"admm-grad {name}"] = lambda pattern=pattern: admm(layer, pattern)  # type: ignore[misc]
-        runs[f"  of it: {admm.sparsification_steps} selections {name}"] = lambda pattern=pattern: selections(  # type: ignore[misc]
-            pattern
-        )
-    runs["  of it: the inverse"] = lambda: inverse_of_damped(B, admm.damping + admm.rho)
-    runs["  of it: the error, two products"] = lambda: (layer.error(A), layer.__dict__.pop("power"))
-    for name in ("wanda", "sparsegpt", "continuation"):
-        runs[f"{name} 60 %"] = lambda name=name: SOLVERS[name](layer, patterns["60 %"])  # type: ignore[misc]
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.repeat):
-        for name, run in runs.items():
-            times[name].append(seconds(run))
-            layer.__dict__.pop("power", None)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    base = medians[f"{steps} products"]
-    rate = steps * 2 * size**3 / base / 1e9
-    print(f"{size} x {size}, {torch.get_num_threads()} threads, {rate:.0f} GFLOP/s in plain products")
-    for name, value in medians.items():
-        spread = (max(times[name]) - min(times[name])) / value
-        print(
-            f"{name:36s} {value:8.3f} s  {value / base:5.2f} of the products  (spread {100 * spread:.0f} %)"
-        )
-    if arguments.record:
-        result = {"size": size, "seconds": medians, "relative": {k: v / base for k, v in medians.items()}}
-        write_json(arguments.record, json.dumps({**result, "versions": versions()}, indent=2) + "\n")
+        runs: dict[str, Callable[[], object]] = {f"{PRODUCTS} products": products}
+        for name in arguments.solvers:
+            runs[name] = partial(
+                lambda solver, layer: solver(layer.problem(), pattern), make_solver(name), layer
+            )
+        runs |= parts(layer, pattern)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for round_ in range(arguments.repeat + (columns <= 2048)):
+            for name, run in runs.items():
+                took = seconds(run)
+                if round_ or columns > 2048:  # the first of the small ones warms up
+                    times[name].append(took)
+        base = statistics.median(times[f"{PRODUCTS} products"])
+        rate = PRODUCTS * 2 * rows * columns**2 / base
+        print(f"{size}: {rate / 1e9:.0f} GFLOP/s in plain products", flush=True)
+        for name in runs:
+            took = statistics.median(times[name])
+            spread = (max(times[name]) - min(times[name])) / took
+            entry = {"size": size, "what": name, "seconds": took, "relative": took / base, "spread": spread}
+            if name in arguments.solvers:
+                entry["share"] = make_solver(name).flops(rows, columns) / took / rate
+            results.append(entry)
+            share = f"  {100 * entry['share']:3.0f} % of the rate" if "share" in entry else ""
+            print(
+                f"  {name:22s} {took:9.4f} s  {took / base:6.3f} of {PRODUCTS} products"
+                f"  (spread {100 * spread:.0f} %){share}",
+                flush=True,
+            )
+    save(arguments.record, pattern=str(pattern), repeat=arguments.repeat, results=results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,17 @@
-"""The reference protocol: every method at every pattern on the embedded model, with its time.
+"""Perplexity and time of methods at patterns on the reference protocol, and the paper's experiments with it.
 
     python benchmarks/protocol.py --record benchmarks/results/protocol.json
-    python benchmarks/protocol.py --methods alps exact --record benchmarks/results/protocol.json --add
+    python benchmarks/protocol.py --experiment table2 --record benchmarks/results/table2.json
+    python benchmarks/protocol.py --methods alps wanda+exact --patterns "60 %" 2:4
     python benchmarks/protocol.py --calibration train.txt --text held.txt --text wikitext2.test.txt
+    python benchmarks/protocol.py --model MODEL --calibration c4 --text wikitext2 --length 2048 --samples 128
+
+Experiments, of Boza 2024:
+
+    table1    every method at every pattern (the default)
+    table2    mask x update at 60 %
+    table3    total time of every method at 60 %; with --repeat 3, median of 3 rounds in turns
+    figure2   perplexity against time for updates of 1 to 100 steps of Wanda's mask at 60 and 80 %
 
 256 windows of 256 tokens to calibrate on and 200 to measure on; the model is converted to float32 before it
 is pruned, and so is the result; the calibration and held-out excerpts that ship with niwaki are the
@@ -16,6 +25,7 @@ import dataclasses
 import json
 import os
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +42,38 @@ from niwaki.demo import METHODS, PATTERNS, Cell, table
 from niwaki.display import perplexity_table
 from niwaki.record import versions, write_json
 
+STEPS = (1, 10, 20, 50, 100)
+RATES = (0.01, 0.03, 0.1)
+#: Methods and patterns of each experiment. "A+magnitude" is the mask of A with the weights as they were.
+EXPERIMENTS: dict[str, tuple[list[str], list[str]]] = {
+    "table1": (list(METHODS), list(PATTERNS)),
+    "table2": (
+        [
+            f"{mask}+{update}"
+            for mask in ("wanda", "magnitude", "ria", "obs", "sparsegpt", "admm-grad", "alps", "continuation")
+            for update in ("magnitude", "sparsegpt", "adam", "admm1", "cg", "exact")
+        ],
+        ["60 %"],
+    ),
+    "table3": (
+        [
+            *("magnitude", "wanda", "ria", "obs", "dsnot", "swaps", "sparsegpt", "alps", "admm-grad"),
+            *("continuation", "admm1", "adam", "sgd", "cg", "exact"),
+        ],
+        ["60 %"],
+    ),
+    "figure2": (
+        [
+            "wanda",
+            *(f"wanda+admm1:iterations={steps}" for steps in STEPS),
+            *(f"wanda+adam:learning_rate={rate}:iterations={steps}" for rate in RATES for steps in STEPS),
+            *(f"wanda+cg:iterations={steps}" for steps in STEPS),
+            *("wanda+sparsegpt", "sparsegpt", "wanda+exact", "admm-grad", "continuation"),
+        ],
+        ["60 %", "80 %"],
+    ),
+}
+
 
 def float32_copy(model: str, out: Path) -> str:
     """A float32 copy of a model directory, so that its pruned weights are not rounded to bfloat16."""
@@ -45,18 +87,30 @@ def float32_copy(model: str, out: Path) -> str:
 def measure(
     arguments: argparse.Namespace, texts: list[str], model: str, done: Callable[[Cell], None]
 ) -> list[Cell]:
-    """The table as the arguments want it."""
-    return table(
-        model,
-        calibration=arguments.calibration,
-        texts=texts,
-        samples=arguments.samples,
-        text_samples=arguments.text_samples,
-        length=arguments.length,
-        methods=arguments.methods,
-        patterns=arguments.patterns,
-        done=done,
-    )
+    """The table as the arguments want it: times are medians of its rounds, all else is of the first."""
+    methods, patterns = EXPERIMENTS[arguments.experiment]
+    rounds = [
+        table(
+            model,
+            calibration=arguments.calibration,
+            texts=texts if round_ == 0 else (),
+            samples=arguments.samples,
+            text_samples=arguments.text_samples,
+            length=arguments.length,
+            methods=arguments.methods or methods,
+            patterns=arguments.patterns or patterns,
+            done=done,
+        )
+        for round_ in range(arguments.repeat)
+    ]
+    return [
+        dataclasses.replace(
+            cells[0],
+            seconds=statistics.median(cell.seconds for cell in cells),
+            stages={name: statistics.median(cell.stages[name] for cell in cells) for name in cells[0].stages},
+        )
+        for cells in zip(*rounds, strict=True)
+    ]
 
 
 def main() -> None:
@@ -68,9 +122,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--text-samples", type=int, default=200)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS))
-    parser.add_argument("--patterns", nargs="*", default=list(PATTERNS))
-    parser.add_argument("--record", type=Path)
+    parser.add_argument("--experiment", choices=EXPERIMENTS, default="table1")
+    parser.add_argument("--methods", nargs="*", help="instead of the experiment's")
+    parser.add_argument("--patterns", nargs="*", help="likewise")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds")
+    parser.add_argument("--record", type=Path, help="write JSON there")
     parser.add_argument("--add", action="store_true", help="put the results into the record that is there")
     arguments = parser.parse_args()
     texts = arguments.text or ["demo-held"]
@@ -80,7 +136,9 @@ def main() -> None:
     def done(cell: Cell) -> None:
         values = ", ".join(f"{p.value:.2f}" for p in cell.perplexity.values())
         stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell.stages.items())
-        console.print(f"{cell.method} {cell.pattern}: {values}; {cell.seconds:.2f} s ({stages})")
+        if values or stages:
+            line = f"{cell.method} {cell.pattern}: {values}; {cell.seconds:.2f} s ({stages})"
+            console.print(line, soft_wrap=True)
 
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         cells = measure(arguments, texts, float32_copy(arguments.model, Path(scratch) / "float32"), done)
@@ -99,6 +157,7 @@ def main() -> None:
             cells_ = [measured.pop((cell["method"], cell["pattern"]), cell) for cell in old]
             cells_ += measured.values()
         result = {
+            "experiment": arguments.experiment,
             "samples": arguments.samples,
             "text_samples": arguments.text_samples,
             "length": arguments.length,

@@ -118,6 +118,11 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
     assert record.sparsity == 0.5
     before, after = (record.perplexity[name]["value"] for name in ("before", "after"))
     assert 30 < before < after < 2 * before
+    # Wanda's are the two products that measure the error.
+    flops = sum(2 * 2 * rows * columns**2 for rows, columns in (matrix.shape for matrix in record.matrices))
+    assert record.flops == flops
+    header = ran.stdout.split("relative error of each matrix")[0]
+    assert f"solving: {flops / 1e9:.1f} Gflop\n" in header
     text = f"perplexity after   {after:.2f} ± "
     assert text in ran.stdout
     tokens = torch.arange(50)[None]
@@ -284,6 +289,33 @@ def test_masks_from_elsewhere(model: Path, tmp_path: Path, niwaki_: Command) -> 
         assert Record.from_json((out / "niwaki.json").read_text()).mask_from == source
         # Who reads the screen should be told as well.
         assert source in ran.out.lower()
+
+
+def test_masks_of_a_model_are_refined_within_a_pattern(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    a, out = tmp_path / "a", tmp_path / "out"
+    assert niwaki_("prune", model, a, "--solver", "magnitude", "--pattern", "2:4", *SMALL).code == 0
+    before = listing(tmp_path)
+
+    def run(*options: str) -> Result:
+        return niwaki_("prune", model, out, "--mask-from", a, *options, *SMALL)
+
+    for solver in ("swaps", "dsnot"):
+        ran = run("--solver", solver)
+        assert ran.code == 2
+        assert ran.err.startswith("error: model.layers.0.self_attn.q_proj.weight: ")
+        assert "--pattern 2:4" in ran.err
+        ran = run("--solver", solver, "--pattern", "1:4")
+        assert (ran.code, ran.out) == (2, "")
+        assert len(ran.err.splitlines()) == 1
+        assert f"q_proj.weight: the mask of {a} has 512 zeros of 1024 (50 %), and 1:4 asks for 768" in ran.err
+        assert listing(tmp_path) == before
+        ran = run("--solver", solver, "--pattern", "2:4")
+        assert (ran.code, ran.err) == (0, "")
+        assert f"the mask of {a}, within 2:4" in ran.out
+        mask, start = (Checkpoint(path).read("model.layers.1.mlp.up_proj.weight") != 0 for path in (out, a))
+        assert (mask.view(-1, 4).sum(dim=1) == 2).all()
+        assert not torch.equal(mask, start)
+        shutil.rmtree(out)
 
 
 @pytest.mark.parametrize("odd", ["[bold]", "[/bold]", "a [link=x] :m:", "naïve 日本"])

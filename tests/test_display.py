@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from niwaki import display as module
-from niwaki.display import Display, duration, summary
+from niwaki.display import Display, duration, operations, summary
 from niwaki.record import MatrixRecord, Record
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -164,12 +164,13 @@ def test_what_the_solver_says(clock: Clock) -> None:
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     where = console(terminal)
     with Display(where) as display:
-        play(display, clock, record())
+        play(display, clock, record(flops=3.21e12))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
         "models/tiny: 3 blocks of 3 matrices, 2:4",
         "Wanda()",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
+        "solving: 3.2 Tflop",
         "note: noted before",
         "note: damping raised from 0.1 to 0.2",
     ):
@@ -287,6 +288,27 @@ def test_a_run_without_perplexity_or_error(clock: Clock) -> None:
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("flops", "shown"),
+    [
+        (0, "0 flop"),
+        (999, "999 flop"),
+        (1000, "1.0 kflop"),
+        (2.34e6, "2.3 Mflop"),
+        (99.94e9, "99.9 Gflop"),
+        (99.96e9, "100 Gflop"),
+        (999.4e9, "999 Gflop"),
+        (999.6e9, "1.0 Tflop"),
+        (3.21e12, "3.2 Tflop"),
+        (4.5e15, "4.5 Pflop"),
+        (4.5e18, "4.5 Eflop"),
+        (1.25e22, "12500 Eflop"),
+    ],
+)
+def test_operations(flops: float, shown: str) -> None:
+    assert operations(flops) == shown
 
 
 def test_the_summary() -> None:

@@ -134,14 +134,14 @@ class TestMaskedConjugateGradients:
     def test_converges_to_the_regression_on_the_support(self, seed: int) -> None:
         H, target, mask = unit_problem(seed)
         # 24 unknowns: exact after 24 steps but for rounding, which a few more steps clean up.
-        Z = masked_conjugate_gradients(H, target, masked(target, mask), mask, steps=60)
+        Z, _ = masked_conjugate_gradients(H, target, masked(target, mask), mask, steps=60)
         assert (Z[~mask] == 0).all()
         assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
 
     def test_converges_from_any_start_on_the_mask(self) -> None:
         H, target, mask = unit_problem(0)
         start = masked(normal(12, 24, seed=9), mask)
-        Z = masked_conjugate_gradients(H, target, start, mask, steps=60)
+        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=60)
         assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,7 +150,7 @@ class TestMaskedConjugateGradients:
         start = masked(target, mask)
         before = start
         for steps in range(30):
-            Z = masked_conjugate_gradients(H, target, start, mask, steps)
+            Z, _ = masked_conjugate_gradients(H, target, start, mask, steps)
             for row in range(12):
                 now = squared_error(target[None, row], Z[None, row], H)
                 then = squared_error(target[None, row], before[None, row], H)
@@ -167,21 +167,21 @@ class TestMaskedConjugateGradients:
             g = G[row]
             if g.any():
                 expected[row] += (g @ g) / (g @ H @ g) * g
-        Z = masked_conjugate_gradients(H, target, start, mask, steps=1)
+        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=1)
         assert torch.allclose(Z, expected, rtol=0, atol=1e-12)
 
     def test_no_steps_and_no_need_for_any(self) -> None:
         H, target, mask = unit_problem(0)
         start = masked(target, mask)
-        assert torch.equal(masked_conjugate_gradients(H, target, start, mask, steps=0), start)
+        assert torch.equal(masked_conjugate_gradients(H, target, start, mask, steps=0)[0], start)
         everything = torch.ones_like(mask)
-        assert torch.equal(masked_conjugate_gradients(H, target, target, everything, steps=5), target)
+        assert torch.equal(masked_conjugate_gradients(H, target, target, everything, steps=5)[0], target)
 
     def test_many_steps_do_not_spoil_a_converged_float32_result(self) -> None:
         H, target, mask = unit_problem(0, torch.float32)
         start = masked(target, mask)
         best = squared_error(target, least_squares(H, target, mask).float(), H)
-        Z = masked_conjugate_gradients(H, target, start, mask, steps=2000)
+        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=2000)
         assert torch.isfinite(Z).all()
         assert squared_error(target, Z, H) == pytest.approx(best, rel=1e-4)
 

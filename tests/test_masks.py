@@ -306,7 +306,9 @@ class TestDSnoT:
     def test_a_mask_without_freedom(self) -> None:
         _, problem = off_centre()
         fixed = Fixed(normal(ROWS, COLUMNS, seed=1) > 0)
-        with pytest.raises(PatternError, match=r"leaves no choice.*within=pattern"):
+        with pytest.raises(
+            PatternError, match=r"leaves it none.*--pattern 2:4, or in Python Fixed\(mask, within="
+        ):
             DSnoT()(problem, fixed)
         with pytest.raises(PatternError, match="has shape"):
             DSnoT()(problem, Fixed(torch.ones(2, 2, dtype=torch.bool), within=PerRow(0.0)))

@@ -25,6 +25,8 @@ SAYS = {
     "swaps": ("converged",),
     "adam": ("residual",),
     "sgd": ("residual",),
+    "cg": ("residual",),
+    "exact": ("residual",),
 }
 
 each_solver = pytest.mark.parametrize("name", SOLVERS)

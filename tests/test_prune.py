@@ -51,7 +51,7 @@ from niwaki.pipeline import prune
 from niwaki.problem import LayerProblem, Monitor, Solution
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record, write_json
-from niwaki.solvers import SOLVERS, Solver, SparseGPT
+from niwaki.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -397,6 +397,7 @@ def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
     assert values["command"] == "niwaki prune x"
     assert values["method"] == "sparsegpt"
     assert values["solver"].startswith("SparseGPT(")
+    assert values["flops"] == record.flops > 0
     assert values["calibration"]["samples"] == 8
     assert values["calibration"]["sequence_length"] == 24
     assert values["calibration"]["seed"] == 5
@@ -538,6 +539,35 @@ def test_two_runs_give_the_same_bytes(model: Path, out: Path, solver: str) -> No
     assert first == second
 
 
+def test_a_record_from_before_operations_were_counted(model: Path, out: Path) -> None:
+    values = json.loads(run(model, out).to_json())
+    del values["flops"]
+    assert Record.from_json(json.dumps(values)).flops == 0.0
+
+
+def test_operations_are_counted_before_anything_is_solved(model: Path, out: Path) -> None:
+    @dataclass(frozen=True)
+    class Counting(Untouched):
+        factor: float = 1.0
+
+        def flops(self, rows: int, columns: int) -> float:
+            return self.factor * (1000 * rows + columns)
+
+    class AtTheStart(Progress):
+        def begin(self, record: Record, blocks: int, matrices: int) -> None:
+            found.append(record.flops)
+            assert not record.matrices
+
+    found: list[float] = []
+    shapes = 2 * [*4 * [(32, 32)], (48, 32), (48, 32), (32, 48)]
+    once = sum(1000 * rows + columns for rows, columns in shapes)
+    record = run(model, out / "1", solver=Counting(), progress=AtTheStart())
+    both = MaskThenUpdate(Counting(), Counting(3.0))
+    run(model, out / "2", solver=both, progress=AtTheStart())
+    assert found == [once, 4 * once]
+    assert record.flops == once
+
+
 # Masks from elsewhere
 
 
@@ -594,15 +624,115 @@ def test_the_mask_of_a_pruned_model(
     assert record.sparsity == 0
     other = save_model(tmp_path / "other", "llama grouped")
     assert "k_proj.weight" in message(lambda: run(model, out / "x", mask_from=str(other)))
-    assert "its own sparsity" in message(
-        lambda: run(model, out / "x", mask_from=str(out / "2-4"), sparsity=0.5)
-    )
-    assert "its own sparsity" in message(
-        lambda: run(model, out / "x", mask_from=str(out / "2-4"), pattern="2:4")
-    )
     assert "'magnitud'" in message(lambda: run(model, out / "x", mask_from="magnitud", sparsity=0.5))
     assert "how sparse" in message(lambda: run(model, out / "x", mask_from="magnitude"))
     assert not (out / "x").exists()
+
+
+@pytest.mark.parametrize("solver", ["swaps", "dsnot"])
+@pytest.mark.parametrize(
+    "options",
+    [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}, {"pattern": "2:4+per-row:0.6"}],
+    ids=str,
+)
+def test_the_mask_of_a_pruned_model_is_refined_within_a_pattern(
+    model: Path, out: Path, solver: str, options: dict[str, Any]
+) -> None:
+    pattern = options.get("pattern", "per-row:0.5" if solver == "dsnot" else "unstructured:0.5")
+    run(model, out / "a", solver="magnitude", pattern=pattern)
+    limit = {"swaps": Swaps(iterations=1), "dsnot": DSnoT(cycles=1)}[solver]
+    record = run(model, out / "b", solver=limit, mask_from=str(out / "a"), **options)
+    assert record.pattern == f"the mask of {out / 'a'}, within {pattern}"
+    own = run(model, out / "own", solver=limit, pattern=pattern)
+    assert own.pattern == str(pattern)
+    before, after, others = kept(out / "a"), kept(out / "b"), kept(out / "own")
+    moved = 0
+    for key, mask in after.items():
+        assert mask.sum() == before[key].sum()
+        assert torch.equal(mask.sum(dim=1), before[key].sum(dim=1))
+        if "2:4" in str(pattern):
+            assert (mask.view(-1, 4).sum(dim=1) <= 2).all()
+        # One exchange in a row at most, from that mask and not from Wanda's.
+        assert ((mask ^ before[key]).sum(dim=1) <= 2).all()
+        moved += int((mask ^ before[key]).sum())
+        assert not torch.equal(mask, others[key])
+    assert moved > 100
+
+
+def test_solvers_that_do_not_refine_keep_the_mask_of_a_pruned_model(model: Path, out: Path) -> None:
+    run(model, out / "a", solver="magnitude", pattern="2:4")
+    masks = kept(out / "a")
+    for solver in ("wanda", "admm1", "sparsegpt", "obc"):
+        record = run(model, out / solver, solver=solver, mask_from=str(out / "a"), pattern="2:4")
+        assert record.sparsity == 0.5
+        for key, mask in kept(out / solver).items():
+            assert torch.equal(mask, masks[key])
+    # An update after the exchanges, which then are those of the pattern too.
+    run(model, out / "b", solver="swaps", mask_from=str(out / "a"), pattern="2:4")
+    run(model, out / "c", solver="swaps+exact", mask_from=str(out / "a"), pattern="2:4")
+    q_proj = "model.layers.0.self_attn.q_proj.weight"  # later ones have other inputs
+    assert torch.equal(kept(out / "b")[q_proj], kept(out / "c")[q_proj])
+    assert not torch.equal(tensors(out / "b")[q_proj], tensors(out / "c")[q_proj])
+
+
+def test_masks_that_a_pattern_does_not_allow(model: Path, out: Path) -> None:
+    for name, pattern in {"nm": "2:4", "unstructured": "unstructured:0.5", "rows": "per-row:0.5"}.items():
+        run(model, out / name, solver="magnitude", pattern=pattern)
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+
+    def said(name: str, pattern: str) -> str:
+        diary = Diary()
+        options = {"mask_from": str(out / name), "pattern": pattern, "progress": diary}
+        text = message(lambda: run(model, out / "x", solver="swaps", **options), PatternError)
+        assert diary.events == []  # before anything is solved
+        assert not (out / "x").exists()
+        return text.replace(str(out / name), "DIR")
+
+    asked = "try the pattern that it was made for, or none, which keeps the mask as it is"
+    assert said("nm", "per-row:0.6") == (
+        f"{q_proj}: the mask of DIR has 512 zeros of 1024 (50 %), and per-row:0.6 asks for 614; {asked}"
+    )
+    assert "has 512 zeros of 1024 (50 %), and 3:4 asks for 256" in said("nm", "3:4")
+    row, column = _first_group_without_two(kept(out / "rows")[q_proj])
+    assert said("rows", "2:4") == (
+        f"{q_proj}: the mask of DIR has as many zeros as 2:4 asks for, but in other places, first in "
+        f"row {row}, columns {column} to {column + 3}; try the pattern that it was made for, or unstructured:0.5, "
+        "or none, which keeps the mask as it is"
+    )
+    row = next(i for i, kept_ in enumerate(kept(out / "unstructured")[q_proj].sum(dim=1)) if kept_ != 16)
+    assert f"in other places, first in row {row}; " in said("unstructured", "per-row:0.5")
+    # What is more special is allowed by what is less.
+    for name, pattern in (("nm", "per-row:0.5"), ("nm", "unstructured:0.5"), ("rows", "unstructured:0.5")):
+        run(model, out / "x", solver="swaps", mask_from=str(out / name), pattern=pattern)
+        shutil.rmtree(out / "x")
+    # In the last block only
+    shutil.copytree(out / "nm", out / "spoilt")
+    spoilt = reference(out / "nm")
+    matrix = weight(spoilt, "model.layers.1.mlp.down_proj")
+    group = matrix[5, 8:12]
+    group[(group == 0).nonzero()[0]] = 1.0
+    spoilt.save_pretrained(out / "spoilt")
+    assert said("spoilt", "2:4").startswith(
+        "model.layers.1.mlp.down_proj.weight: the mask of DIR has 767 zeros of 1536 (49.93 %), and 2:4 asks for 768"
+    )
+    # The other way round: the pattern does not fit the matrices.
+    assert said("nm", "2:5").startswith(f"{q_proj}: the pattern 2:5 needs")
+
+
+def _first_group_without_two(mask: Tensor) -> tuple[int, int]:
+    for row, values in enumerate(mask.tolist()):
+        for column in range(0, len(values), 4):
+            if sum(values[column : column + 4]) != 2:
+                return row, column
+    raise AssertionError("all have two")
+
+
+@pytest.mark.parametrize("solver", ["swaps", "dsnot", "swaps+exact"])
+def test_solvers_that_refine_ask_for_a_pattern(model: Path, out: Path, solver: str) -> None:
+    run(model, out / "a", solver="magnitude", pattern="2:4")
+    text = message(lambda: run(model, out / "x", solver=solver, mask_from=str(out / "a")), PatternError)
+    assert "q_proj.weight: " in text
+    assert "--pattern 2:4, or in Python Fixed(mask, within=NM(2, 4))" in text
 
 
 # How it goes about it

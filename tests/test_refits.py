@@ -15,6 +15,7 @@ from niwaki.problem import LayerProblem
 from niwaki.solvers import Wanda
 from niwaki.solvers.conjugate import ConjugateGradients
 from niwaki.solvers.descent import Descent, Method
+from niwaki.solvers.exact import Exact
 from problems import gram, inputs, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 23, 32
@@ -54,6 +55,17 @@ def normalised(problem: LayerProblem) -> tuple[Tensor, Tensor, Tensor]:
     return norm, problem.W * norm, H / norm / norm[:, None]
 
 
+def residual(problem: LayerProblem, What: Tensor, mask: Tensor, damping: float) -> float:
+    """The gradient on the mask at ``What``, relative to that at the start, row by row from the definition."""
+    norm, W, H = normalised(problem)
+    H = H + damping * torch.eye(len(H), dtype=torch.float64)
+    squares = []
+    for Z in (What * norm, W * mask):
+        rows = [(H @ (z - w))[kept] for z, w, kept in zip(Z, W, mask, strict=True)]
+        squares.append(sum(float(g @ g) for g in rows))
+    return math.sqrt(squares[0] / squares[1])
+
+
 class TestConjugateGradients:
     @each_pattern
     @pytest.mark.parametrize(("iterations", "damping"), [(1, 0.0), (2, 0.01), (5, 0.3)])
@@ -77,7 +89,26 @@ class TestConjugateGradients:
             expected[row, kept] = x / norm[kept]
         solution = ConjugateGradients(iterations, damping)(problem, pattern)
         assert torch.allclose(solution.W, expected, rtol=0, atol=1e-11)
-        assert solution.stats == {"damping": damping, "damping_asked": damping}
+        assert solution.stats == {
+            "damping": damping,
+            "damping_asked": damping,
+            "residual": pytest.approx(residual(problem, expected, mask, damping), rel=1e-9),
+        }
+        assert 0.001 < float(solution.stats["residual"]) < 1  # far from the end still
+
+    def test_it_tells_that_it_has_converged(self) -> None:
+        problem = make_problem()
+        stats = [ConjugateGradients(iterations=i)(problem, GIVEN).stats for i in (3, 10, 100)]
+        found = [float(s["residual"]) for s in stats]
+        assert found == sorted(found, reverse=True)
+        assert found[0] > 1e-2
+        assert found[2] < 1e-12
+
+    def test_nothing_to_do_is_no_residual(self) -> None:
+        problem = make_problem()
+        everything = Fixed(torch.ones(ROWS, COLUMNS, dtype=torch.bool))
+        for solver in (ConjugateGradients(), Exact()):
+            assert solver(problem, everything).stats["residual"] == 0.0
 
     @pytest.mark.parametrize("damping", [0.1, 2.0])
     def test_damping_holds_on_to_the_old_weights(self, damping: float) -> None:
@@ -193,3 +224,34 @@ class TestDescent:
         for value in values:
             with pytest.raises(UsageError, match=f"{name} must be"):
                 replace(Descent(), **{name: value})  # type: ignore[arg-type]
+
+
+class TestResidualOfExact:
+    @each_pattern
+    @pytest.mark.parametrize("memory", [1.0, 1e-9], ids=["few batches", "row by row"])
+    @pytest.mark.parametrize("damping", [0.0, 0.1])
+    def test_is_that_of_the_normal_equations(
+        self, damping: float, memory: float, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With solutions that are wrong, by more in some rows of a batch than in others."""
+        plain = torch.cholesky_solve
+
+        def wrong(b: Tensor, L: Tensor) -> Tensor:
+            factors = 1 - 0.1 * normal(b.shape[1], seed=b.shape[1]).abs()
+            return plain(b, L) * factors[:, None]
+
+        problem = make_problem()
+        right = Exact(damping, memory)(problem, pattern)
+        assert float(right.stats["residual"]) < 1e-13
+        monkeypatch.setattr(torch, "cholesky_solve", wrong)
+        solution = Exact(damping, memory)(problem, pattern)
+        expected = residual(problem, solution.W, solution.mask, damping)
+        assert expected > 0.01
+        assert solution.stats["residual"] == pytest.approx(expected, rel=1e-9)
+
+    def test_is_with_the_damping_that_was_used(self) -> None:
+        H = torch.tensor([[1.0, 1.05, 0.2], [1.05, 1.0, 0.2], [0.2, 0.2, 1.0]], dtype=torch.float64)
+        mask = torch.tensor([[True, True, False], [True, False, True], [True, True, False]])
+        solution = Exact(damping=0.01)(LayerProblem(normal(3, 3, seed=0), H), Fixed(mask))
+        assert solution.stats["damping"] == pytest.approx(0.1)
+        assert float(solution.stats["residual"]) < 1e-13

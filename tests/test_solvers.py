@@ -907,3 +907,18 @@ class TestProblem:
         assert not torch.signbit(W).any()
         with pytest.raises(NumericalError, match="raise its damping"):
             problem.solution(What, ~mask)
+
+
+def test_parameters_in_the_name() -> None:
+    made = make_solver("wanda+adam:iterations=50:learning_rate=0.3")
+    assert made == MaskThenUpdate(SOLVERS["wanda"], Descent(iterations=50, learning_rate=0.3))
+    assert make_solver("admm-grad:schedule=cubic+exact").mask == ADMM(schedule="cubic")  # type: ignore[attr-defined]
+    # What is said besides counts more.
+    assert make_solver("adam:iterations=50", {"iterations": "7"}) == Descent(iterations=7)
+    for text, said in (
+        ("adam:iterations", "adam:NAME=VALUE"),
+        ("adam:steps=3", "'steps'"),
+        ("adm:rho=1", "'adm'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            make_solver(text)

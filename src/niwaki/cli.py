@@ -89,7 +89,10 @@ def prune(
     ] = None,
     mask_from: Annotated[
         str | None,
-        typer.Option(help="Take the mask of this solver or pruned model, update the weights for it."),
+        typer.Option(
+            help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern "
+            "swaps and dsnot refine the mask of a model; others keep it."
+        ),
     ] = None,
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
     samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,

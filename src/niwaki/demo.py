@@ -79,7 +79,7 @@ def table(
         sparsity = float(pattern.rstrip(" %")) / 100 if pattern.endswith("%") else None
         for method in methods:
             with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-                out = Path(scratch) / method
+                out = Path(scratch) / "pruned"
                 record = prune(
                     model,
                     out,

@@ -66,6 +66,7 @@ class Display(Progress):
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
             f"{calibration['source']}, on {record.device} in {record.dtype}"
         )
+        self._line(f"solving: {operations(record.flops)}")
         for note in record.notes:
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()
@@ -153,6 +154,15 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def operations(flops: float) -> str:
+    """``"0 flop"``, ``"123 Mflop"``, ``"3.2 Tflop"``."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if flops < 999.5 or prefix == "E":
+            break
+        flops /= 1000
+    return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
 
 
 def summary(record: Record) -> Table:

@@ -66,7 +66,7 @@ def masked_conjugate_gradients(
     start: Tensor,  # (out, in), zero off the mask
     mask: Tensor,  # (out, in) bool
     steps: int,
-) -> Tensor:
+) -> tuple[Tensor, float]:
     """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
 
     The rows are independent problems and run side by side, each with its own step lengths. A row
@@ -74,12 +74,15 @@ def masked_conjugate_gradients(
     preconditioner, so callers pass normalised matrices. Cost: one (out, in) x (in, in) product a step.
 
     Returns:
-        (out, in), zero off the mask, never worse than ``start`` in any row, up to rounding.
+        (Z, residual): Z is (out, in), zero off the mask, never worse than ``start`` in any row, up to
+        rounding. The residual is the norm of the gradient on the mask relative to that at the start, 0 if
+        that is 0. It is the one that the recurrence keeps, so it costs nothing; when it is small in units
+        of rounding errors the true one is greater.
     """
     Z = start.clone()
     R = ((target - Z) @ H).mul_(mask)
     P = R.clone()
-    rr = R.square().sum(dim=1, keepdim=True)
+    rr = first = R.square().sum(dim=1, keepdim=True)
     # Below this the residual is rounding noise, and steps along it are noise too.
     floor = rr * torch.finfo(H.dtype).eps ** 2
     for _ in range(steps):
@@ -92,4 +95,5 @@ def masked_conjugate_gradients(
         beta = torch.where(rr > floor, rr_next / rr, 0.0)
         P.mul_(beta).add_(R)
         rr = rr_next
-    return Z
+    before, after = (float(squares.sum(dtype=torch.float64)) for squares in (first, rr))
+    return Z, math.sqrt(after / before) if before > 0 else 0.0

@@ -24,9 +24,9 @@ from niwaki.checkpoint import (
     locate_model,
     verify,
 )
-from niwaki.errors import NiwakiError, UsageError
+from niwaki.errors import NiwakiError, PatternError, UsageError
 from niwaki.output import check_output, output_directory, write_config
-from niwaki.patterns import Fixed, Pattern, parse_pattern
+from niwaki.patterns import Fixed, Pattern, Unstructured, parse_pattern
 from niwaki.perplexity import Perplexity
 from niwaki.problem import Gram, LayerProblem, Monitor
 from niwaki.progress import Progress
@@ -75,7 +75,9 @@ def prune(
         method: What to call the solver in the record; by default its name.
         sparsity: Fraction of zeros in every matrix, in the pattern that the solver's paper uses.
         pattern: A pattern instead, such as "2:4" or ``PerRow(0.6)``.
-        mask_from: The name of another solver, or a pruned model, whose mask is to be used.
+        mask_from: The name of another solver, or a pruned model, whose mask is to be used. Of a pruned model
+            the mask is kept as it is, whatever its pattern. A sparsity or a pattern besides has to be one
+            that the mask satisfies: solvers that refine masks (swaps, dsnot) start from it and keep to that.
         calibration: A text (see :mod:`niwaki.calibration`), or (samples, length) int64 tokens.
         samples: Windows of calibration text.
         length: Tokens in a window; by default 2,048, or what the model has positions for if fewer.
@@ -128,7 +130,7 @@ def prune(
         model=str(model),
         method=method,
         solver=repr(solver),
-        pattern=str(wanted) if wanted is not None else f"the mask of {mask_from}",
+        pattern=_described(wanted, mask_model),
         mask_from=mask_from,
         calibration={
             "source": windows.source,
@@ -140,6 +142,7 @@ def prune(
         },
         device=_device_name(streamed.device),
         dtype=str(streamed.dtype).removeprefix("torch."),
+        flops=float(sum(solver.flops(*matrix.shape) for matrix in streamed.matrices())),
         versions=versions(),
         notes=notes,
     )
@@ -293,24 +296,60 @@ def _pattern(solver: Solver, sparsity: float | None, pattern: str | Pattern | No
 def _patterns(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
+    With both, the mask may be refined within the pattern, and all masks are looked at first: an error in
+    the last block should not come after hours.
+
     Raises:
-        UsageError: there is neither or both, or the pattern does not fit the matrices.
+        UsageError: there is neither, or the pattern does not fit the matrices or their masks.
     """
     matrices = streamed.matrices()
-    if mask_model is None:
-        if wanted is None:
-            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
+    if wanted is not None:
         for matrix in matrices:
             with _named(matrix.key):
                 wanted.check(matrix.shape)
+    if mask_model is None:
+        if wanted is None:
+            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
         return lambda _: wanted
-    if wanted is not None:
-        raise UsageError(f"the mask of {mask_model} has its own sparsity; leave out --sparsity and --pattern")
     lender = Checkpoint(locate_model(mask_model))
     for matrix in matrices:
         if matrix.key not in lender or lender.entries[matrix.key].shape != matrix.shape:
             raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {matrix.shape}")
-    return lambda matrix: Fixed((lender.read(matrix.key) != 0).to(streamed.device))
+    if wanted is not None:
+        for matrix in matrices:
+            with _named(matrix.key):
+                _check_mask(lender.read(matrix.key) != 0, wanted, mask_model)
+    return lambda matrix: Fixed((lender.read(matrix.key) != 0).to(streamed.device), wanted)
+
+
+def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
+    """Raises PatternError, with what differs, where ``pattern`` does not allow ``mask``."""
+    # Of scores 1 for kept and 0 for pruned weights a mask that is allowed is the best.
+    nearest = pattern.mask(mask.float())
+    if torch.equal(nearest, mask):
+        return
+    zeros, asked = (values.numel() - int(values.count_nonzero()) for values in (mask, nearest))
+    if zeros != asked:
+        share = 100 * zeros / mask.numel()
+        what = f"has {zeros} zeros of {mask.numel()} ({share:.4g} %), and {pattern} asks for {asked}"
+        other = ""
+    else:
+        row, column = (nearest != mask).nonzero()[0].tolist()
+        first, width = column - column % pattern.group, pattern.group
+        where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
+        what = f"has as many zeros as {pattern} asks for, but in other places, first in {where}"
+        other = f", or {Unstructured(pattern.sparsity)}"
+    raise PatternError(
+        f"the mask of {source} {what}; try the pattern that it was made for{other}, or none, which keeps the "
+        "mask as it is"
+    )
+
+
+def _described(wanted: Pattern | None, mask_model: str | None) -> str:
+    """The pattern for the record."""
+    if mask_model is None:
+        return str(wanted)
+    return f"the mask of {mask_model}" + (f", within {wanted}" if wanted is not None else "")
 
 
 def _texts(

@@ -98,6 +98,8 @@ class Record:
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
+        flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
+            those of products and factorisations, as if no two matrices had the same inputs.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
         perplexity: "before" and "after", where measured.
@@ -115,6 +117,7 @@ class Record:
     calibration: dict[str, Any]
     device: str
     dtype: str
+    flops: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
     sparsity: float = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)

@@ -78,24 +78,30 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     """The solver called ``name`` with some of its parameters changed.
 
     Args:
-        name: A key of ``SOLVERS``, or several joined by ``+``: the mask of those before with the weights
-            of the last one, see :class:`MaskThenUpdate`.
+        name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or
+            several joined by ``+``: the mask of those before with the weights of the last one, see
+            :class:`MaskThenUpdate`.
         settings: Parameter name to value, as text; of the last solver of several.
 
     Raises:
         UnknownNameError: no such solver or parameter.
-        UsageError: a value is not of the parameter's type, or out of its range.
+        UsageError: a value is not of the parameter's type, or out of its range, or a parameter has none.
     """
     mask, plus, name = name.rpartition("+")
     if plus:
         return MaskThenUpdate(make_solver(mask), make_solver(name, settings))
+    name, *pairs = name.split(":")
+    for pair in pairs:
+        if "=" not in pair:
+            raise UsageError(f"{name}:{pair}: parameters are written {name}:NAME=VALUE")
+    settings = {**dict(pair.split("=", 1) for pair in pairs), **(settings or {})}
     if name not in SOLVERS:
         raise UnknownNameError("solver", name, SOLVERS)
     solver = SOLVERS[name]
     types = get_type_hints(type(solver))
     fields = [field.name for field in dataclasses.fields(solver)]
     values: dict[str, Any] = {}
-    for key, text in (settings or {}).items():
+    for key, text in settings.items():
         if key not in fields:
             if not fields:
                 raise UsageError(f"{name} has no parameters; got {key}")

@@ -39,15 +39,16 @@ class ALPS(Solver):
     2. At most ``iterations`` steps; ``stats["converged"]`` says whether the support stayed.
     3. The damping is relative to the unit diagonal of H, and so an equal part of each input's own H_jj; in
        the published code it is 1 % of the mean of the diagonal before that is scaled.
-    4. The published code does two things that the paper has not: it starts over with rho / 5 while the
-       first changes are small, and stops from step 31 on at s < 0.0003 k. Its mask is that of W at the
-       end, here it is the support of D.
+    4. The published code does two things besides: it starts over with rho / 5 while the first changes are
+       small, and after step 30 it stops at s < 0.0003 k. Its mask is that of W at the end, here it is the
+       support of D.
 
     Cost: about 9 in^3 for the eigendecomposition, which matrices with the same input share, 2 in^3 for
     each new rho, and 2 out in^2 a step with a selection among the weights; memory of the eigenvectors, of
     (H' + rho I)^-1, and six copies of W.
 
-    Reference: Meng et al. 2024, arXiv 2406.07831, algorithms 1 and 2, sections 3.2 and 3.3.
+    Reference: Meng et al. 2024, arXiv 2406.07831, algorithms 1 and 2, sections 3.2 and 3.3; the code is
+    github.com/mazumder-lab/ALPS.
 
     Attributes:
         iterations: Steps of ADMM at most.
@@ -94,7 +95,7 @@ class ALPS(Solver):
                 rho *= next(factor for least, factor in FACTORS if change >= least * kept)
                 inverse = (Q / (L + rho)) @ Q.T
         residual = float((W - D).norm() / size) if (size := D.norm()) > 0 else 0.0
-        Z = masked_conjugate_gradients(H, W0, D, mask, self.finish)
+        Z, _ = masked_conjugate_gradients(H, W0, D, mask, self.finish)
         if self.finish or step < steps:
             scaled.report(monitor, steps, steps, Z, mask)
         return problem.solution(

@@ -142,7 +142,7 @@ class Continuation(Solver):
         mask = pattern.mask(V.abs())
         if raised > 0:
             H.diagonal().add_(raised)
-        Z = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
+        Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
         return problem.solution(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,8 +43,11 @@ class Exact(Solver):
     until it is, and ``stats["damping"]`` has the largest. A row or column of H that is zero (a dead
     input) needs none: its weights stay, whatever stands on the diagonal.
 
-    Cost: sum over rows of k^3 / 3 for support k, at most out in^3 / 3, and one product 2 out in^2;
-    memory of one batch, two copies of W and one of H.
+    ``stats["residual"]`` is how far the equations above, with the damping that was used, are from being
+    satisfied: the norm of their differences over all rows relative to that of their right-hand sides.
+
+    Cost: sum over rows of k^3 / 3 for support k, at most out in^3 / 3, one product 2 out in^2, and up to
+    as much for the residual; memory of one batch, two copies of W and one of H.
 
     Reference: least squares; the batches are this file's.
 
@@ -70,6 +74,7 @@ class Exact(Solver):
         V = torch.nn.functional.pad(W, (0, 1))
         sizes, order = mask.sum(dim=1).sort(descending=True, stable=True)
         largest, reported = self.damping, 0
+        missed, asked = W.new_zeros(2, dtype=torch.float64)
         for start, stop in self._batches(sizes.tolist(), columns, W.element_size()):
             batch = order[start:stop]
             size = int(sizes[start])
@@ -81,18 +86,25 @@ class Exact(Solver):
             A = H.index_select(0, support.flatten()).view(*support.shape, columns + 1)
             A = A.gather(2, support.unsqueeze(1).expand(-1, size, -1))
             A.diagonal(dim1=1, dim2=2).add_(padding.to(W.dtype) + self.damping)
-            change, used = self._solve(A, B[batch].gather(1, support), columns)
+            b = B[batch].gather(1, support)
+            change, used = self._solve(A, b, columns)
+            missed += _squares(torch.bmm(A, change.unsqueeze(2)).squeeze(2).sub_(b))
+            asked += _squares(b)
             V[batch] = V[batch].scatter_add_(1, support, change)
             largest = max(largest, used)
             if reported != (reported := _STEPS * stop // rows):
                 scaled.report(monitor, reported, _STEPS, V[:, :columns], mask)
         return problem.solution(
-            scaled.restore(V[:, :columns]), mask, damping=largest, damping_asked=self.damping
+            scaled.restore(V[:, :columns]),
+            mask,
+            damping=largest,
+            damping_asked=self.damping,
+            residual=math.sqrt(float(missed / asked)) if asked > 0 else 0.0,
         )
 
     def flops(self, rows: int, columns: int) -> float:
         """An upper bound, for supports of all columns: at sparsity s it takes (1 - s)^3 of the first term."""
-        return rows * columns**3 / 3 + 3 * product(rows, columns)
+        return rows * columns**3 / 3 + 4 * product(rows, columns)
 
     def _batches(self, sizes: list[int], columns: int, itemsize: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of runs of rows whose supports, in descending order, have about the same size."""
@@ -109,7 +121,10 @@ class Exact(Solver):
             start = stop
 
     def _solve(self, A: Tensor, b: Tensor, columns: int) -> tuple[Tensor, float]:
-        """(batch, k): A^-1 b, and the damping that it took; ``A`` (batch, k, k) has the one asked for."""
+        """(batch, k): A^-1 b, and the damping that it took; ``A`` (batch, k, k) has the one asked for.
+
+        Where it took more, ``A`` has that at the end.
+        """
         L, info = torch.linalg.cholesky_ex(A)
         used = self.damping
         # The steps of linalg.damped_cholesky, for the rows that fail.
@@ -125,3 +140,8 @@ class Exact(Solver):
             used = step
             L[failed], info[failed] = torch.linalg.cholesky_ex(A[failed])
         return torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), used
+
+
+def _squares(x: Tensor) -> Tensor:
+    """In float64, like all sums that go into a record."""
+    return x.square().sum(dtype=torch.float64)

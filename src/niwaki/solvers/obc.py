@@ -22,7 +22,7 @@ class OBC(Solver):
     """Removes weight after weight, always the one that costs least, and makes up for each exactly.
 
     In coordinates where H has unit diagonal, for a row w of the weights, with C the inverse of
-    H + lambda I over the weights that remain (algorithm 1 and lemma 1):
+    H + lambda I over the weights that remain (eqs. 3 and 4):
 
         p = argmin w_p^2 / C_pp,    w -= C_:p w_p / C_pp,    C -= C_:p C_p: / C_pp
 
@@ -45,8 +45,8 @@ class OBC(Solver):
        which is a Cholesky factorisation of the inverse, pivoted differently in each row. Only its
        diagonal and one column per step are needed. That is half the traffic or less, and k/in of the
        memory for k removals.
-    2. The paper traces all rows to the end and picks among the traces. Here no more is removed than the
-       pattern asks for, and patterns of every kind go the same way.
+    2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is
+       removed than the pattern asks for, and patterns of every kind go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
 
     There is no refit at the end: on trained layers in float32 the weights are as near to the exact
@@ -54,7 +54,8 @@ class OBC(Solver):
 
     Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in.
 
-    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, algorithm 1 and lemma 1.
+    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4, with eq. 3 and lemma 1 (eq. 4).
+    What it does without structure is also in its code, github.com/IST-DASLab/OBC.
 
     Attributes:
         damping: lambda, relative to the unit diagonal of H.
@@ -117,11 +118,21 @@ class OBC(Solver):
     def _allocate(self, W: Tensor, removals: int) -> Tensor:
         """(out, removals, in), uninitialised."""
         rows, columns = W.shape
-        needed = rows * removals * columns * W.element_size() / 2**30
-        if needed > self.memory:
+        needed, has = rows * removals * columns * W.element_size(), self.memory * 2**30
+        if needed > has:
             raise UsageError(
-                f"obc needs {needed:.1f} GiB for {rows} x {columns} weights at this sparsity, and its memory is "
-                f"{self.memory:g} GiB ({rows * removals**2 * columns:.1e} operations); try --set "
-                f"memory={needed + 0.1:.1f}, or a solver that needs less, such as continuation"
+                f"obc needs {_bytes(needed)} for {rows} x {columns} weights at this sparsity, and its memory is "
+                f"{_bytes(has)} ({rows * removals**2 * columns:.1e} operations); try --set "
+                f"memory={needed / 2**30 + 0.1:.1f} (in GiB), or a solver that needs less, such as continuation"
             )
         return W.new_empty(rows, removals, columns)
+
+
+def _bytes(size: float) -> str:
+    """``"12 bytes"``, ``"184 KiB"``, ``"4.00 GiB"``: three digits, and the unit that they fit."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "bytes" or size >= 100 else 1 if size >= 10 else 2
+    return f"{size:.{digits}f} {unit}"

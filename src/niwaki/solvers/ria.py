@@ -32,7 +32,8 @@ class RIA(Solver):
 
     Reference: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language
     Models", ICLR 2024, https://iclr.cc/virtual/2024/poster/18549. By default weights compete across the
-    whole matrix, as in the published code, where the same number per output is an option.
+    whole matrix, as in the published code (github.com/biomedical-cybernetics/
+    Relative-importance-and-activation-pruning), where the same number per output is an option.
 
     Attributes:
         power: a.

@@ -61,8 +61,9 @@ class Swaps(Solver):
         width = pattern.exchange(W.shape[1])
         if width == 0:
             raise PatternError(
-                f"swaps exchanges single weights, and {pattern} does not let any change places: either they stand "
-                "or fall together, or the mask is given without the pattern that it is from (Fixed.within)"
+                f"swaps exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
+                "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
+                "2:4, or in Python Fixed(mask, within=NM(2, 4))"
             )
         mask = pattern.mask(W.abs()).clone()
         D = W.masked_fill(mask, 0.0)
