@@ -34,7 +34,8 @@ DEFAULT = [
     "exact",
     "continuation",
     "continuation:parts=1",
-    "continuation:sweeps=14",
+    "continuation:softness=0",
+    "continuation:sweeps=26",
 ]
 
 

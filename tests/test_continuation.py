@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
 from niwaki.problem import LayerProblem
-from niwaki.solvers import ADMM, Continuation
+from niwaki.solvers import ADMM, Continuation, continuation
 from problems import geometric_mean, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 24, 32
@@ -27,20 +27,25 @@ PATTERNS: list[Pattern] = [
 ]
 
 
-def kept(pattern: Pattern, at_start: Tensor, now: Tensor) -> Tensor:
-    """What the rule that the pattern makes of the scores ``at_start`` keeps of the scores ``now``."""
+def choice(pattern: Pattern, scores: Tensor, here: Tensor, softness: float, alone: bool) -> Tensor:
+    """How far each weight is kept: from the scores of all columns or, ``alone``, of those ``here``."""
     if isinstance(pattern, Unstructured):
-        ordered = at_start.flatten().sort().values
-        return now > ordered[round(pattern.sparsity * at_start.numel()) - 1]
-    if isinstance(pattern, PerRow):
-        ordered = at_start.sort(dim=1).values
-        return now > ordered[:, round(pattern.sparsity * at_start.shape[1]) - 1 :][:, :1]
-    if isinstance(pattern, NM | TransposableNM):
-        return pattern.mask(now)
-    return pattern.mask(at_start)
+        own = (scores[:, here] if alone else scores).flatten().sort().values
+        theta = own[round(pattern.sparsity * len(own)) - 1]
+    elif isinstance(pattern, PerRow):
+        ordered = scores.sort(dim=1).values
+        theta = ordered[:, round(pattern.sparsity * scores.shape[1]) - 1][:, None]
+    elif isinstance(pattern, NM):
+        ordered = scores.view(ROWS, -1, pattern.m).sort(dim=2, descending=True).values
+        theta = ordered[:, :, pattern.n - 1 : pattern.n + 1].mean(dim=2).repeat_interleave(pattern.m, dim=1)
+    else:
+        return pattern.mask(scores).to(scores.dtype)
+    if softness == 0:
+        return (scores > theta).to(scores.dtype)
+    return (0.5 + (scores / theta - 1) / (2 * softness)).clamp(0, 1)
 
 
-def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation) -> Tensor:
+def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, alone: bool) -> Tensor:
     """The weights that the docstring's steps give, with an exact refit at the end."""
     I = torch.eye(H.shape[0], dtype=H.dtype)  # noqa: E741
     norm = H.diagonal().sqrt()
@@ -55,28 +60,29 @@ def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation) -
     ratio = solver.penalty_end / solver.penalty_start
     gammas = [unit * solver.penalty_start * ratio ** (t / max(1, k - 1)) for t in range(k)]
     part_of = torch.arange(COLUMNS) // pattern.group % solver.parts
-    V, U, Z = W0.clone(), torch.zeros_like(W0), W0.clone()
-    new = W0.clone()
+    U, Z, new = torch.zeros_like(W0), W0.clone(), W0.clone()
+    scores = W0.abs()
     rho = 0.0
     for t, gamma in enumerate(gammas):
-        if t in (0, math.ceil(k / 2)):
+        if t in (0, math.ceil(0.6 * k)):
             before = rho
             rho = unit * (solver.penalty_start * ratio**0.25 if t == 0 else solver.penalty_end)
             U = U * before / rho
+        softness = solver.softness * (1 - t / max(1, k - 1)) if t else 0.0
         for part in range(solver.parts):
             here = part_of == part
+            if not here.any():
+                continue
             if t:
                 # The minimiser of the objective with rho / 2 |W - Z + U|^2.
                 W_all = torch.linalg.solve(H + rho * I, W0 @ H + rho * (Z - U), left=False)
-                new[:, here] = (W_all + t / k * (solver.relaxation - 1) * (W_all - Z))[:, here]
-            scores = (new + rho / gamma * U).abs()
-            if part == 0:
-                first = scores
-            mask = kept(pattern, first, scores)
+                new[:, here] = (W_all + (solver.relaxation - 1) * (W_all - Z))[:, here]
+            scores[:, here] = (new + rho / gamma * U).abs()[:, here]
+            P = choice(pattern, scores, here, softness, alone)
             V = new + U
-            Z[:, here] = (V * mask)[:, here]
-            U[:, here] = (V * ~mask)[:, here]
-    V = torch.linalg.solve(H + rho * I, W0 @ H + rho * (Z - U), left=False) + U
+            Z[:, here] = (V * P)[:, here]
+            U[:, here] = (V * (1 - P))[:, here]
+    V = Z + U
     best: Tensor = least_squares(H, W0, pattern.mask(V.abs())) / norm / d
     return best
 
@@ -87,15 +93,20 @@ def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation) -
     [
         Continuation(sweeps=1, finish=200),
         Continuation(sweeps=6, finish=200),
-        Continuation(sweeps=5, parts=1, relaxation=1.0, finish=200),
+        Continuation(sweeps=5, parts=1, relaxation=1.0, softness=0.0, finish=200),
         Continuation(sweeps=4, parts=2, penalty_start=0.05, penalty_end=2.0, damping=0.1, finish=200),
         Continuation(sweeps=3, parts=100, relaxation=0.7, finish=200),
     ],
     ids=repr,
 )
-def test_it_is_what_it_says(solver: Continuation, pattern: Pattern) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "alone"])
+def test_it_is_what_it_says(
+    solver: Continuation, pattern: Pattern, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if alone:
+        monkeypatch.setattr(continuation, "_SAMPLE", 0)
     problem = make_problem(rows=ROWS)
-    expected = as_described(problem.W, problem.gram.H, pattern, solver)
+    expected = as_described(problem.W, problem.gram.H, pattern, solver, alone)
     solution = solver(problem, pattern)
     assert torch.equal(solution.mask, expected != 0)
     assert torch.allclose(solution.W, expected, rtol=0, atol=1e-8)
@@ -111,7 +122,8 @@ def test_what_each_part_of_it_is_worth(pattern: Pattern) -> None:
 
     default = mean(Continuation())
     assert default < mean(Continuation(parts=1))
-    assert default < mean(Continuation(sweeps=10))
+    assert default < mean(Continuation(sweeps=6))
+    assert default < mean(Continuation(softness=0.0))
     assert default < 0.8 * mean(ADMM())
 
 

