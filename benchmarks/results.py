@@ -1,84 +1,214 @@
-"""Writes the tables of README.md and docs/methods.md from benchmarks/results/protocol.json.
+"""Writes the tables of the documentation from the records in benchmarks/results.
 
-python benchmarks/results.py           # after benchmarks/protocol.py --record ...
+python benchmarks/results.py           # after a benchmark with --record benchmarks/results/...
 python benchmarks/results.py --check   # fails if they differ
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "benchmarks" / "results" / "protocol.json"
+RESULTS = ROOT / "benchmarks" / "results"
 HELD = "demo-held"
 
+Cell = dict[str, Any]
 
-def table(cells: list[dict[str, Any]], text: str, seconds: bool) -> list[str]:
-    """Rows of a markdown table: a method a row, a pattern a column, the lowest perplexity in bold."""
+
+def record(name: str) -> Any:
+    """The record of that name."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table."""
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    # No blank before a bar that follows an empty cell, as formatters of markdown have it.
+    return lines + [f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in rows]
+
+
+def perplexities(cells: list[Cell], text: str, seconds: bool) -> list[str]:
+    """A method a row, a pattern a column, the lowest perplexity in bold; with seconds, those of table 3."""
     found = {(cell["method"], cell["pattern"]): cell for cell in cells}
     methods = list(dict.fromkeys(method for method, _ in found if method != "dense"))
     patterns = list(dict.fromkeys(pattern for _, pattern in found if pattern))
+    times = {cell["method"]: cell["seconds"] for cell in record("table3")["cells"]} if seconds else {}
 
     def value(method: str, pattern: str) -> float:
         return float(found[method, pattern]["perplexity"][text]["value"])
 
-    rows = [
-        "| method | " + " | ".join(patterns) + (" | seconds a run |" if seconds else " |"),
-        "|---|" + "---|" * (len(patterns) + seconds),
-        f"| dense | {value('dense', ''):.2f} |" + " |" * (len(patterns) - 1 + seconds),
-    ]
+    rows = [["dense", f"{value('dense', ''):.2f}"] + [""] * (len(patterns) - 1 + seconds)]
     for method in methods:
-        row = []
+        row = [method]
         for pattern in patterns:
             best = min(value(other, pattern) for other in methods)
             shown = f"{value(method, pattern):.2f}"
             row.append(f"**{shown}**" if value(method, pattern) == best else shown)
-        if seconds:
-            total = sum(found[method, pattern]["seconds"] for pattern in patterns)
-            row.append(f"{total / len(patterns):.1f}")
-        rows.append(f"| {method} | " + " | ".join(row) + " |")
-    return rows
+        rows.append(row + ([f"{times[method]:.1f}"] if seconds else []))
+    return markdown(["method", *patterns, *(["seconds"] if seconds else [])], rows)
 
 
-def render() -> dict[Path, str]:
-    """The text of each file with its tables as the record has them."""
-    record = json.loads(RECORD.read_text())
-    cells = record["cells"]
+def readme() -> list[str]:
+    """The table of README.md, with what was measured."""
+    protocol = record("protocol")
+    cells = protocol["cells"]
     measured = cells[0]["perplexity"][HELD]
-    held = table(cells, HELD, seconds=True)
     spread = 100 * measured["standard_error"] / measured["value"]
-    readme = [
-        *held,
+    return [
+        *perplexities(cells, HELD, seconds=True),
         "",
         f"Perplexity of the embedded 3.4 M parameter model on {measured['tokens']:,} tokens of books it never saw, at "
-        f"context {measured['context']}; calibrated on {record['samples']} x {record['length']} tokens, two CPU cores. "
-        f"± {spread:.1f} % between texts of this size, much less between methods on the same text. "
+        f"context {measured['context']}; calibrated on {protocol['samples']} x {protocol['length']} tokens; seconds of "
+        f"a whole run at 60 % on two CPU cores. ± {spread:.1f} % between texts of this size, much less between methods "
+        "on the same text. "
         "`python benchmarks/protocol.py --record benchmarks/results/protocol.json` measures it again, "
         "`make demo` a smaller one.",
     ]
-    methods = []
+
+
+def methods() -> list[str]:
+    """The tables of docs/methods.md, one for each text."""
+    cells = record("protocol")["cells"]
+    lines = []
     for text in cells[0]["perplexity"]:
-        methods += [f"On {text}:", "", *table(cells, text, seconds=text == HELD), ""]
-    return {
-        ROOT / "README.md": _between((ROOT / "README.md").read_text(), readme),
-        ROOT / "docs" / "methods.md": _between((ROOT / "docs" / "methods.md").read_text(), methods[:-1]),
-    }
+        lines += [f"On {text}:", "", *perplexities(cells, text, seconds=text == HELD), ""]
+    return lines[:-1]
 
 
-def _between(text: str, lines: list[str]) -> str:
-    body = "\n".join(["<!-- results -->", "", *lines, "", "<!-- end of results -->"])
-    return re.sub(r"<!-- results -->.*<!-- end of results -->", lambda _: body, text, flags=re.DOTALL)
+def layer_error() -> list[str]:
+    """Errors relative to the first solver's, in brackets on held-out tokens."""
+    rows: dict[str, list[str]] = {}
+    patterns = []
+    for entry in record("layer_error")["results"]:
+        shown = f"{entry['relative_error']:.3f} ({entry['relative_held_error']:.3f})"
+        rows.setdefault(entry["solver"], []).append(shown)
+        patterns.append(entry["pattern"])
+    return markdown(
+        ["solver", *dict.fromkeys(patterns)], [[solver, *values] for solver, values in rows.items()]
+    )
+
+
+def figure1() -> list[str]:
+    """Error relative to the optimal one, and milliseconds, after some numbers of steps: geometric means."""
+    layers = record("error_time")["layers"]
+    rows = []
+    for method in layers[0]["curves"]:
+        row = [method]
+        for steps in (1, 5, 20, 100):
+            points = [
+                (point["error"] / layer["optimal"], point["seconds"])
+                for layer in layers
+                for point in layer["curves"][method]
+                if point["steps"] == steps
+            ]
+            whole = len(points) == len(layers)
+            row.append(
+                f"{_mean(p for p, _ in points):.3f} in {1e3 * _mean(s for _, s in points):.1f} ms"
+                if whole
+                else ""
+            )
+        rows.append(row)
+    return markdown(["update", "1 step", "5 steps", "20 steps", "100 steps"], rows)
+
+
+def figure2() -> list[str]:
+    """Perplexity and seconds of solving of each update by its steps."""
+    cells = [cell for cell in record("figure2")["cells"] if cell["pattern"]]
+    patterns = list(dict.fromkeys(cell["pattern"] for cell in cells))
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        value = cell["perplexity"][HELD]["value"]
+        rows.setdefault(cell["method"], []).append(f"{value:.2f} in {cell['stages']['solve']:.2f} s")
+    return markdown(["method", *patterns], [[method, *values] for method, values in rows.items()])
+
+
+def table2() -> list[str]:
+    """A mask a row, an update a column."""
+    cells = [cell for cell in record("table2")["cells"] if cell["pattern"]]
+    found = {cell["method"]: cell["perplexity"][HELD]["value"] for cell in cells}
+    masks = list(dict.fromkeys(name.split("+")[0] for name in found))
+    updates = list(dict.fromkeys(name.split("+")[1] for name in found))
+    rows = [[mask, *(f"{found[f'{mask}+{update}']:.2f}" for update in updates)] for mask in masks]
+    shown = ["none" if update == "magnitude" else update for update in updates]
+    return markdown(["mask", *shown], rows)
+
+
+def table3() -> list[str]:
+    """Seconds of a run and of its solving."""
+    cells = [cell for cell in record("table3")["cells"] if cell["pattern"]]
+    rows = [
+        [
+            cell["method"],
+            f"{cell['seconds']:.1f}",
+            f"{cell['stages']['solve']:.2f}",
+            f"{cell['perplexity'][HELD]['value']:.2f}",
+        ]
+        for cell in cells
+    ]
+    return markdown(["method", "seconds in total", "of it solving", "perplexity"], rows)
+
+
+def layer_time() -> list[str]:
+    """For each size: times of solvers in 20 products, and the share of the product rate."""
+    entries = record("layer_time")["results"]
+    sizes = list(dict.fromkeys(entry["size"] for entry in entries))
+    rows: dict[str, list[str]] = {}
+    for entry in entries:
+        share = f" ({100 * entry['share']:.0f} %)" if "share" in entry else ""
+        shown = f"{entry['seconds']:.3g} s" if entry["relative"] == 1 else f"{entry['relative']:.2f}{share}"
+        rows.setdefault(entry["what"], []).append(shown)
+    return markdown(["", *(size.replace("x", " x ") for size in sizes)], [[k, *v] for k, v in rows.items()])
+
+
+def _mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+#: Between which marks of which file each table goes.
+TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
+    ("README.md", "results", readme),
+    ("docs/methods.md", "results", methods),
+    ("docs/benchmarks.md", "layer_error", layer_error),
+    ("docs/benchmarks.md", "figure1", figure1),
+    ("docs/benchmarks.md", "figure2", figure2),
+    ("docs/benchmarks.md", "table2", table2),
+    ("docs/benchmarks.md", "table3", table3),
+    ("docs/benchmarks.md", "layer_time", layer_time),
+]
+
+
+def render() -> dict[Path, str]:
+    """The text of each file with its tables as the records have them."""
+    texts: dict[Path, str] = {}
+    for file, mark, table in TABLES:
+        path = ROOT / file
+        texts[path] = between(texts.get(path) or path.read_text(), mark, table())
+    return texts
+
+
+def between(text: str, mark: str, lines: list[str]) -> str:
+    """``text`` with ``lines`` between its marks."""
+    start, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
+    body = "\n".join([start, "", *lines, "", end])
+    found, count = re.subn(f"{re.escape(start)}.*{re.escape(end)}", lambda _: body, text, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{start} and {end} are to be there once, and not {count} times")
+    return found
 
 
 def main() -> None:
     """Writes, or with --check compares."""
     stale = [path for path, text in render().items() if path.read_text() != text]
     if "--check" in sys.argv:
-        sys.exit(f"not as in {RECORD.name}: {', '.join(p.name for p in stale)}" if stale else 0)
+        sys.exit(f"not as in {RESULTS.name}: {', '.join(p.name for p in stale)}" if stale else 0)
     for path, text in render().items():
         path.write_text(text)
 

@@ -70,7 +70,7 @@ SOLVERS: dict[str, Solver] = {
     "exact": Exact(),
 }
 
-#: The lowest perplexity on the reference model at every sparsity and at 2:4; see docs/methods.md.
+#: The lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
 
 
