@@ -88,9 +88,11 @@ def layers(arguments: argparse.Namespace) -> Iterator[Layer]:
     for block in streamed.stream():
         if block.index in arguments.blocks:
             calibration, held = (block.input_grams(state) for state in states)
+            matrices = {matrix.name: matrix for matrix in block.matrices}
             for ours, theirs in zip(calibration, held, strict=True):
                 for name in ours.names:
-                    yield Layer(f"block {block.index} {name}", block.weight(name), ours.H, theirs.H)
+                    weight = block.weight(matrices[name])
+                    yield Layer(f"block {block.index} {name}", weight, ours.H, theirs.H)
         if block.index >= max(arguments.blocks, default=0):
             return
         for state in states:

@@ -1,8 +1,9 @@
-"""Tiny random models of every supported family, and what transformers itself makes of them."""
+"""Tiny random models of every family in the table, and what transformers itself makes of them."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib.resources import files
@@ -12,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
 )
+from transformers.pytorch_utils import Conv1D
 
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
@@ -36,41 +36,184 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def _case(kind: type[PreTrainedConfig], blocks: int, heads: int, **others: Any) -> PreTrainedConfig:
-    return kind(**{**_SIZES, "num_hidden_layers": blocks, "num_key_value_heads": heads, **others})
+def _case(kind: str, blocks: int = 2, heads: int = 2, **others: Any) -> PreTrainedConfig:
+    sizes = {**_SIZES, "num_hidden_layers": blocks, "num_key_value_heads": heads, **others}
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **sizes)
+    return config
 
+
+def _pictures(kind: str, text: dict[str, Any], **others: Any) -> PreTrainedConfig:
+    """A model that also sees."""
+    seeing = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 16),
+    }
+    if kind != "llama4":
+        seeing = {name: value for name, value in seeing.items() if "_dim" not in name}
+    config: PreTrainedConfig = AutoConfig.for_model(
+        kind,
+        text_config={**_SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, **text},
+        vision_config=seeing,
+        **others,
+    )
+    return config
+
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 4,
+}
+_GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 48}
+_LLAMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    # Dense, experts, dense; the last one sees the whole text, the others chunks of 8 tokens.
+    "num_hidden_layers": 3,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+    "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 1, 0],
+}
+_FIRST_SEES_ALL: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
+_LAST_SEES_ALL: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 
 #: By name; the first word is the model_type.
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: _case(LlamaConfig, 2, 4, tie_word_embeddings=False),
-    "llama grouped": lambda: _case(LlamaConfig, 3, 2, tie_word_embeddings=False),
-    "llama tied": lambda: _case(LlamaConfig, 2, 2, tie_word_embeddings=True),
-    "llama biases": lambda: _case(LlamaConfig, 2, 1, attention_bias=True, mlp_bias=True),
-    "mistral": lambda: _case(MistralConfig, 2, 2, sliding_window=None),
-    "mistral window": lambda: _case(MistralConfig, 2, 2, sliding_window=6),
-    "qwen2": lambda: _case(Qwen2Config, 2, 2, tie_word_embeddings=True),
+    "llama": lambda: _case("llama", heads=4, tie_word_embeddings=False),
+    "llama grouped": lambda: _case("llama", 3, tie_word_embeddings=False),
+    "llama tied": lambda: _case("llama", tie_word_embeddings=True),
+    "llama biases": lambda: _case("llama", heads=1, attention_bias=True, mlp_bias=True),
+    "llama4_text": lambda: _case("llama4_text", **_LLAMA4),
+    "llama4_text twice": lambda: _case("llama4_text", **_LLAMA4, num_experts_per_tok=2),
+    "llama4": lambda: _pictures("llama4", _LLAMA4, tie_word_embeddings=False),
+    "mistral": lambda: _case("mistral", sliding_window=None),
+    "mistral window": lambda: _case("mistral", sliding_window=6),
+    "mixtral": lambda: _case("mixtral", **_EXPERTS),
+    "mixtral window": lambda: _case("mixtral", sliding_window=6, **_EXPERTS),
+    "qwen2": lambda: _case("qwen2", tie_word_embeddings=True),
     # The first block sees everything, the others a window: masks differ between blocks.
-    "qwen2 window": lambda: _case(
-        Qwen2Config, 3, 2, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    "qwen2 window": lambda: _case("qwen2", 3, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen2_moe": lambda: _case("qwen2_moe", shared_expert_intermediate_size=20, **_EXPERTS),
+    "qwen2_moe dense": lambda: _case(
+        "qwen2_moe", shared_expert_intermediate_size=20, mlp_only_layers=[0], **_EXPERTS
     ),
     # Heads are wider than hidden_size / heads, so o_proj is not square.
-    "qwen3": lambda: _case(Qwen3Config, 2, 2, head_dim=16),
+    "qwen3": lambda: _case("qwen3", head_dim=16),
+    # Some get fewer tokens than they have inputs, and 10 comes behind 9.
+    "qwen3_moe many": lambda: _case(
+        "qwen3_moe", head_dim=8, **{**_EXPERTS, "num_experts": 12, "num_local_experts": 12}
+    ),
+    "qwen3_moe": lambda: _case("qwen3_moe", head_dim=8, norm_topk_prob=True, **_EXPERTS),
+    "gemma2": lambda: _case("gemma2", head_dim=8, sliding_window=6, **_LAST_SEES_ALL),
+    "gemma3_text": lambda: _case("gemma3_text", head_dim=16, sliding_window=6, **_FIRST_SEES_ALL),
+    "gemma3": lambda: _pictures(
+        "gemma3", {"head_dim": 8, "sliding_window": 6, **_LAST_SEES_ALL}, mm_tokens_per_image=4
+    ),
+    "phi3": lambda: _case("phi3", pad_token_id=2),
+    "phi3 partial": lambda: _case("phi3", pad_token_id=2, partial_rotary_factor=0.5),
+    "opt": lambda: _case("opt", ffn_dim=48, word_embed_proj_dim=32),
+    # As OPT-350m: narrow embeddings, norms behind and not before.
+    "opt 350m": lambda: _case("opt", ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "gpt2": lambda: _case("gpt2", **_GPT2, tie_word_embeddings=True),
+    "gpt2 untied": lambda: _case("gpt2", **_GPT2, tie_word_embeddings=False),
+    "gpt_neox": lambda: _case("gpt_neox", use_parallel_residual=True, rotary_pct=0.25),
+    "gpt_neox serial": lambda: _case("gpt_neox", use_parallel_residual=False, tie_word_embeddings=True),
+    "bloom": lambda: _case("bloom", n_head=4, n_layer=2),
+    "falcon": lambda: _case("falcon", multi_query=True, new_decoder_architecture=False, bias=False),
+    "falcon new": lambda: _case("falcon", new_decoder_architecture=True, num_kv_heads=2, bias=False),
+    "falcon alibi": lambda: _case(
+        "falcon",
+        multi_query=False,
+        alibi=True,
+        new_decoder_architecture=False,
+        parallel_attn=False,
+        bias=True,
+    ),
+    "cohere2": lambda: _case("cohere2", sliding_window=6, **_LAST_SEES_ALL),
+    "olmo2": lambda: _case("olmo2"),
+    "olmoe": lambda: _case("olmoe", **_EXPERTS),
+    "gpt_oss": lambda: _case("gpt_oss", head_dim=8, sliding_window=6, **_LAST_SEES_ALL, **_EXPERTS),
+    "deepseek_v2": lambda: _case("deepseek_v2", heads=4, **_EXPERTS, **_LATENT),
+    "deepseek_v2 lite": lambda: _case("deepseek_v2", heads=4, **_EXPERTS, **{**_LATENT, "q_lora_rank": None}),
+    "deepseek_v3": lambda: _case("deepseek_v3", heads=4, n_group=2, topk_group=1, **_EXPERTS, **_LATENT),
+}
+
+_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+_MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *_LLAMA[3:])
+#: Where families have their blocks in the model, and what the files call the matrices to prune, if it is
+#: not as in LLaMA.
+BLOCKS = {
+    **dict.fromkeys(("gpt2", "bloom", "falcon"), "transformer.h"),
+    "opt": "model.decoder.layers",
+    "gpt_neox": "gpt_neox.layers",
+    "gemma3": "model.language_model.layers",
+}
+PRUNED = {
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _NEOX),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
+    **dict.fromkeys(("llama4", "llama4_text", "gpt_oss"), (*_LLAMA, "gate_up_proj")),
+    "mixtral": (*_LLAMA[:4], "w1", "w2", "w3"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "opt": (*_LLAMA[:3], "out_proj", "fc1", "fc2"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
 }
 
 
-def random_model(case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def is_pruned(case: str, key: str) -> bool:
+    """Whether the tensor ``key`` of a checkpoint is to be pruned, going by what people call it."""
+    if not re.search(r"(^|\.)(layers|h)\.\d+\.", key) or "vision" in key:
+        return False
+    *_, last = key.removesuffix(".weight").split(".")
+    return last in PRUNED.get(case.split()[0], _LLAMA)
+
+
+def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The blocks of a whole model."""
+    found = model.get_submodule(BLOCKS.get(model.config.model_type, "model.layers"))
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+def random_model(
+    case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A model with every parameter random, also those that transformers starts at 0 or 1."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CASES[case](), dtype=torch.float32)
+    config = CASES[case]()
+    config.update(changes)
+    auto: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or "ln_" in name:
                 parameter.uniform_(0.5, 1.5)
             elif parameter.ndim == 1:
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 0.15)
-    nn.Module.to(model, dtype=dtype)
+            parameter.data = parameter.to(dtype)  # and not the buffers, which can be complex
     model.eval()
     return model
 
@@ -93,8 +236,13 @@ def save_model(
 def save_model_with_tokenizer(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
     """A tiny LLaMA with the embedded model's tokenizer, so that it can be given text."""
     torch.manual_seed(seed)
-    config = _case(LlamaConfig, blocks, 4, vocab_size=EMBEDDED_VOCABULARY, tie_word_embeddings=True)
+    config = _case("llama", blocks, 4, vocab_size=EMBEDDED_VOCABULARY, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+def add_tokenizer(path: Path) -> Path:
+    """Gives a model with its vocabulary the embedded model's tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(EMBEDDED / name, path / name)
     return path
@@ -115,13 +263,6 @@ def weight(model: PreTrainedModel, path: str) -> Tensor:
     return value
 
 
-def last_norm(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """What the model's head would be given."""
-    normed = model.get_submodule("model.norm")(hidden)
-    assert isinstance(normed, Tensor)
-    return normed
-
-
 def random_tokens(samples: int, length: int, *, vocabulary: int = 64, seed: int = 0) -> Tensor:
     """(samples, length) int64."""
     generator = torch.Generator().manual_seed(seed)
@@ -133,17 +274,16 @@ def linear_inputs(model: PreTrainedModel, block: int, tokens: Tensor) -> dict[st
     """For each linear module of a block its inputs (tokens, in), from a pass through the whole model."""
     found: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
-            found[name] = args[0].flatten(0, 1).clone()
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found[name] = args[0].flatten(0, -2)  # kept alive: its address tells who shares it
 
         return hook
 
-    layer = model.get_submodule(f"model.layers.{block}")
     handles = [
-        module.register_forward_hook(keep(name))
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+        module.register_forward_pre_hook(keep(name))
+        for name, module in decoder_blocks(model)[block].named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
     ]
     model(tokens)
     for handle in handles:

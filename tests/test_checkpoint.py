@@ -412,6 +412,79 @@ def test_without_changes_files_are_equal(directory: Path, out: Path) -> None:
         assert (out / path.name).read_bytes() == path.read_bytes()
 
 
+# Parts of tensors: experts that are stacked in one
+
+
+@pytest.fixture
+def stacked(tmp_path: Path) -> Path:
+    path = tmp_path / "stacked"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        "before": torch.randn(3, generator=generator),
+        "experts": torch.randn(4, 3, 5, generator=generator).bfloat16(),
+        "after": torch.randn(2, 2, generator=generator),
+    }
+    save_file(values, path / SINGLE_NAME)
+    return path
+
+
+def test_reading_parts(stacked: Path) -> None:
+    checkpoint, whole = Checkpoint(stacked), contents(stacked)["experts"]
+    for part in range(4):
+        read = checkpoint.read("experts", part)
+        assert read.dtype == torch.bfloat16
+        assert torch.equal(read, whole[part])
+    assert torch.equal(checkpoint.read("after", 1), contents(stacked)["after"][1])
+    # Of a part nothing else is looked at.
+    spoilt = contents(stacked)
+    spoilt["experts"][2, 0, 0] = float("nan")
+    save_file(spoilt, stacked / SINGLE_NAME)
+    assert torch.equal(Checkpoint(stacked).read("experts", 1), whole[1])
+    assert "experts" in message(lambda: Checkpoint(stacked).read("experts", 2))
+
+
+@pytest.mark.parametrize("parts", [[0], [3, 1], [2, 2], [3, 2, 1, 0]])
+def test_parts_that_are_not_written_are_copied(stacked: Path, out: Path, parts: list[int]) -> None:
+    checkpoint = Checkpoint(stacked)
+    expected = contents(stacked)
+    with CheckpointWriter(checkpoint, out) as writer:
+        for part in parts:
+            new = torch.full((3, 5), 10.0 + part, dtype=torch.bfloat16)
+            writer.write("experts", new.T.contiguous().T, part)
+            expected["experts"][part] = new
+    written = contents(out)
+    for key, value in expected.items():
+        assert torch.equal(written[key], value), key
+    entry = checkpoint.entries["experts"]
+    was, now = ((path / SINGLE_NAME).read_bytes() for path in (stacked, out))
+    assert len(was) == len(now)
+    for at, (a, b) in enumerate(zip(was, now, strict=True)):
+        part = (at - entry.offset) // (entry.size // 4)
+        if part not in parts:
+            assert a == b
+
+
+def test_the_whole_and_then_a_part(stacked: Path, out: Path) -> None:
+    with CheckpointWriter(Checkpoint(stacked), out) as writer:
+        writer.write("experts", torch.zeros(4, 3, 5, dtype=torch.bfloat16))
+        writer.write("experts", torch.ones(3, 5, dtype=torch.bfloat16), 2)
+    assert contents(out)["experts"].sum(dim=(1, 2)).tolist() == [0, 0, 15, 0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(4, 3, 5, dtype=torch.bfloat16), torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(3, 5)],
+)
+def test_parts_that_do_not_fit(stacked: Path, out: Path, value: Tensor) -> None:
+    def write() -> None:
+        with CheckpointWriter(Checkpoint(stacked), out) as writer:
+            writer.write("experts", value, 1)
+
+    assert r"'experts' was BF16 (3, 5) and cannot become" in message(write, OutputError)
+
+
 def test_tensors_that_the_index_does_not_name_move_along(shards: Path, out: Path) -> None:
     index = json.loads((shards / INDEX_NAME).read_text())
     shard = index["weight_map"].pop(Q)

@@ -22,6 +22,7 @@ import torch
 import niwaki
 from models import edit_json, reference, save_model_with_tokenizer, weight
 from niwaki import cli
+from niwaki.blocks import Block
 from niwaki.checkpoint import Checkpoint
 from niwaki.demo import METHODS
 from niwaki.record import Record
@@ -106,7 +107,7 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
     assert ran.stderr == ""
     assert "\x1b" not in ran.stdout
     assert "\r" not in ran.stdout
-    for part in ("demo: 6 blocks of 7 matrices, per-row:0.5", "Wanda()", "8 x 64 tokens", "50.00 % of 42"):
+    for part in ("demo: 6 blocks with 42 matrices, per-row:0.5", "Wanda()", "8 x 64 tokens", "50.00 % of 42"):
         assert part in ran.stdout
     assert ran.stdout.rstrip().endswith("written to out")
     assert len(ran.stdout.splitlines()) < 25
@@ -210,6 +211,35 @@ def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
     assert listing(tmp_path) == []
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
+    # Another text, so that the last blocks are not done at once.
+    command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "48"]
+    with subprocess.Popen(
+        [NIWAKI, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / ".out.partial.json").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.Signals[name])
+        _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2)
+    said, *rest = err.splitlines()
+    assert said == "1 of 6 blocks are done and stay; the same command goes on behind them"
+    assert len(rest) <= 1
+    assert "Traceback" not in err
+    ran = subprocess_niwaki(*command, cwd=tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "note: going on behind block 1 of 6, where an earlier run was stopped" in ran.stdout
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["2", "3", "4", "5", "6"]
+    assert listing(tmp_path)[0] == "out"
+
+
 # In this process
 
 
@@ -269,6 +299,72 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert record.dtype == "bfloat16"
     for measured in record.perplexity.values():
         assert (measured["windows"], measured["context"], measured["text"]) == (5, 24, "demo-held")
+
+
+def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--blocks", " 1:2")
+    assert (ran.code, ran.err) == (0, "")
+    assert "note: only block 1 of 2, counted from 0: no other is pruned" in ran.out
+    assert "50.00 % of 7 matrices" in ran.out
+    rows = [line.split() for line in ran.out.splitlines()]
+    start = next(i for i, row in enumerate(rows) if row[:2] == ["block", "seconds"])
+    assert len(rows[start]) == 9
+    assert rows[start + 1][0] == "2"
+    assert rows[start + 2][0] == "zeros"
+    looked = niwaki_("inspect", tmp_path / "out").out
+    rows = [line.split() for line in looked.splitlines()]
+    assert ["0", *["0.00"] * 7] in rows
+    assert ["1", *["50.00"] * 7] in rows
+    assert "25.00" in next(row for row in rows if row[:2] == ["q_proj", "32x32"])
+
+
+def test_a_budget_of_memory(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    for name, options in {"a": [], "b": ["--memory", "1MB"], "c": ["--memory", "1 TiB"]}.items():
+        ran = niwaki_("prune", model, tmp_path / name, "--sparsity", "0.5", *SMALL, *options)
+        assert (ran.code, ran.err) == (0, "")
+        assert ("GiB of hidden states are in a file, for want of memory" in ran.out) == (name == "b")
+        assert (tmp_path / name / "model.safetensors").read_bytes() == (
+            tmp_path / "a" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_going_on_and_starting_over(
+    model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL]
+
+    def stop() -> Result:
+        with monkeypatch.context() as changed:
+            real = Block.input_grams
+
+            def interrupt(self: Block, *args: Any, **others: Any) -> Any:
+                if self.index == 1:
+                    raise KeyboardInterrupt
+                return real(self, *args, **others)
+
+            changed.setattr(Block, "input_grams", interrupt)
+            return niwaki_(*command)
+
+    ran = stop()
+    assert ran.code not in (0, 2)
+    assert ran.err.splitlines()[0] == "1 of 2 blocks are done and stay; the same command goes on behind them"
+    assert len(ran.err.splitlines()) <= 2
+    ran = niwaki_(*command, "--solver", "wanda")
+    assert ran.code == 2
+    assert len(ran.err.splitlines()) == 1
+    assert "has an unfinished run (1 blocks done) that differs in solver (" in ran.err
+    assert "start over with --restart" in ran.err
+    ran = niwaki_(*command)
+    assert (ran.code, ran.err) == (0, "")
+    assert "note: going on behind block 1 of 2" in ran.out
+    assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).resumed == [1]
+    shutil.rmtree(tmp_path / "out")
+    stop()
+    ran = niwaki_(*command, "--solver", "wanda", "--restart")
+    assert (ran.code, ran.err) == (0, "")
+    assert "going on" not in ran.out
+    assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).resumed == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
 def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:
@@ -353,6 +449,9 @@ def test_version_and_help(niwaki_: Command) -> None:
         "--mask-from",
         "--calibration",
         "--record",
+        "--blocks",
+        "--memory",
+        "--restart",
     ):
         assert option in options
     for solver in SOLVERS:
@@ -417,6 +516,16 @@ def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
         ("--sparsity 0.5 --text-samples=-1", "got -1"),
         ("--sparsity 0.5 --device quantum", "the device 'quantum' cannot be used"),
         ("--sparsity 0.5 --dtype float8", "got float8"),
+        ("--sparsity 0.5 --memory much", "'much' is no size of memory; try 8GiB or 500MB"),
+        ("--sparsity 0.5 --memory 0", "'0' is no size of memory"),
+        ("--sparsity 0.5 --memory=-1G", "'-1G' is no size of memory"),
+        ("--sparsity 0.5 --blocks 1", "--blocks takes FROM:TO, such as 0:2 for the first two; got '1'"),
+        ("--sparsity 0.5 --blocks=-1:1", "got '-1:1'"),
+        ("--sparsity 0.5 --blocks :2", "got ':2'"),
+        ("--sparsity 0.5 --blocks 0:1:2", "got '0:1:2'"),
+        ("--sparsity 0.5 --blocks a:b", "got 'a:b'"),
+        ("--sparsity 0.5 --blocks 0:3", "0:3 is no range of blocks here; the model's are 0:2"),
+        ("--sparsity 0.5 --blocks 1:1", "1:1 is no range of blocks here"),
     ],
 )
 def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: str, said: str) -> None:
@@ -500,12 +609,13 @@ def _edit(**changes: object) -> Callable[[Path], None]:
         ),
         (_spoil("model.layers.0.self_attn.q_proj", float("inf")), "has NaN or infinite values"),
         (_spoil("model.embed_tokens", float("nan")), "'model.embed_tokens.weight' has NaN"),
-        (_enlarge, "model.layers.1.mlp.down_proj are NaN or infinite"),
+        (_enlarge, "block 1: the inputs of mlp.down_proj are NaN or infinite"),
         (lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"), "pickled weights"),
         (lambda model: (model / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        (_edit(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "lacks 'transformer."),
         (
-            _edit(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
-            "of type 'gpt2' (GPT2LMHeadModel); supported: llama,",
+            _edit(model_type="t5", architectures=["T5Model"], is_encoder_decoder=True),
+            "encoder with a decoder (t5)",
         ),
         (_edit(quantization_config={"quant_method": "gptq"}), "is quantised"),
         (_edit(num_hidden_layers=4), "lacks 'model.layers.2."),
@@ -534,10 +644,14 @@ def test_broken_models(
             assert (ran.code, ran.err) == (0, "")  # neither is needed to look at the matrices
             return
     assert ran.code == 1, ran
-    assert len(ran.err.splitlines()) == 1
-    assert ran.err.startswith("error: ")
-    assert said in ran.err
-    assert listing(tmp_path) == before
+    *stays, error = ran.err.splitlines()
+    assert error.startswith("error: ")
+    assert said in error
+    # What was done before that is kept, and only that.
+    kept = [name for name in listing(tmp_path) if name.startswith(".out.partial")]
+    assert bool(stays) == bool(kept)
+    assert stays in ([], ["1 of 2 blocks are done and stay; the same command goes on behind them"])
+    assert [name for name in listing(tmp_path) if name not in kept] == before
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
         play(display, clock, record(flops=3.21e12))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
-        "models/tiny: 3 blocks of 3 matrices, 2:4",
+        "models/tiny: 3 blocks with 3 matrices, 2:4",
         "Wanda()",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
         "solving: 3.2 Tflop",
@@ -222,6 +222,46 @@ def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
         run()
     assert text(where).count("\x1b[?25h") == 1
     display.__exit__()  # once is enough, twice does no harm
+
+
+def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
+    """They were done by an earlier run, or stay as they are."""
+    where, run = console(False), record()
+    with Display(where) as display:
+        display.begin(run, 4, 2)
+        for block in range(4):
+            for stage, seconds in SHARES.items():
+                display.stage(block, stage, 1)
+                clock.now += seconds
+                if stage == "solve" and block in (1, 2):
+                    display.solved(MatrixRecord(block, NAMES[0], (8, 8), 0.5, 0.01 * block, 5.0, 64, {}))
+                display.step()
+        run.seconds = {"total": 36.0}
+        display.end(run)
+    lines = [line.split() for line in text(where).splitlines()]
+    start = lines.index(["block", "seconds", "q_proj"])
+    assert lines[start - 1][0] == "relative"
+    assert lines[start + 1 : start + 3] == [["2", "9.0", "0.0100"], ["3", "9.0", "0.0200"]]
+    assert lines[start + 3][0] == "zeros"
+    assert sum(line[:1] == ["block"] for line in lines) == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_stays_of_a_run_that_ends_early(
+    clock: Clock, terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = console(terminal)
+    with Display(where) as display:
+        display.begin(record(), 32, 3)
+        display.stage(0, "capture", 4)
+        before = text(where).replace("\x1b", "")
+        display.stopped(7, 32)
+        if not terminal:
+            assert text(where) == before
+    assert capsys.readouterr().err == (
+        "7 of 32 blocks are done and stay; the same command goes on behind them\n"
+    )
+    assert text(where).count("\x1b[?25h") == terminal  # the bar is gone, and the cursor back
 
 
 @pytest.mark.parametrize("odd", ["[/red] x [bold]", ":m: :smile:", "[link=x]y", "100 %"])

@@ -27,6 +27,7 @@ import niwaki
 from models import (
     CASES,
     edit_json,
+    is_pruned,
     linear_inputs,
     random_tokens,
     reference,
@@ -52,6 +53,7 @@ from niwaki.problem import LayerProblem, Monitor, Solution
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record, write_json
 from niwaki.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
+from niwaki.survey import survey
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -87,10 +89,6 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-def is_pruned(key: str) -> bool:
-    return key.startswith("model.layers.") and key.split(".")[-2] in MATRICES and key.endswith(".weight")
-
-
 def raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -101,6 +99,11 @@ def zeros(tensor: Tensor) -> int:
 
 def listing(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def finished(directory: Path) -> list[str]:
+    """What is there but for the blocks that a run has done before it failed."""
+    return [name for name in listing(directory) if not name.startswith(".out.partial")]
 
 
 def strict_json(text: str) -> Any:
@@ -149,7 +152,8 @@ def test_a_solver_that_does_nothing_changes_nothing(
     assert record.sparsity == 0
     assert record.perplexity["before"] == record.perplexity["after"]
     assert [matrix.error for matrix in record.matrices] == [0.0] * len(record.matrices)
-    assert [matrix.name.split(".")[-1] for matrix in record.matrices[:7]] == list(MATRICES)
+    sizes = [math.prod(matrix.shape) for matrix in record.matrices]
+    assert sum(sizes) == sum(t.numel() for key, t in tensors(source).items() if is_pruned(case, key))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -174,7 +178,7 @@ def test_every_solver(
         new = after[key]
         assert new.dtype == old.dtype == dtype
         assert new.shape == old.shape
-        if not is_pruned(key):
+        if not is_pruned(case, key):
             assert raw(new) == raw(old), key
             continue
         pruned += 1
@@ -190,7 +194,7 @@ def test_every_solver(
         assert not torch.equal(new, old)
     assert pruned == len(record.matrices) == 7 * reference(source).config.num_hidden_layers
     assert {matrix.sparsity for matrix in record.matrices} == {
-        zeros(tensor) / tensor.numel() for key, tensor in after.items() if is_pruned(key)
+        zeros(tensor) / tensor.numel() for key, tensor in after.items() if is_pruned(case, key)
     }
     loaded = reference(out)
     for key, value in after.items():
@@ -203,16 +207,26 @@ def test_every_solver(
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(tmp_path: Path, out: Path, case: str) -> None:
     source = save_model(tmp_path / "model", case, dtype=torch.bfloat16, shards=True)
-    record = run(source, out, solver="admm-grad", sparsity=0.3)
+    text = random_tokens(3, 24, seed=1)
+    record = run(source, out, solver="sparsegpt", sparsity=0.5, text=text)
     before, after = tensors(source), tensors(out)
+    assert set(after) == set(before)
     for key, old in before.items():
-        if is_pruned(key):
-            assert zeros(after[key]) == round(0.3 * old.numel())
+        assert after[key].dtype == old.dtype
+        if is_pruned(case, key):
+            for matrix in after[key] if old.ndim == 3 else [after[key]]:  # experts one by one
+                assert zeros(matrix) == matrix.numel() // 2, key
         else:
-            assert raw(after[key]) == raw(old)
+            assert raw(after[key]) == raw(old), key
+    assert any("embed" in key or "wte" in key for key in before if not is_pruned(case, key))
     tokens = random_tokens(2, 24, seed=2)
     assert not torch.equal(reference(source)(tokens).logits, reference(out)(tokens).logits)
     assert record.dtype == "float32"
+    # What the run measured in memory is what the files hold.
+    for name, path in (("before", source), ("after", out)):
+        logits = reference(path)(text).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        assert record.perplexity[name]["value"] == pytest.approx(math.exp(float(loss)), rel=1e-4)
 
 
 def test_negative_zeros_of_the_source_are_gone(tmp_path: Path, out: Path) -> None:
@@ -226,7 +240,10 @@ def test_negative_zeros_of_the_source_are_gone(tmp_path: Path, out: Path) -> Non
     for number, solver in enumerate([*SOLVERS, Untouched()]):
         run(source, out / str(number), solver=solver, sparsity=0.5 if isinstance(solver, str) else 0.0)
         for key, value in tensors(out / str(number)).items():
-            assert not (is_pruned(key) and ((value == 0) & value.float().signbit()).any()), (solver, key)
+            assert not (is_pruned("llama", key) and ((value == 0) & value.float().signbit()).any()), (
+                solver,
+                key,
+            )
 
 
 def test_other_files_come_along(tmp_path: Path, out: Path) -> None:
@@ -572,7 +589,7 @@ def test_operations_are_counted_before_anything_is_solved(model: Path, out: Path
 
 
 def kept(directory: Path) -> dict[str, Tensor]:
-    return {key: value != 0 for key, value in tensors(directory).items() if is_pruned(key)}
+    return {key: value != 0 for key, value in tensors(directory).items() if is_pruned("llama", key)}
 
 
 @pytest.mark.parametrize("update", ["admm1", "sparsegpt", "continuation"])
@@ -776,7 +793,7 @@ class Diary(Progress):
 def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     diary = Diary(wants_steps=True)
     run(model, out, solver="admm1", progress=diary)
-    assert diary.events[0] == ("begin", 2, 7)
+    assert diary.events[0] == ("begin", 2, 14)
     assert diary.events[-1] == ("end",)
     stages = [event[1:] for event in diary.events if event[0] == "stage"]
     assert [(block, name) for block, name, _ in stages] == [
@@ -833,6 +850,130 @@ def test_raised_damping_is_noted(model: Path, out: Path) -> None:
     assert notes[0] in (out / "README.md").read_text()
 
 
+# Some blocks only
+
+
+def in_blocks(*chosen: int) -> Callable[[str], bool]:
+    """Whether a key is that of a matrix to prune in one of these blocks."""
+    parts = tuple(f"model.layers.{block}." for block in chosen)
+    return lambda key: key.startswith(parts) and is_pruned("llama", key)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("blocks", [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)], ids=str)
+def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], held: bool) -> None:
+    source = save_model(tmp_path / "model", "llama grouped", shards=True)
+    text = random_tokens(3, 24, seed=1)
+    diary = Diary()
+    record = run(source, out, solver="wanda", blocks=blocks, text=text if held else None, progress=diary)
+    is_chosen, every = in_blocks(*range(*blocks)), blocks == (0, 3)
+    before, after = tensors(source), tensors(out)
+    assert before.keys() == after.keys()
+    total = nulls = 0
+    for key, old in before.items():
+        if is_chosen(key):
+            assert zeros(after[key]) == old.numel() // 2
+            total, nulls = total + old.numel(), nulls + zeros(after[key])
+        else:
+            assert raw(after[key]) == raw(old), key
+    assert [m.block for m in record.matrices] == [block for block in range(*blocks) for _ in range(7)]
+    assert record.sparsity == nulls / total == 0.5
+    # Inputs come from the blocks before, whether these were pruned or not.
+    walking, inputs = reference(source), {}
+    for matrix in record.matrices:
+        if matrix.name == "self_attn.q_proj":
+            inputs = linear_inputs(walking, matrix.block, random_tokens(8, 24))
+        module = f"model.layers.{matrix.block}.{matrix.name}"
+        X = inputs[matrix.name].double()
+        W, What = before[f"{module}.weight"].double(), after[f"{module}.weight"].double()
+        expected = (X @ (W - What).T).square().sum() / (X @ W.T).square().sum()
+        assert matrix.error == pytest.approx(expected.item(), rel=1e-3)
+        weight(walking, module).copy_(What)
+    # Nothing is walked through in vain.
+    begin, *others = diary.events
+    assert begin == ("begin", 3 if held else blocks[1], 7 * len(range(*blocks)))
+    assert max(event[1] for event in others if event[0] == "stage") == begin[1] - 1
+    assert {event[1] for event in others if event[:1] == ("solved",)} == set(range(*blocks))
+    if held:
+        for name, path in (("before", source), ("after", out)):
+            logits = reference(path)(text).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            assert record.perplexity[name]["value"] == pytest.approx(math.exp(float(loss)), rel=1e-4)
+    # What it says of itself
+    assert record == Record.from_json((out / "niwaki.json").read_text())
+    assert record.blocks == (None if every else [*blocks])
+    part = {
+        (0, 1): "block 0",
+        (1, 2): "block 1",
+        (2, 3): "block 2",
+        (0, 2): "blocks 0 to 1",
+        (1, 3): "blocks 1 to 2",
+    }.get(blocks, "")
+    note = f"only {part} of 3, counted from 0: no other is pruned"
+    assert (note in record.notes) != every
+    config = json.loads((out / "config.json").read_text())["pruning_config"]
+    assert config.get("blocks") == record.blocks
+    card = (out / "README.md").read_text()
+    assert (note in card) != every
+    heading = "# model, 50 % sparse" + ("" if every else f" in {part}")
+    assert heading in card.splitlines()
+    sparsities = {item.matrix.key: item.sparsity for item in survey(out)}
+    assert sparsities == {
+        key: 0.5 if is_chosen(key) else 0.0 for key in before if is_pruned("llama grouped", key)
+    }
+
+
+def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) -> None:
+    source = save_model(tmp_path / "model", "llama grouped", shards=True)
+    options = {"blocks": (1, 3), "solver": "wanda", "text": random_tokens(3, 24, seed=1)}
+    whole = run(source, tmp_path / "whole", **options)
+
+    class Stop(Diary):
+        def solved(self, matrix: MatrixRecord) -> None:
+            super().solved(matrix)
+            if matrix.block == 2:
+                raise KeyboardInterrupt
+
+        def stopped(self, done: int, blocks: int) -> None:
+            self._note("stopped", done, blocks)
+
+    diary = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        run(source, out, progress=diary, **options)
+    assert diary.events[-1] == ("stopped", 1, 2)
+    for blocks in (None, (0, 3), (1, 2)):
+        said = message(lambda blocks=blocks: run(source, out, **{**options, "blocks": blocks}))  # type: ignore[misc]
+        assert f"blocks ([1, 3] there, {[*(blocks or (0, 3))]} here)" in said
+    record = run(source, out, **options)
+    assert record.resumed == [2]
+    assert record.blocks == [1, 3]
+    assert record.perplexity == whole.perplexity
+    assert (out / "README.md").read_text() == (tmp_path / "whole" / "README.md").read_text()
+    for path in source.glob("*.safetensors"):
+        assert (out / path.name).read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+
+
+def test_some_blocks_only_with_the_mask_of_a_model(tmp_path: Path, out: Path) -> None:
+    source = save_model(tmp_path / "model", "llama grouped")
+    run(source, out / "a", blocks=(1, 2), pattern="2:4")
+    # The masks of the others are all there is: they would not do for the pattern.
+    run(source, out / "b", blocks=(1, 2), mask_from=str(out / "a"), pattern="2:4", solver="admm1")
+    for key, value in tensors(out / "b").items():
+        assert torch.equal(value != 0, tensors(out / "a")[key] != 0)
+        assert torch.equal(value, tensors(source)[key]) != in_blocks(1)(key)
+    assert "asks for 512" in message(
+        lambda: run(source, out / "c", mask_from=str(out / "a"), pattern="2:4"), PatternError
+    )
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (1, 1), (2, 1), (0, 3), (2, 3), (-1, 1), (5, 9)], ids=str)
+def test_blocks_that_are_none(tmp_path: Path, model: Path, blocks: tuple[int, int]) -> None:
+    before = listing(tmp_path)
+    text = message(lambda: run(model, tmp_path / "out", blocks=blocks))
+    assert text == f"{blocks[0]}:{blocks[1]} is no range of blocks here; the model's are 0:2"
+    assert listing(tmp_path) == before
+
+
 # What can go wrong
 
 
@@ -856,11 +997,11 @@ def enlarge(model: Path, *changes: tuple[str, float]) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ([("model.layers.0.mlp.up_proj", 1e38)], "model.layers.0.mlp.down_proj"),
-        ([("model.layers.1.self_attn.v_proj", 1e38)], "model.layers.1.self_attn.o_proj"),
+        ([("model.layers.0.mlp.up_proj", 1e38)], "block 0: the inputs of mlp.down_proj"),
+        ([("model.layers.1.self_attn.v_proj", 1e38)], "block 1: the inputs of self_attn.o_proj"),
         (
             [("model.layers.0.mlp.up_proj", 1e4), ("model.layers.0.mlp.down_proj", 1e38)],
-            "model.layers.1.self_attn.q_proj",
+            "model.layers.0.mlp.down_proj.weight: the error of its outputs is",
         ),
     ],
 )
@@ -871,7 +1012,7 @@ def test_activations_that_are_not_finite(
     before = listing(tmp_path)
     said = message(lambda: run(model, tmp_path / "out", solver="wanda"), NumericalError)
     assert named in said
-    assert listing(tmp_path) == before
+    assert finished(tmp_path) == before
 
 
 def test_perplexities_that_are_not_finite(tmp_path: Path, model: Path) -> None:
@@ -881,7 +1022,7 @@ def test_perplexities_that_are_not_finite(tmp_path: Path, model: Path) -> None:
     text = random_tokens(3, 24, seed=1)
     assert not torch.isfinite(reference(model)(text).logits).any()
     message(lambda: run(model, tmp_path / "out", solver="wanda", text=text), NumericalError)
-    assert listing(tmp_path) == before
+    assert finished(tmp_path) == before
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -896,7 +1037,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, model: Path, path: str, bad
     before = listing(tmp_path)
     said = message(lambda: run(model, tmp_path / "out"), CheckpointError)
     assert path in said
-    assert listing(tmp_path) == before
+    assert finished(tmp_path) == before
 
 
 def test_a_solver_that_fails_is_named_with_its_matrix(tmp_path: Path, model: Path) -> None:
@@ -1041,10 +1182,7 @@ def test_tokens_that_make_no_sense(tmp_path: Path, model: Path, name: str, token
 def test_models_that_cannot_be_pruned(tmp_path: Path, model: Path) -> None:
     config = (model / "config.json").read_text()
     for changes, parts in (
-        (
-            {"model_type": "opt", "architectures": ["OPTForCausalLM"]},
-            ("opt", "OPTForCausalLM", "llama, mistral"),
-        ),
+        ({"is_encoder_decoder": True}, ("encoder with a decoder", "llama")),
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantised",)),
     ):
         edit_json(model / "config.json", **changes)
@@ -1075,17 +1213,17 @@ def test_what_was_written_is_checked(tmp_path: Path, model: Path, monkeypatch: p
 
     real = CheckpointWriter.write
 
-    def bad_disk(self: CheckpointWriter, key: str, tensor: Tensor) -> None:
+    def bad_disk(self: CheckpointWriter, key: str, tensor: Tensor, part: int | None = None) -> None:
         if "layers.1.mlp.up" in key:
             tensor = tensor.clone()
             tensor[tensor == 0] = 1e-8
-        real(self, key, tensor)
+        real(self, key, tensor, part)
 
     monkeypatch.setattr(CheckpointWriter, "write", bad_disk)
     before = listing(tmp_path)
     said = message(lambda: run(model, tmp_path / "out"), OutputError)
     assert "model.layers.1.mlp.up_proj.weight" in said
-    assert listing(tmp_path) == before
+    assert finished(tmp_path) == before
 
 
 # The record's file

@@ -9,8 +9,9 @@ everything through, because for some families it differs from block to block.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,7 +20,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from niwaki.checkpoint import Checkpoint
-from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError
+from niwaki.distributed import World
+from niwaki.errors import (
+    CheckpointError,
+    NiwakiError,
+    NumericalError,
+    UnsupportedModelError,
+    UsageError,
+    WorkerError,
+)
+from niwaki.families import FAMILIES, Family
+from niwaki.inputs import InputGram, InputGrams
+from niwaki.layout import Layout, Matrix
+from niwaki.states import Batches, Room, States
 
 #: Tokens in one forward pass: enough to fill the cores, little enough for a block's activations.
 TOKENS_PER_BATCH = 4096
@@ -27,78 +40,6 @@ TOKENS_PER_BATCH = 4096
 LOGITS_PER_BATCH = 1 << 27
 #: The sequence length where nobody says; also the literature's. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
-
-
-@dataclass(frozen=True)
-class Family:
-    """What differs between model families.
-
-    Attributes:
-        blocks: Path of the list of decoder blocks, in the model and in the checkpoint's keys.
-        matrices: Paths of the matrices to prune inside a block, in the order of computation.
-    """
-
-    blocks: str
-    matrices: tuple[str, ...]
-
-
-_LLAMA = Family(
-    blocks="model.layers",
-    matrices=(
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-    ),
-)
-
-#: By the ``model_type`` of config.json.
-FAMILIES: dict[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA}
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that can be pruned: its block, its path there, its key in the checkpoint, its shape (out, in)."""
-
-    block: int
-    name: str
-    key: str
-    shape: tuple[int, int]
-
-
-@dataclass
-class States:
-    """Token sequences on their way through the model.
-
-    Attributes:
-        tokens: Batches of (samples, length) int64.
-        hidden: For each batch (samples, length, width), the inputs of the block that comes next.
-        kwargs: For each block and number of samples in a batch, its other arguments.
-    """
-
-    tokens: list[Tensor]
-    hidden: list[Tensor]
-    kwargs: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass
-class InputGram:
-    """The Gram matrix of an input that one or more matrices of a block share.
-
-    Attributes:
-        names: The matrices' paths in the block.
-        H: (in, in) float32, X^T X / tokens.
-        mean: (in,) float32, the mean of the rows of X.
-        tokens: Number of rows of X.
-    """
-
-    names: list[str]
-    H: Tensor
-    mean: Tensor
-    tokens: int = 0
 
 
 class StreamedModel:
@@ -109,67 +50,66 @@ class StreamedModel:
         device: Where blocks run: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What they run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the
             checkpoint's own on a GPU.
+        room: What memory hidden states may take.
 
     Raises:
         UsageError: no such device or dtype.
-        UnsupportedModelError: a family that is not in ``FAMILIES``, or quantised weights.
+        UnsupportedModelError: no list of decoder blocks can be found, or the weights are quantised.
         CheckpointError: the checkpoint does not have the tensors that the configuration promises.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
-        kind = checkpoint.config.get("model_type")
-        if not isinstance(kind, str) or kind not in FAMILIES:
-            architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
-            raise UnsupportedModelError(
-                f"{checkpoint.path} is of type {kind!r} ({architecture}); supported: {', '.join(FAMILIES)}"
-            )
+    def __init__(
+        self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", room: Room | None = None
+    ) -> None:
         if "quantization_config" in checkpoint.config:
             raise UnsupportedModelError(
                 f"{checkpoint.path} is quantised; prune the original and quantise the result"
             )
         self.checkpoint = checkpoint
-        self.family = FAMILIES[kind]
+        self.room = room or Room()
         self.device = _find_device(device)
         self.dtype = _find_dtype(dtype, self.device, checkpoint)
-        try:
-            self.config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-            # Buffers such as rotary frequencies are computed, not read, and have to be real.
-            with init_empty_weights(include_buffers=False):
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
-        except Exception as error:  # transformers checks some values and stumbles over others
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(
-                f"{checkpoint.path / 'config.json'} is refused by transformers: {reason}"
-            ) from error
-        self.model = model.eval().requires_grad_(False)
+        self.model = _structure(checkpoint, self.dtype)
+        self.config = self.model.config.get_text_config()
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(
                     name, buffer.to(self.device), name not in module._non_persistent_buffers_set
                 )
-        self.blocks: nn.ModuleList = self.model.get_submodule(self.family.blocks)
-        self._check_keys()
-
-    def _check_keys(self) -> None:
-        tied = set(self.model._tied_weights_keys or ()) if self.config.tie_word_embeddings else set()
-        for name, value in self.model.state_dict().items():
-            if name in tied:
-                continue
-            entry = self.checkpoint.entries.get(name)
-            if entry is None:
-                raise CheckpointError(
-                    f"{self.checkpoint.path} lacks {name!r}, which its config.json asks for"
-                )
-            if entry.shape != tuple(value.shape):
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: {name!r} has shape {entry.shape}, its config.json asks for "
-                    f"{tuple(value.shape)}"
-                )
+        kind = str(checkpoint.config.get("model_type"))
+        self.notes: list[str] = []
+        self._known = kind in FAMILIES
+        if getattr(self.config, "num_kv_shared_layers", 0):
+            raise UnsupportedModelError(
+                f"blocks of {checkpoint.path} ({kind}) use keys and values of earlier ones; models like this one "
+                "are not supported"
+            )
+        self.path, self.blocks = _block_list(self.model, kind)
+        decoder = self.model.get_decoder()
+        #: Without the head: LLaMA 4 says that the whole model is its decoder.
+        self._decoder = decoder if decoder is not self.model else _parent(self.model, self.path)
+        self.layout = Layout(self.model, checkpoint)
+        family = FAMILIES.get(kind, Family())
+        self._matrices = [
+            self.layout.matrices(index, f"{self.path}.{index}.", block, family)
+            for index, block in enumerate(self.blocks)
+        ]
+        if not all(self._matrices):
+            raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
+        if not self._known:
+            names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
+            self.notes.append(
+                f"{kind!r} is not among the model families that niwaki is tested with; by its structure it has "
+                f"{len(self.blocks)} blocks with {names}"
+            )
+        self._answers_tuple: bool | None = None
+        #: Whether to read the next block's weights while the present one is at work.
+        self._ahead = self.device.type == "cuda"
 
     @property
     def max_length(self) -> int:
-        """The number of positions that the model was made for."""
-        return int(self.config.max_position_embeddings)
+        """The number of positions that the model was made for, or a usual one if it does not say."""
+        return int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
 
     def window_length(self, asked: int | None) -> tuple[int, str]:
         """The sequence length to use, and what to note where nobody asked for it.
@@ -197,37 +137,93 @@ class StreamedModel:
             )
         self.window_length(tokens.shape[1])
 
-    def matrices(self) -> list[Matrix]:
-        """All matrices that can be pruned, block by block in the order of computation."""
-        found = []
-        for index, block in enumerate(self.blocks):
-            for name in self.family.matrices:
-                rows, columns = _weight(block, name).shape
-                key = f"{self.family.blocks}.{index}.{name}.weight"
-                found.append(Matrix(index, name, key, (rows, columns)))
-        return found
+    def matrices(self, block: int | None = None) -> list[Matrix]:
+        """The matrices that can be pruned, of one block or of all."""
+        chosen = self._matrices if block is None else [self._matrices[block]]
+        return [matrix for matrices in chosen for matrix in matrices]
+
+    def limit(self, blocks: range) -> None:
+        """From now on only the matrices of ``blocks`` can be pruned."""
+        self._matrices = [
+            matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)
+        ]
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of the largest block's weights while it runs."""
+        return max(sum(value.nbytes for value in block.parameters()) for block in self.blocks)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> States:
-        """The inputs of the first block for ``tokens`` (samples, length)."""
+        """The inputs of the first block for ``tokens`` (samples, length).
+
+        Raises:
+            UnsupportedModelError: blocks get more from the tokens than their hidden states.
+        """
         batches = list(tokens.split(max(1, TOKENS_PER_BATCH // tokens.shape[1])))
-        states = States(batches, [])
+        states = States(batches, Batches(self.room))
         seen: list[Tensor] = []
 
-        def record(index: int) -> Callable[..., Tensor]:
-            def forward(hidden: Tensor, **kwargs: Any) -> Tensor:
-                states.kwargs.setdefault((index, hidden.shape[0]), kwargs)
+        def record(index: int) -> Callable[..., Any]:
+            def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                before = states.arguments.setdefault((index, hidden.shape[0]), (args, kwargs))
+                if not _same(before, (args, kwargs)):
+                    raise UnsupportedModelError(
+                        f"block {index} is told something about the tokens besides its hidden states; models "
+                        "like this one are not supported"
+                    )
                 seen.append(hidden)
-                return hidden
+                return self._answer(hidden)
 
             return forward
 
-        with self._outer_weights(), self._replaced_blocks(record):
-            for batch in batches:
-                self.model.get_decoder()(input_ids=batch.to(self.device), use_cache=False)
-                states.hidden.append(seen[0])
-                seen.clear()
+        with self._outer_weights():
+            if self._answers_tuple is None:
+                self._answers_tuple = self._try_first(tokens[:1, :1])
+            with self._replaced_blocks(record):
+                for batch in batches:
+                    self._decoder(input_ids=batch.to(self.device), use_cache=False)
+                    states.hidden.append(seen[0])
+                    seen.clear()
         return states
+
+    def _try_first(self, tokens: Tensor) -> bool:
+        """What :meth:`_first_answers_tuple` says, if models of an unknown kind come that far.
+
+        Raises:
+            UnsupportedModelError: they do not.
+        """
+        try:
+            return self._first_answers_tuple(tokens)
+        except Exception as error:
+            if self._known or isinstance(error, NiwakiError):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path} cannot be run a block at a time: {reason}"
+            ) from error
+
+    def _first_answers_tuple(self, tokens: Tensor) -> bool:
+        """Whether blocks answer with a tuple around their hidden states, as those of some families do."""
+        answers: list[bool] = []
+
+        def let_through(index: int) -> Callable[..., Any]:
+            forward = type(self.blocks[index]).forward
+
+            def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                answer = forward(self.blocks[0], hidden, *args, **kwargs)
+                answers.append(isinstance(answer, tuple | list))
+                return answer
+
+            return first if index == 0 else lambda hidden, *_, **__: (hidden,) if answers[0] else hidden
+
+        weights = self._read(self.blocks[0], f"{self.path}.0.")
+        with _holding(self.blocks[0], weights), self._replaced_blocks(let_through):
+            self._decoder(input_ids=tokens.to(self.device), use_cache=False)
+        return answers[0]
+
+    def _answer(self, hidden: Tensor) -> Any:
+        return (hidden,) if self._answers_tuple else hidden
 
     @torch.no_grad()
     def losses(self, states: States) -> Tensor:
@@ -240,7 +236,7 @@ class StreamedModel:
             for batch, ends in zip(states.tokens, states.hidden, strict=True):
                 samples = max(1, LOGITS_PER_BATCH // (batch.shape[1] * self.config.vocab_size))
                 for tokens, hidden in zip(batch.split(samples), ends.split(samples), strict=True):
-                    with self._replaced_blocks(_constant(hidden)):
+                    with self._replaced_blocks(self._constant(hidden)):
                         logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
                     loss = nn.functional.cross_entropy(
                         logits[:, :-1].flatten(0, 1).float(),
@@ -253,32 +249,46 @@ class StreamedModel:
             raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
         return found
 
-    def stream(self) -> Iterator[Block]:
-        """The blocks in order, each with its weights until the next one is asked for."""
-        for index, module in enumerate(self.blocks):
-            prefix = f"{self.family.blocks}.{index}."
-            with self._loaded(module, prefix):
-                yield Block(index, prefix, module, self)
+    def stream(self) -> Generator[Block]:
+        """The blocks in order, each with its weights until the next one is asked for.
 
-    @contextlib.contextmanager
-    def _loaded(self, module: nn.Module, prefix: str, skip: str | None = None) -> Iterator[None]:
-        """Reads the weights of ``module`` but for those under ``skip``; lets go of them at the end."""
-        empty = {
-            name: value
-            for name, value in module.state_dict().items()
-            if prefix + name in self.checkpoint and not (skip and name.startswith(skip))
-        }
-        try:
-            loaded = {name: self.checkpoint.read(prefix + name).to(self.device, self.dtype) for name in empty}
-            module.load_state_dict(loaded, strict=False, assign=True)
-            yield
-        finally:
-            module.load_state_dict(empty, strict=False, assign=True)
+        For a GPU those of the next block are read and copied meanwhile.
+        """
+        with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
+            coming: Future[dict[str, Tensor]] | None = None
+            for index, module in enumerate(self.blocks):
+                weights = coming.result() if coming else self._read(module, f"{self.path}.{index}.")
+                if reader and index + 1 < len(self.blocks):
+                    coming = reader.submit(self._read, self.blocks[index + 1], f"{self.path}.{index + 1}.")
+                with _holding(module, weights):
+                    del weights  # or they would stay while the next ones are read
+                    yield Block(index, module, self)
+
+    def _read(self, module: nn.Module, prefix: str, skip: str | None = None) -> dict[str, Tensor]:
+        """The weights of ``module`` but for those under ``skip``, on the device."""
+        names = [
+            name
+            for name in module.state_dict()
+            if prefix + name in self.layout and not (skip and name.startswith(skip))
+        ]
+        if self.device.type != "cuda":
+            return {name: self.layout.read(prefix + name).to(self.device) for name in names}
+        # On a stream of its own, so that copies and the present block's products go on side by side.
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            weights = {
+                name: self.layout.read(prefix + name).pin_memory().to(self.device, non_blocking=True)
+                for name in names
+            }
+        stream.synchronize()
+        for value in weights.values():  # their memory is not to be used again before the other stream is done
+            value.record_stream(torch.cuda.default_stream(self.device))
+        return weights
 
     @contextlib.contextmanager
     def _outer_weights(self) -> Iterator[None]:
         """Everything outside the blocks: embeddings, last norm, head."""
-        with self._loaded(self.model, "", skip=self.family.blocks + "."):
+        with _holding(self.model, self._read(self.model, "", skip=self.path + ".")):
             head = self.model.get_output_embeddings()
             own = head.weight
             if own.is_meta:  # not in the checkpoint: tied to the embeddings, for as long as they are here
@@ -290,7 +300,7 @@ class StreamedModel:
                     head.weight = own
 
     @contextlib.contextmanager
-    def _replaced_blocks(self, make: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+    def _replaced_blocks(self, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
         """Blocks whose forward pass is ``make(index)``; their attributes, which parents read, stay."""
         try:
             for index, block in enumerate(self.blocks):
@@ -300,117 +310,150 @@ class StreamedModel:
             for block in self.blocks:
                 block.__dict__.pop("forward", None)
 
+    def _constant(self, hidden: Tensor) -> Callable[[int], Callable[..., Any]]:
+        """Blocks that answer ``hidden``, whatever goes in."""
+        return lambda _: lambda *_, **__: self._answer(hidden)
+
 
 class Block:
     """One decoder block with its weights in memory.
 
     Attributes:
         index: Its place, from 0.
+        matrices: What can be pruned in it.
     """
 
-    def __init__(self, index: int, prefix: str, module: nn.Module, model: StreamedModel) -> None:
+    def __init__(self, index: int, module: nn.Module, model: StreamedModel) -> None:
         self.index = index
-        self._prefix = prefix
+        self.matrices = model.matrices(index)
         self._module = module
         self._model = model
 
     @torch.no_grad()
     def advance(self, states: States, done: Callable[[], None] = lambda: None) -> None:
         """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch."""
-        for i, hidden in enumerate(states.hidden):
-            states.hidden[i] = self._run(hidden, states)
+        for i in range(len(states.hidden)):
+            states.hidden[i] = self._run(states.hidden[i], states)
             done()
 
     @torch.no_grad()
-    def input_grams(self, states: States, done: Callable[[], None] = lambda: None) -> list[InputGram]:
+    def input_grams(
+        self, states: States, done: Callable[[], None] = lambda: None, world: World | None = None
+    ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs, from one pass that leaves ``states`` alone.
+
+        With a ``world``, of the states of all its processes.
 
         Raises:
             NumericalError: an activation is NaN or infinite.
         """
-        grams: dict[str, InputGram] = {}
-        inputs: list[tuple[Tensor, InputGram]] = []  # of the current batch; keeps tensors alive for `is`
-
-        def gather(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                for seen, gram in inputs:
-                    if seen is args[0]:
-                        if name not in gram.names:
-                            gram.names.append(name)
-                        return
-                X = args[0].flatten(0, -2).float()
-                if name not in grams:
-                    width = X.shape[1]
-                    H, mean = X.new_zeros(width, width), X.new_zeros(width)
-                    grams[name] = InputGram([name], H, mean)
-                grams[name].H.addmm_(X.T, X)
-                grams[name].mean += X.sum(dim=0)
-                grams[name].tokens += X.shape[0]
-                inputs.append((args[0], grams[name]))
-
-            return hook
-
-        handles = [
-            self._module.get_submodule(name).register_forward_pre_hook(gather(name))
-            for name in self._model.family.matrices
-        ]
+        grams = InputGrams(self.matrices, dict(self._module.named_parameters()))
+        for hidden in states.hidden:
+            grams.watch(lambda hidden=hidden: self._run(hidden, states))  # type: ignore[misc]
+            done()
         try:
-            for hidden in states.hidden:
-                self._run(hidden, states)
-                inputs.clear()
-                done()
-        finally:
-            for handle in handles:
-                handle.remove()
-        for gram in grams.values():
-            gram.H.div_(gram.tokens)
-            gram.mean.div_(gram.tokens)
-            if not torch.isfinite(gram.H).all():
-                raise NumericalError(
-                    f"the inputs of {self._prefix}{gram.names[0]} are NaN or infinite on the calibration text; "
-                    "try --dtype float32, or another text"
-                )
-        return list(grams.values())
+            return grams.finish(world or World())
+        except WorkerError:
+            raise
+        except NiwakiError as error:
+            raise type(error)(f"block {self.index}: {error}") from error
 
-    def weight(self, name: str) -> Tensor:
-        """(out, in) float32: the original weights of the matrix ``name``."""
-        return self._model.checkpoint.read(self.key(name)).to(self._model.device, torch.float32)
+    def weight(self, matrix: Matrix) -> Tensor:
+        """(out, in) float32: its original weights."""
+        return matrix.read(self._model.checkpoint).to(self._model.device, torch.float32)
 
-    def replace(self, name: str, W: Tensor) -> Tensor:
-        """Puts W (out, in) in the place of the matrix ``name``.
+    def replace(self, matrix: Matrix, W: Tensor) -> Tensor:
+        """Puts W (out, in) in the place of ``matrix``.
 
         Returns:
-            W in the dtype of the checkpoint, which is what the block computes with from now on, with
-            zeros that are exactly +0.0.
+            W in the layout and dtype of the checkpoint, with zeros that are exactly +0.0; what the block
+            computes with from now on.
 
         Raises:
             NumericalError: a weight is too large for that dtype.
         """
-        parameter = _weight(self._module, name)
-        stored = W.to(self._model.checkpoint.dtype(self.key(name))).add_(0.0)  # rounding can leave -0.0
+        stored = W.to(self._model.checkpoint.dtype(matrix.key)).add_(0.0)  # rounding can leave -0.0
         if not torch.isfinite(stored).all():
-            raise NumericalError(f"{self.key(name)}: a pruned weight is too large for {stored.dtype}")
-        parameter.copy_(stored)
+            raise NumericalError(f"{matrix.key}: a pruned weight is too large for {stored.dtype}")
+        stored = stored.T.contiguous() if matrix.transposed else stored
+        self.put(matrix, stored)
         return stored
 
-    def key(self, name: str) -> str:
-        """The checkpoint's key of the matrix ``name``."""
-        return f"{self._prefix}{name}.weight"
+    def room(self, matrix: Matrix) -> Tensor:
+        """Memory for ``matrix`` in the layout and dtype of the checkpoint."""
+        shape = matrix.shape[::-1] if matrix.transposed else matrix.shape
+        return torch.empty(shape, dtype=self._model.checkpoint.dtype(matrix.key), device=self._model.device)
+
+    def put(self, matrix: Matrix, stored: Tensor) -> None:
+        """Computes with ``stored``, in the layout of the checkpoint, in the place of ``matrix`` from now on."""
+        value = stored.T if matrix.transposed else stored
+        matrix.within(self._module.get_parameter(matrix.parameter)).copy_(value)
 
     def _run(self, hidden: Tensor, states: States) -> Tensor:
-        out = self._module(hidden, **states.kwargs[self.index, hidden.shape[0]])
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        args, kwargs = states.arguments[self.index, hidden.shape[0]]
+        out = self._module(hidden, *args, **kwargs)
+        return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
 
 
-def _weight(block: nn.Module, name: str) -> Tensor:
-    weight = block.get_submodule(name).weight
-    assert isinstance(weight, Tensor)
-    return weight
+@contextlib.contextmanager
+def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """``module`` with ``weights``, of which it lets go at the end."""
+    empty = {name: value for name, value in module.state_dict().items() if name in weights}
+    try:
+        module.load_state_dict(weights, strict=False, assign=True)
+        yield
+    finally:
+        module.load_state_dict(empty, strict=False, assign=True)
 
 
-def _constant(hidden: Tensor) -> Callable[[int], Callable[..., Tensor]]:
-    """Blocks that answer ``hidden``, whatever goes in."""
-    return lambda _: lambda *_, **__: hidden
+def _structure(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without memory for its parameters; buffers, which are computed and not read, are real."""
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{checkpoint.path} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
+                "are a decoder only"
+            )
+        with init_empty_weights(include_buffers=False):
+            # One expert after the other: the other ways of running them sort tokens into one large product.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+            assert isinstance(model, PreTrainedModel)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers checks some values and stumbles over others
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason.split(" Model type should be one of ")[0]  # and all of them
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'} is refused by transformers: {reason}"
+        ) from error
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _block_list(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
+    """(path, decoder blocks): the first list under the decoder that is as long as the model is deep."""
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth and id(module) in decoder:
+            return path, module
+    raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")
+
+
+def _parent(model: PreTrainedModel, path: str) -> nn.Module:
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments of a block are equal."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and (a is b or (isinstance(a, bool | int | float | str | None) and a == b))
 
 
 def _find_device(name: str) -> torch.device:

@@ -44,14 +44,15 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         language=inherited.get("language"),
         tags=sorted({*tags, "niwaki", "pruned", "sparse"}),
     )
+    where = f" in {record.part}" if record.part else ""
     lines = [
         "---",
         data.to_yaml(),
         "---",
         "",
-        f"# {name}, {100 * record.sparsity:.4g} % sparse",
+        f"# {name}, {100 * record.sparsity:.4g} % sparse{where}",
         "",
-        f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki. "
+        f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
         "Zeros are stored as such, so this loads wherever the dense model does.",
         "",
         "| | |",

@@ -67,6 +67,11 @@ class Entry:
     offset: int
     size: int
 
+    def part(self, index: int) -> Entry:
+        """Where ``tensor[index]`` is."""
+        size = self.size // self.shape[0]
+        return Entry(self.shard, self.dtype, self.shape[1:], self.offset + index * size, size)
+
 
 class Checkpoint:
     """The weights of a model directory, by key.
@@ -127,8 +132,8 @@ class Checkpoint:
         """The dtype that the tensor under ``key`` is stored in."""
         return _DTYPES[self.entries[key].dtype]
 
-    def read(self, key: str) -> Tensor:
-        """The tensor under ``key``, on the CPU, in the dtype that it is stored in.
+    def read(self, key: str, part: int | None = None) -> Tensor:
+        """The tensor under ``key``, or its part at that index, on the CPU, in the dtype that it is stored in.
 
         Raises:
             CheckpointError: there is none, it cannot be read, or it is not finite.
@@ -140,22 +145,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here"
             )
-        data = bytearray(entry.size)
-        try:
-            with (self.path / entry.shard).open("rb") as file:
-                file.seek(entry.offset)
-                got = file.readinto(data)
-        except OSError as error:
-            raise CheckpointError(f"{self.path / entry.shard} cannot be read: {error.strerror}") from error
-        if got != entry.size:
-            raise CheckpointError(f"{self.path / entry.shard} ends inside {key!r}; is the download complete?")
-        dtype = _DTYPES[entry.dtype]
-        if not data:
-            return torch.empty(entry.shape, dtype=dtype)
-        tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
-        if dtype.is_floating_point and not torch.isfinite(tensor.float()).all():
-            raise CheckpointError(f"{self.path / entry.shard}: {key!r} has NaN or infinite values")
-        return tensor
+        return _tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))
 
 
 class CheckpointWriter:
@@ -167,17 +157,21 @@ class CheckpointWriter:
 
     Args:
         source: The checkpoint to follow.
-        directory: Where the shards go; it exists and holds none of them.
+        directory: Where the shards go; it exists and holds none of them, except to resume.
+        resume: Go on with the shards that an earlier writer left there.
 
     Raises:
         OutputError: no space, or the directory cannot be written.
     """
 
-    def __init__(self, source: Checkpoint, directory: Path) -> None:
+    def __init__(self, source: Checkpoint, directory: Path, resume: bool = False) -> None:
         self._source = source
         self._directory = directory
+        self._resume = resume
         self._files: dict[str, BinaryIO] = {}
-        self._written: set[str] = set()
+        self._dirty: set[str] = set()
+        #: By key, the parts that were written; None for the whole tensor.
+        self._written: dict[str, set[int | None]] = {}
 
     def __enter__(self) -> CheckpointWriter:
         try:
@@ -200,19 +194,24 @@ class CheckpointWriter:
         with output_errors(self._directory):
             for shard in self._source.shards:
                 original = self._source.path / shard
-                file = self._files[shard] = (self._directory / shard).open("wb")
+                path = self._directory / shard
+                if self._resume and not path.exists():
+                    raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
+                file = self._files[shard] = path.open("r+b" if self._resume else "w+b")
                 size = original.stat().st_size
                 _reserve(file, size)
                 with original.open("rb") as read:
                     _copy(read, file, 0, _header_end(read, original))
 
-    def write(self, key: str, tensor: Tensor) -> None:
-        """Writes ``tensor`` in the place of ``key``.
+    def write(self, key: str, tensor: Tensor, part: int | None = None) -> None:
+        """Writes ``tensor`` in the place of ``key``, or of its part at that index.
 
         Raises:
             OutputError: it has another dtype or shape than the original, or cannot be written.
         """
         entry = self._source.entries[key]
+        if part is not None:
+            entry = entry.part(part)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != _DTYPES[entry.dtype]:
             raise OutputError(
                 f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
@@ -222,7 +221,27 @@ class CheckpointWriter:
             file = self._files[entry.shard]
             file.seek(entry.offset)
             file.write(raw.data)
-        self._written.add(key)
+        self._written.setdefault(key, set()).add(part)
+        self._dirty.add(entry.shard)
+
+    def read(self, key: str, part: int | None = None) -> Tensor:
+        """What an earlier writer wrote in the place of ``key``; it counts as written.
+
+        Raises:
+            CheckpointError: it is not there, or not finite.
+        """
+        entry = self._source.entries[key]
+        found = _tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
+        self._written.setdefault(key, set()).add(part)
+        return found
+
+    def sync(self) -> None:
+        """Waits until all that was written is on disk."""
+        with output_errors(self._directory):
+            for shard in self._dirty:
+                self._files[shard].flush()
+                os.fsync(self._files[shard].fileno())
+        self._dirty.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -244,8 +263,13 @@ class CheckpointWriter:
             with (self._source.path / shard).open("rb") as read:
                 # Straight from the file's own header: tensors that the index does not name move along.
                 for key, entry in _read_header(self._source.path / shard).items():
-                    if key not in self._written:
+                    written = self._written.get(key, set())
+                    if not written:
                         _copy(read, file, entry.offset, entry.size)
+                    elif None not in written:
+                        for index in set(range(entry.shape[0])) - written:
+                            part = entry.part(index)
+                            _copy(read, file, part.offset, part.size)
             file.flush()
             os.fsync(file.fileno())
 
@@ -282,15 +306,15 @@ def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def output_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError inside into an OutputError of one line."""
+def output_errors(path: Path, hint: str = "the output is as large as the model") -> Iterator[None]:
+    """Turns an OSError inside into an OutputError of one line; ``hint`` ends it where the disk is full."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path).free / 2**30
             raise OutputError(
-                f"no space left on disk for {path} ({free:.2f} GiB are free); the output is as large as the model"
+                f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}"
             ) from error
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -323,6 +347,26 @@ def locate_model(model: str) -> Path:
         raise CheckpointError(
             f"{model} is no directory here and could not be had from the hub: {reason}"
         ) from error
+
+
+def _tensor(path: Path, key: str, entry: Entry) -> Tensor:
+    """The tensor at ``entry`` of the file ``path``."""
+    data = bytearray(entry.size)
+    try:
+        with path.open("rb") as file:
+            file.seek(entry.offset)
+            got = file.readinto(data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if got != entry.size:
+        raise CheckpointError(f"{path} ends inside {key!r}; is the download complete?")
+    dtype = _DTYPES[entry.dtype]
+    if not data:
+        return torch.empty(entry.shape, dtype=dtype)
+    tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
+    if dtype.is_floating_point and not torch.isfinite(tensor.float()).all():
+        raise CheckpointError(f"{path}: {key!r} has NaN or infinite values")
+    return tensor
 
 
 def _reserve(file: BinaryIO, size: int) -> None:

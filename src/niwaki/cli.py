@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -108,15 +109,31 @@ def prune(
     text_samples: Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")] = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Such as 8GiB: hidden states that do not fit are kept in a temporary file."
+        ),
+    ] = None,
     record: RecordFile = None,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Discard what a stopped run has left for OUT instead of going on."),
+    ] = False,
 ) -> None:
-    """Prune MODEL and write the result to OUT."""
+    """Prune MODEL and write the result to OUT. A run that was stopped goes on when asked for again."""
     _quiet_libraries()
+    from niwaki.distributed import world
     from niwaki.pipeline import prune as run
     from niwaki.solvers import DEFAULT_SOLVER, make_solver
+    from niwaki.states import parse_size
 
     name = solver or DEFAULT_SOLVER
-    with Display(out) as display:
+    with world(device) as (team, device), Display(out) as display:
         run(
             model,
             output,
@@ -135,11 +152,16 @@ def prune(
             measure="both" if text_samples else "none",
             device=device,
             dtype=dtype,
+            blocks=_range(blocks) if blocks is not None else None,
+            memory=parse_size(memory) if memory is not None else None,
             record_to=record,
+            restart=restart,
             command=shlex.join(["niwaki", *sys.argv[1:]]),
             progress=display,
+            world=team,
         )
-    out.print(f"written to {output}", soft_wrap=True, markup=False)
+        if team.first:
+            out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 
 @app.command("eval")
@@ -248,7 +270,9 @@ def main() -> None:
     try:
         app()
     except NiwakiError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        what = f"error in process {os.environ.get('RANK', 0)}: " if several else "error: "
+        Console(stderr=True).print(Text.assemble((what, "bold red"), str(error)), soft_wrap=True)
         sys.exit(error.exit_code)
 
 
@@ -260,6 +284,13 @@ def _settings(pairs: list[str]) -> dict[str, str]:
             raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
         settings[name.strip()] = value.strip()
     return settings
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None:
+        raise UsageError(f"--blocks takes FROM:TO, such as 0:2 for the first two; got {text!r}")
+    return int(match[1]), int(match[2])
 
 
 def _stop(*_: object) -> None:

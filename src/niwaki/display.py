@@ -49,6 +49,7 @@ class Display(Progress):
         self._stage, self._steps, self._done = "", 1, 0
         self._detail = ""
         self._solved: list[MatrixRecord] = []
+        self._names: list[str] = []
 
     def __enter__(self) -> Display:
         return self
@@ -60,7 +61,7 @@ class Display(Progress):
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         calibration = record.calibration
-        self._line(f"{record.model}: {blocks} blocks of {matrices} matrices, {record.pattern}")
+        self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {record.pattern}")
         self._line(record.solver)
         self._line(
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
@@ -99,6 +100,13 @@ class Display(Progress):
     def note(self, text: str) -> None:
         self._line(f"note: {text}", style="yellow")
 
+    def stopped(self, done: int, blocks: int) -> None:
+        self.__exit__()
+        Console(stderr=True, highlight=False).print(
+            f"{done} of {blocks} blocks are done and stay; the same command goes on behind them",
+            soft_wrap=True,
+        )
+
     def end(self, record: Record) -> None:
         self._close_stage()
         self._close_block()
@@ -116,16 +124,26 @@ class Display(Progress):
 
     def _close_block(self) -> None:
         total = sum(self._spent.values())
-        names = [f"{matrix.name.rsplit('.', 1)[-1]:>6}" for matrix in self._solved]
-        if self._block == 0:
-            self._line("relative error of each matrix:")
-            self._line("  ".join(["block", "seconds", *names]))
-        errors = [f"{matrix.error:>{len(name)}.4f}" for matrix, name in zip(self._solved, names, strict=True)]
-        self._line("  ".join([f"{self._block + 1:5}", f"{total:7.1f}", *errors]))
-        if total > 0:
+        if self._solved:  # it is none of those that an earlier run did, or that are left as they are
+            self._errors_line(total)
+        if self._solved and total > 0:
             self._shares = {name: seconds / total for name, seconds in self._spent.items()}
         self._spent.clear()
         self._solved.clear()
+
+    def _errors_line(self, seconds: float) -> None:
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for matrix in self._solved:
+            kinds[kind(matrix.name)].append(matrix.error)
+        names = [f"{short(name):>6}" for name in kinds]
+        if not self._names:
+            self._line("relative error of each matrix (of experts the mean):")
+        if names != self._names:
+            self._line("  ".join(["block", "seconds", *names]))
+            self._names = names
+        means = [sum(errors) / len(errors) for errors in kinds.values()]
+        shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
+        self._line("  ".join([f"{self._block + 1:5}", f"{seconds:7.1f}", *shown]))
 
     def _draw(self) -> None:
         now = time.monotonic()
@@ -146,6 +164,16 @@ class Display(Progress):
             left=left,
             detail=self._detail,
         )
+
+
+def kind(name: str) -> str:
+    """What matrices of different experts have in common: "mlp.experts.*.up_proj"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def short(name: str) -> str:
+    """The last part of a name that is no number."""
+    return [part for part in kind(name).split(".") if part != "*"][-1]
 
 
 def duration(seconds: float) -> str:
@@ -188,24 +216,25 @@ def summary(record: Record) -> Table:
 def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
     """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
     kinds: dict[tuple[str, tuple[int, int]], list[MatrixSurvey]] = defaultdict(list)
-    blocks: dict[int, dict[str, MatrixSurvey]] = defaultdict(dict)
+    blocks: dict[int, dict[str, list[MatrixSurvey]]] = defaultdict(lambda: defaultdict(list))
     for item in found:
-        kinds[item.matrix.name, item.matrix.shape].append(item)
-        blocks[item.matrix.block][item.matrix.name] = item
+        name = kind(item.matrix.name)
+        kinds[name, item.matrix.shape].append(item)
+        blocks[item.matrix.block][name].append(item)
     patterns = list(next(iter(kinds.values()))[0].fitting)
     by_kind = Table(
         title="what would be pruned (n:m: groups of m with at most n non-zero)",
         box=None,
         title_justify="left",
     )
-    for heading in ("matrix", "shape", "blocks", "weights", "zeros", "in a row", *patterns):
+    for heading in ("matrix", "shape", "number", "weights", "zeros", "in a row", *patterns):
         by_kind.add_column(heading, justify="left" if heading == "matrix" else "right")
     for (name, shape), items in kinds.items():
         weights = len(items) * shape[0] * shape[1]
         low = min(item.row_zeros[0] for item in items)
         high = max(item.row_zeros[1] for item in items)
         by_kind.add_row(
-            name.rsplit(".", 1)[-1],
+            short(name),
             f"{shape[0]}x{shape[1]}",
             str(len(items)),
             f"{weights:,}",
@@ -217,11 +246,10 @@ def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
     by_block.add_column("block", justify="right")
     names = list(dict.fromkeys(name for name, _ in kinds))
     for name in names:
-        by_block.add_column(name.rsplit(".", 1)[-1], justify="right")
+        by_block.add_column(short(name), justify="right")
     for block, row in blocks.items():
-        by_block.add_row(
-            str(block), *(f"{100 * row[name].sparsity:.2f}" if name in row else "" for name in names)
-        )
+        means = {name: sum(item.sparsity for item in items) / len(items) for name, items in row.items()}
+        by_block.add_row(str(block), *(f"{100 * means[name]:.2f}" if name in means else "" for name in names))
     return [by_kind, by_block]
 
 

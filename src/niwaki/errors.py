@@ -10,7 +10,8 @@
     ├── UnsupportedModelError   a sound model of a kind that niwaki does not know
     ├── CalibrationError        a text that cannot be had, or is too short
     ├── NumericalError          NaN or infinity where a number should be, or a matrix beyond repair
-    └── OutputError             the result cannot be written, or is not what was meant to be written
+    ├── OutputError             the result cannot be written, or is not what was meant to be written
+    └── WorkerError             another process of the run has ended
 
 Each message is one line: what is wrong, which value or file, and what to try.
 """
@@ -71,3 +72,7 @@ class NumericalError(NiwakiError):
 
 class OutputError(NiwakiError):
     """The result cannot be written, or is not what was meant to be written."""
+
+
+class WorkerError(NiwakiError):
+    """Another process of the run has ended."""

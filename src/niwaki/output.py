@@ -1,18 +1,48 @@
-"""The directory that a run writes: there when all of it is, and not before."""
+"""The directory that a run writes: there when all of it is, and not before; unfinished, it can be gone on with.
+
+Beside OUT lie, while a run is on its way or was stopped, ``.OUT.partial`` with what is written so far and
+``.OUT.partial.json``, the journal: what was asked for and which blocks are done. If OUT is there already (an
+empty directory may be a mount point or somebody's working directory) both lie inside it, as ``.partial``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from niwaki import __version__
 from niwaki.checkpoint import Checkpoint, output_errors
-from niwaki.errors import UsageError
+from niwaki.errors import OutputError, UsageError
 from niwaki.record import Record, set_usual_mode, write_json
+
+_SAMPLE = 4096  # bytes
+
+
+@dataclass
+class Journal:
+    """How far a run has come.
+
+    Attributes:
+        fingerprint: What was asked for, by name: a run goes on only if all of it is the same.
+        blocks: The number of blocks that are done and on disk.
+        zeros: By checkpoint key, the number of zeros that was written.
+        record: The record so far, as JSON.
+        complete: Everything is written and checked and has only to be moved into place.
+    """
+
+    fingerprint: dict[str, Any]
+    blocks: int = 0
+    zeros: dict[str, int] = field(default_factory=dict)
+    record: str = ""
+    complete: bool = False
 
 
 def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
@@ -22,7 +52,11 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
         UsageError: it is not empty, or inside the model's directory, or the record's file cannot be one.
     """
     out = out.expanduser().resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    directory, journal = _places(out)
+    taken = out.exists() and (
+        not out.is_dir() or any(path not in (directory, journal) for path in out.iterdir())
+    )
+    if taken and not _was_moving(directory, journal):
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
@@ -35,32 +69,104 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
     return out
 
 
-@contextlib.contextmanager
-def output_directory(out: Path) -> Iterator[Path]:
-    """A temporary directory that becomes ``out`` if all goes well and goes away if not.
+class Workplace:
+    """Where a run writes.
 
-    A directory that is there already (an empty one) may be a mount point or somebody's working directory:
-    it stays, the temporary one is made inside it and its contents move up.
+    Attributes:
+        directory: What becomes OUT.
+        journal: How far the run has come.
     """
-    there = out.exists()
-    parent = out if there else out.parent
-    made = next((p for p in reversed([parent, *parent.parents]) if not p.exists()), None)
+
+    def __init__(self, out: Path, journal: Journal) -> None:
+        self.directory, self._path = _places(out)
+        self._out = out
+        self.journal = journal
+
+    def clear(self, shards: list[str]) -> None:
+        """Removes what an earlier run left, except the shards that hold the blocks it has done."""
+        kept = set(shards) if self.journal.blocks else set()
+        with output_errors(self._out):
+            for path in self.directory.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name not in kept:
+                    path.unlink()
+
+    def save(self, **changes: Any) -> None:
+        """Writes the journal with these changes: what it says is done has to be on disk before."""
+        journal = dataclasses.replace(self.journal, **changes)
+        write_json(self._path, json.dumps(dataclasses.asdict(journal)) + "\n", sync=True)
+        vars(self.journal).update(changes)
+
+    @property
+    def has_more_to_come(self) -> bool:
+        """Whether blocks are done and kept, and the directory is not in place."""
+        return self.journal.blocks > 0 and self._path.exists()
+
+    def move(self) -> None:
+        """Moves the directory into place."""
+        with output_errors(self._out):
+            if self._out == self.directory.parent:
+                for path in sorted(self.directory.iterdir()):
+                    path.rename(self._out / path.name)
+                self.directory.rmdir()
+            elif self.directory.exists():
+                set_usual_mode(self.directory, 0o777)
+                self.directory.rename(self._out)
+            self._path.unlink()
+
+
+@contextlib.contextmanager
+def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> Iterator[Workplace]:
+    """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
+
+    If the run fails before its first block is done, nothing is left behind. Later, what is done stays for
+    the same command to go on with.
+
+    Raises:
+        UsageError: there is an unfinished run of something else, or one that is still running.
+        OutputError: the place cannot be written.
+    """
+    directory, path = _places(out)
+    made = next((p for p in reversed([path.parent, *path.parent.parents]) if not p.exists()), None)
     with output_errors(out):
-        parent.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=parent))
-    try:
-        yield directory
-        with output_errors(out):
-            if there:
-                for path in sorted(directory.iterdir()):
-                    path.rename(out / path.name)
-                directory.rmdir()
-            else:
-                set_usual_mode(directory, 0o777)
-                directory.rename(out)
-    except BaseException:
-        shutil.rmtree(made or directory, ignore_errors=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        place: Workplace | None = None
+        try:
+            with output_errors(out):
+                moved = path.exists() and not directory.exists()  # stopped after the last step
+                directory.mkdir(mode=0o700, exist_ok=True)
+                stack.enter_context(_locked(directory, out))
+                for stray in path.parent.iterdir():  # a journal that was being written
+                    if stray.name.startswith(path.name) and stray != path:
+                        stray.unlink()
+                journal = _earlier(path, out, fingerprint, restart)
+                if journal is None:
+                    path.unlink(missing_ok=True)
+                elif moved:
+                    directory.rmdir()
+            place = Workplace(out, journal or Journal(fingerprint))
+            yield place
+        except BaseException as error:
+            if isinstance(error, _BusyError):
+                raise UsageError(str(error)) from None
+            if place is not None and place.journal.blocks == 0:
+                path.unlink(missing_ok=True)
+                shutil.rmtree(made or directory, ignore_errors=True)
+            raise
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Of a checkpoint: its configuration, the place of its tensors, and some bytes of each of them."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for key, entry in sorted(checkpoint.entries.items()):
+        digest.update(f"{key} {entry}".encode())
+        with (checkpoint.path / entry.shard).open("rb") as file:
+            for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
+                file.seek(entry.offset + start)
+                digest.update(file.read(min(_SAMPLE, entry.size)))
+    return digest.hexdigest()
 
 
 def write_config(directory: Path, checkpoint: Checkpoint, record: Record) -> None:
@@ -78,6 +184,69 @@ def write_config(directory: Path, checkpoint: Checkpoint, record: Record) -> Non
             "mask_from": record.mask_from,
             "pattern": record.pattern,
             "sparsity": round(record.sparsity, 6),
+            **({"blocks": record.blocks} if record.blocks else {}),
         },
     }
     write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _places(out: Path) -> tuple[Path, Path]:
+    """(the directory to write to, the journal)."""
+    inside = out.is_dir() and not (out.parent / f".{out.name}.partial.json").exists()
+    name, parent = (".partial", out) if inside else (f".{out.name}.partial", out.parent)
+    return parent / name, parent / f"{name}.json"
+
+
+def _was_moving(directory: Path, journal: Path) -> bool:
+    """Whether a run was stopped in the very end, so that what is in its place is its own."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        complete = json.loads(journal.read_text(encoding="utf-8")).get("complete") is True
+        return complete and (directory.name == ".partial" or not directory.exists())
+    return False
+
+
+def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool) -> Journal | None:
+    """The journal of an earlier run that this one can go on with."""
+    if restart or not path.exists():
+        return None
+    try:
+        journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise OutputError(
+            f"{path} is not readable as the journal of a run; start over with --restart"
+        ) from error
+    asked = json.loads(json.dumps(fingerprint))
+    differing = [
+        f"{name} ({journal.fingerprint.get(name)} there, {asked.get(name)} here)"
+        for name in dict.fromkeys([*asked, *journal.fingerprint])
+        if journal.fingerprint.get(name) != asked.get(name)
+    ]
+    if differing:
+        raise UsageError(
+            f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
+            "for the same to go on with it, or start over with --restart"
+        )
+    return journal
+
+
+class _BusyError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, out: Path) -> Iterator[None]:
+    """Holds ``directory`` against other processes; the lock goes with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _BusyError(f"{out} is being written by another run that has not ended") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from niwaki import card
-from niwaki.blocks import Block, InputGram, Matrix, StreamedModel
+from niwaki.blocks import StreamedModel
 from niwaki.calibration import Order, Windows, load_tokenizer, read_windows
 from niwaki.checkpoint import (
     Checkpoint,
@@ -24,20 +21,19 @@ from niwaki.checkpoint import (
     locate_model,
     verify,
 )
-from niwaki.errors import NiwakiError, PatternError, UsageError
-from niwaki.output import check_output, output_directory, write_config
-from niwaki.patterns import Fixed, Pattern, Unstructured, parse_pattern
-from niwaki.perplexity import Perplexity
-from niwaki.problem import Gram, LayerProblem, Monitor
+from niwaki.distributed import World
+from niwaki.errors import UsageError
+from niwaki.masks import described, patterns_of, wanted_pattern
+from niwaki.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.patterns import Pattern
 from niwaki.progress import Progress
-from niwaki.record import MatrixRecord, Record, versions, write_json
+from niwaki.record import Record, versions, write_json
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
+from niwaki.states import Room
+from niwaki.walk import Clock, Measure, Walk, peak_memory
 
 #: Windows for the perplexity before and after, behind those of the calibration.
 DEFAULT_TEXT_SAMPLES = 16
-
-Measure = Literal["both", "after", "none"]
-PatternOf = Callable[[Matrix], Pattern]
 
 
 def prune(
@@ -59,9 +55,13 @@ def prune(
     measure: Measure = "both",
     device: str = "auto",
     dtype: str = "auto",
+    blocks: tuple[int, int] | None = None,
+    memory: int | None = None,
     record_to: str | Path | None = None,
+    restart: bool = False,
     command: str = "",
     progress: Progress | None = None,
+    world: World | None = None,
 ) -> Record:
     """Prunes the model in directory ``model`` and writes the result to directory ``out``.
 
@@ -90,36 +90,50 @@ def prune(
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on CPU and the
             checkpoint's on a GPU. Gram matrices and solvers always use float32.
+        blocks: Only those from the first number to before the second one are pruned.
+        memory: Bytes that the process may have, as far as hidden states decide it: what would go beyond that
+            is kept in a file in the system's temporary directory.
         record_to: Also write the record to this file.
+        restart: Discard what a run that was stopped has left for ``out``, instead of going on with it.
         command: The command line, for the record.
         progress: Is told how it goes.
+        world: The processes that prune together, see :mod:`niwaki.distributed`; by default this one alone.
 
     Returns:
         The record, which is also in ``out/niwaki.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`; nothing is left behind then.
+        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left behind then;
+            later the same call goes on behind the last block that is done.
     """
-    clock = _Clock()
-    progress = progress or Progress()
+    clock = Clock()
+    world = world or World()
+    progress = progress if progress and world.first else Progress()
     method = method or (solver if isinstance(solver, str) else type(solver).__name__.lower())
     solver = make_solver(solver) if isinstance(solver, str) else solver
     if order not in ("first", "random"):
         raise UsageError(f"the order of windows is first or random; got {order!r}")
     if text_samples < 1 or samples < 1:
         raise UsageError(f"samples must be 1 or more; got {min(samples, text_samples)}")
-    wanted = _pattern(solver, sparsity, pattern)
+    wanted = wanted_pattern(solver, sparsity, pattern)
     mask_model = mask_from
     if mask_from is not None and not Path(mask_from).expanduser().is_dir() and "/" not in mask_from:
         solver, mask_model = MaskThenUpdate(make_solver(mask_from), solver), None
     source_path = locate_model(str(model))
-    out_path = check_output(source_path, Path(out), Path(record_to) if record_to is not None else None)
+    out_path = Path(out)
+    if world.first:
+        out_path = check_output(source_path, out_path, Path(record_to) if record_to is not None else None)
 
     checkpoint = Checkpoint(source_path)
-    streamed = StreamedModel(checkpoint, device, dtype)
-    pattern_of = _patterns(wanted, mask_model, streamed)
+    room = Room()
+    streamed = StreamedModel(checkpoint, device, dtype, room)
+    chosen = _chosen(blocks, len(streamed.blocks))
+    streamed.limit(chosen)
+    if memory is not None:
+        room.limit(max(0, memory - _needed(streamed)))
+    pattern_of = patterns_of(wanted, mask_model, streamed)
     length, note = streamed.window_length(length)
-    notes = [note] if note else []
+    notes = [*streamed.notes, *([note] if note else [])]
     windows, held = _texts(
         source_path, calibration, samples, length, order, seed, text, text_samples, measure, notes
     )
@@ -130,7 +144,7 @@ def prune(
         model=str(model),
         method=method,
         solver=repr(solver),
-        pattern=_described(wanted, mask_model),
+        pattern=described(wanted, mask_model),
         mask_from=mask_from,
         calibration={
             "source": windows.source,
@@ -140,216 +154,138 @@ def prune(
             "seed": seed,
             "tokens_sha256": windows.fingerprint(),
         },
-        device=_device_name(streamed.device),
+        device=_device_name(streamed.device, world),
         dtype=str(streamed.dtype).removeprefix("torch."),
+        blocks=[chosen.start, chosen.stop] if len(chosen) < len(streamed.blocks) else None,
         flops=float(sum(solver.flops(*matrix.shape) for matrix in streamed.matrices())),
         versions=versions(),
         notes=notes,
     )
+    if record.part:
+        notes.append(f"only {record.part} of {len(streamed.blocks)}, counted from 0: no other is pruned")
+    asked = {
+        "model": fingerprint(checkpoint),
+        "mask_from": mask_from
+        and (fingerprint(Checkpoint(locate_model(mask_model))) if mask_model else mask_from),
+        "solver": repr(solver),
+        "pattern": str(wanted),
+        "calibration": windows.fingerprint(),
+        "text": held and held.fingerprint(),
+        "measure": measure,
+        "blocks": [chosen.start, chosen.stop],
+        "device": streamed.device.type,
+        "dtype": record.dtype,
+        "versions": record.versions,
+    }
+    _check_same(asked, world)
+    shares = windows, held = _share(windows, world), held and _share(held, world)
     clock.lap("prepare")
-    run = _Run(streamed, solver, pattern_of, record, progress, clock)
-    with output_directory(out_path) as directory:
-        with CheckpointWriter(checkpoint, directory) as writer:
-            run.blocks(writer, windows, held, measure)
-        clock.lap("write")
-        left = carry_over(source_path, directory, checkpoint.shards)
-        if left:
-            notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
-        write_config(directory, checkpoint, record)
-        card.write(directory, record)
-        verify(directory, checkpoint, run.zeros)
-        clock.lap("check")
-        _finish(record, clock, streamed.device)
-        write_json(directory / "niwaki.json", record.to_json())
-    if record_to is not None:
-        write_json(Path(record_to).expanduser(), record.to_json())
+    with (
+        contextlib.closing(room),
+        workplace(out_path, asked, restart) if world.first else contextlib.nullcontext() as place,
+        _told_when_stopped(place, progress, chosen),
+    ):
+        told = world.told(place.journal if place else Journal({}))
+        journal = place.journal if place else told
+        if journal.blocks:
+            record = dataclasses.replace(
+                Record.from_json(journal.record), command=command, device=record.device
+            )
+        if not journal.complete:
+            if journal.blocks:
+                record.resumed.append(journal.blocks)
+                clock.add(record.seconds)
+                progress.note(
+                    f"going on behind block {journal.blocks} of {len(streamed.blocks)}, where an earlier run was "
+                    "stopped; the blocks before it run again for their outputs"
+                )
+            run = Walk(streamed, solver, pattern_of, record, progress, clock, world, journal)
+            if place:
+                _write(run, place, checkpoint, shares, measure)
+            else:
+                run.blocks(*shares, measure)
+        record = world.told(record)
+        if place:
+            place.move()
+            if record_to is not None:
+                write_json(Path(record_to).expanduser(), record.to_json())
     progress.end(record)
     return record
 
 
-class _Run:
-    """The walk over the blocks."""
+def _write(
+    run: Walk,
+    place: Workplace,
+    checkpoint: Checkpoint,
+    shares: tuple[Windows, Windows | None],
+    measure: Measure,
+) -> None:
+    """The walk over the blocks and all that is written."""
+    record, clock, journal = run.record, run.clock, place.journal
+    place.clear(checkpoint.shards)
+    with CheckpointWriter(checkpoint, place.directory, resume=journal.blocks > 0) as writer:
+        run.blocks(*shares, measure, writer, place)
+    clock.lap("write")
+    left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
+    if left:
+        record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
+    write_config(place.directory, checkpoint, record)
+    card.write(place.directory, record)
+    verify(place.directory, checkpoint, journal.zeros)
+    clock.lap("check")
+    record.seconds = {**clock.seconds, "total": clock.total()}
+    write_json(place.directory / "niwaki.json", record.to_json())
+    place.save(record=record.to_json(), complete=True)
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        solver: Solver,
-        pattern_of: PatternOf,
-        record: Record,
-        progress: Progress,
-        clock: _Clock,
-    ) -> None:
-        self._model = model
-        self._solver = solver
-        self._pattern_of = pattern_of
-        self._record = record
-        self._progress = progress
-        self._clock = clock
-        #: By checkpoint key, the number of zeros that was written.
-        self.zeros: dict[str, int] = {}
 
-    def blocks(
-        self, writer: CheckpointWriter, windows: Windows, held: Windows | None, measure: Measure
-    ) -> None:
-        model, progress, clock = self._model, self._progress, self._clock
-        shapes = {(m.block, m.name): m for m in model.matrices()}
-        progress.begin(self._record, len(model.blocks), len(model.family.matrices))
-        states = model.embed(windows.tokens)
-        dense = model.embed(held.tokens) if held and measure == "both" else None
-        pruned = model.embed(held.tokens) if held and measure != "none" else None
-        clock.lap("capture")
-        for block in model.stream():
-            clock.lap("read")
-            progress.stage(block.index, "capture", len(states.hidden))
-            if dense:
-                block.advance(dense)
-            grams = block.input_grams(states, progress.step)
-            clock.lap("capture")
-            progress.stage(block.index, "solve", len(model.family.matrices))
-            while grams:
-                self._solve(block, grams.pop(0), shapes, writer)
-            clock.lap("solve")
-            last = block.index == len(model.blocks) - 1
-            progress.stage(block.index, "advance", len(states.hidden))
-            if pruned:
-                block.advance(pruned)
-            if not last:
-                block.advance(states, progress.step)
-            clock.lap("advance")
-        entries = {m.key: m.shape for m in model.matrices()}
-        total = sum(rows * columns for rows, columns in entries.values())
-        self._record.sparsity = sum(self.zeros.values()) / total
-        for name, end in (("before", dense), ("after", pruned)):
-            if held and end:
-                measured = Perplexity.of(model.losses(end), held.source)
-                self._record.perplexity[name] = dataclasses.asdict(measured)
-        clock.lap("perplexity")
+@contextlib.contextmanager
+def _told_when_stopped(place: Workplace | None, progress: Progress, chosen: range) -> Iterator[None]:
+    """Tells what stays of a run that ends early, if anything does."""
+    try:
+        yield
+    except BaseException:
+        if place and place.has_more_to_come:
+            progress.stopped(place.journal.blocks - chosen.start, len(chosen))
+        raise
 
-    def _solve(
-        self, block: Block, inputs: InputGram, shapes: dict[tuple[int, str], Matrix], writer: CheckpointWriter
-    ) -> None:
-        gram = Gram(inputs.H, shared=len(inputs.names) > 1, mean=inputs.mean)
-        for name in inputs.names:
-            matrix = shapes[block.index, name]
-            began = time.perf_counter()
-            with _named(matrix.key):
-                problem = LayerProblem(block.weight(name), gram)
-                solution = self._solver(problem, self._pattern_of(matrix), self._monitor(name))
-                stored = block.replace(name, solution.W)
-            writer.write(matrix.key, stored)
-            zeros = self.zeros[matrix.key] = stored.numel() - int(stored.count_nonzero())
-            done = MatrixRecord(
-                block.index,
-                name,
-                matrix.shape,
-                zeros / stored.numel(),
-                solution.error,
-                time.perf_counter() - began,
-                inputs.tokens,
-                solution.stats,
+
+def _share(windows: Windows, world: World) -> Windows:
+    return dataclasses.replace(windows, tokens=world.share(windows.tokens))
+
+
+def _check_same(asked: dict[str, Any], world: World) -> None:
+    """Raises UsageError where the processes were not asked for the same."""
+    for rank, other in enumerate(world.collected(asked)):
+        differing = [name for name in asked if asked[name] != other[name]]
+        if differing:
+            raise UsageError(
+                f"process {rank} was asked for another run than process {world.rank}: they differ in "
+                f"{', '.join(differing)}"
             )
-            self._note_damping(done)
-            self._record.matrices.append(done)
-            self._progress.solved(done)
-            self._progress.step()
-
-    def _monitor(self, name: str) -> Monitor | None:
-        if not self._progress.wants_steps:
-            return None
-        return lambda step, steps, error: self._progress.solving(name, step, steps, error)
-
-    def _note_damping(self, matrix: MatrixRecord) -> None:
-        asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
-        if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
-            note = (
-                f"block {matrix.block} {matrix.name}: damping raised from {asked:g} to {used:g}, "
-                "because the Gram matrix is close to singular"
-            )
-            self._record.notes.append(note)
-            self._progress.note(note)
 
 
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] += now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        return time.perf_counter() - self._began
-
-
-def _pattern(solver: Solver, sparsity: float | None, pattern: str | Pattern | None) -> Pattern | None:
-    if sparsity is not None and pattern is not None:
-        raise UsageError("give a sparsity or a pattern, not both")
-    if sparsity is not None:
-        return solver.default_pattern(sparsity)
-    return parse_pattern(pattern) if isinstance(pattern, str) else pattern
-
-
-def _patterns(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
-    """The pattern of each matrix: the same for all, or the mask that it has in another model.
-
-    With both, the mask may be refined within the pattern, and all masks are looked at first: an error in
-    the last block should not come after hours.
+def _chosen(blocks: tuple[int, int] | None, count: int) -> range:
+    """The blocks to prune.
 
     Raises:
-        UsageError: there is neither, or the pattern does not fit the matrices or their masks.
+        UsageError: there are no such blocks.
     """
-    matrices = streamed.matrices()
-    if wanted is not None:
-        for matrix in matrices:
-            with _named(matrix.key):
-                wanted.check(matrix.shape)
-    if mask_model is None:
-        if wanted is None:
-            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
-        return lambda _: wanted
-    lender = Checkpoint(locate_model(mask_model))
-    for matrix in matrices:
-        if matrix.key not in lender or lender.entries[matrix.key].shape != matrix.shape:
-            raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {matrix.shape}")
-    if wanted is not None:
-        for matrix in matrices:
-            with _named(matrix.key):
-                _check_mask(lender.read(matrix.key) != 0, wanted, mask_model)
-    return lambda matrix: Fixed((lender.read(matrix.key) != 0).to(streamed.device), wanted)
+    start, stop = blocks or (0, count)
+    if not 0 <= start < stop <= count:
+        raise UsageError(f"{start}:{stop} is no range of blocks here; the model's are 0:{count}")
+    return range(start, stop)
 
 
-def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
-    """Raises PatternError, with what differs, where ``pattern`` does not allow ``mask``."""
-    # Of scores 1 for kept and 0 for pruned weights a mask that is allowed is the best.
-    nearest = pattern.mask(mask.float())
-    if torch.equal(nearest, mask):
-        return
-    zeros, asked = (values.numel() - int(values.count_nonzero()) for values in (mask, nearest))
-    if zeros != asked:
-        share = 100 * zeros / mask.numel()
-        what = f"has {zeros} zeros of {mask.numel()} ({share:.4g} %), and {pattern} asks for {asked}"
-        other = ""
-    else:
-        row, column = (nearest != mask).nonzero()[0].tolist()
-        first, width = column - column % pattern.group, pattern.group
-        where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
-        what = f"has as many zeros as {pattern} asks for, but in other places, first in {where}"
-        other = f", or {Unstructured(pattern.sparsity)}"
-    raise PatternError(
-        f"the mask of {source} {what}; try the pattern that it was made for{other}, or none, which keeps the "
-        "mask as it is"
+def _needed(model: StreamedModel) -> int:
+    """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
+    largest = max(model.matrices(), key=lambda matrix: matrix.shape[0] * matrix.shape[1])
+    rows, columns = largest.shape
+    solving = 4 * (5 * columns**2 + 12 * rows * columns)
+    grams = max(
+        sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices(index))
+        for index in range(len(model.blocks))
     )
-
-
-def _described(wanted: Pattern | None, mask_model: str | None) -> str:
-    """The pattern for the record."""
-    if mask_model is None:
-        return str(wanted)
-    return f"the mask of {mask_model}" + (f", within {wanted}" if wanted is not None else "")
+    return peak_memory(model.device).get("resident", 0) + model.block_size + grams + solving
 
 
 def _texts(
@@ -389,30 +325,9 @@ def _texts(
     return windows, None
 
 
-@contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Puts the matrix's name before what goes wrong with it."""
-    try:
-        yield
-    except NiwakiError as error:
-        if key in str(error):
-            raise
-        raise type(error)(f"{key}: {error}") from error
-
-
-def _device_name(device: torch.device) -> str:
+def _device_name(device: torch.device, world: World) -> str:
     if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({torch.get_num_threads()} threads)"
-
-
-def _finish(record: Record, clock: _Clock, device: torch.device) -> None:
-    record.seconds = {**clock.seconds, "total": clock.total()}
-    if sys.platform != "win32":
-        import resource
-
-        # Kilobytes on Linux, bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        record.peak_memory["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if device.type == "cuda":
-        record.peak_memory["device"] = torch.cuda.max_memory_allocated(device)
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+    else:
+        name = f"{device} ({torch.get_num_threads()} threads)"
+    return name if world.size == 1 else f"{world.size} processes, the first on {name}"

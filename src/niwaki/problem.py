@@ -57,11 +57,15 @@ class Gram:
         """(in,) root mean square of each input; 0 for an input that is never active."""
         return self.H.diagonal().clamp(min=0).sqrt()
 
-    @cached_property
+    @property
     def unit(self) -> Tensor:
-        """(in, in): H in coordinates where live inputs have unit norm; 0 for dead inputs."""
-        inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
-        return (self.H * inverse).mul_(inverse.unsqueeze(1))
+        """(in, in): H in coordinates where live inputs have unit norm; 0 for dead inputs. Kept only if shared."""
+
+        def compute() -> Tensor:
+            inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
+            return (self.H * inverse).mul_(inverse.unsqueeze(1))
+
+        return self.derived("unit", compute)
 
     def live(self) -> Tensor:
         """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, so that they ask for no damping.
@@ -170,7 +174,6 @@ class Normalised:
 
     Attributes:
         W: (out, in), the weights times the norms of their inputs (and the metric).
-        H: (in, in), unit diagonal (without a metric); rows and columns of dead inputs are zero.
         gram: Where factorisations of ``H`` are kept.
     """
 
@@ -183,12 +186,16 @@ class Normalised:
         # One factor, and not one after the other: a weight that comes back has been rounded only twice.
         self._scale = self.gram.norm if metric is None else self.gram.norm * metric
         self.W = self._reordered(problem.W * self._scale)
-        self.H = self.gram.unit
-        if metric is not None:
-            self.H = (self.H / metric).div_(metric.unsqueeze(1))
-        if order is not None:
-            self.H = self.H[order][:, order]
+        self._metric = metric
         self._power_of_some_rows = 0.0
+
+    @cached_property
+    def H(self) -> Tensor:  # noqa: N802 - as the papers call it
+        """(in, in), unit diagonal (without a metric); rows and columns of dead inputs are zero."""
+        H = self.gram.unit
+        if self._metric is not None:
+            H = (H / self._metric).div_(self._metric.unsqueeze(1))
+        return H if self._order is None else H[self._order][:, self._order]
 
     def restore(self, W: Tensor) -> Tensor:
         """(out, in) in the problem's own coordinates; dead inputs get their old weights back.

@@ -15,7 +15,7 @@ class Progress:
     wants_steps = False
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        """All inputs are read, ``blocks`` with ``matrices`` each to come."""
+        """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
 
     def stage(self, block: int, name: str, steps: int) -> None:
         """A part of a block begins: "capture", "solve" or "advance", in so many steps."""
@@ -31,6 +31,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Something that the user should know."""
+
+    def stopped(self, done: int, blocks: int) -> None:
+        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call goes on with them."""
 
     def end(self, record: Record) -> None:
         """The output is in place."""

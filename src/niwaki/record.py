@@ -106,6 +106,8 @@ class Record:
         seconds: By stage, and in total.
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
         notes: What a careful reader should know: damping raised, text left out, files left behind.
+        resumed: After which numbers of blocks the run was stopped and gone on with.
+        blocks: The first block that was pruned and the first one behind them; None for all blocks.
     """
 
     command: str
@@ -125,6 +127,8 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    blocks: list[int] | None = None
 
     @property
     def mean_error(self) -> float:
@@ -133,6 +137,14 @@ class Record:
         if not errors or min(errors) <= 0:
             return 0.0
         return math.exp(sum(map(math.log, errors)) / len(errors))
+
+    @property
+    def part(self) -> str:
+        """Which blocks were pruned, such as "blocks 0 to 2"; nothing if all were."""
+        if self.blocks is None:
+            return ""
+        first, last = self.blocks[0], self.blocks[1] - 1
+        return f"block {first}" if first == last else f"blocks {first} to {last}"
 
     def to_json(self) -> str:
         """JSON text, indented."""
@@ -148,8 +160,10 @@ class Record:
         return cls(**values, matrices=matrices)
 
 
-def write_json(path: Path, text: str) -> None:
+def write_json(path: Path, text: str, sync: bool = False) -> None:
     """Writes ``text`` under a temporary name and renames it, so that ``path`` is whole or not there.
+
+    With ``sync`` it is on disk, and not only on its way there, when this returns.
 
     Raises:
         OutputError: it cannot be written.
@@ -161,6 +175,9 @@ def write_json(path: Path, text: str) -> None:
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
             set_usual_mode(temporary, 0o666)
             temporary.replace(path)
         except BaseException:

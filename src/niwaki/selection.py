@@ -135,11 +135,30 @@ def kth_smallest(values: Tensor, k: int) -> Tensor:
     """The k-th smallest (from 1) of a flat tensor, exactly.
 
     On a CPU by numpy, whose partition is 9 times faster than torch's kthvalue at 2,048 x 2,048: ADMM
-    selects at every step, and kthvalue would take longer than the step's matrix product.
+    selects at every step, and kthvalue would take longer than the step's matrix product. On a GPU by
+    counting, because kthvalue of one long row keeps one of its hundred processors busy.
     """
+    if values.device.type == "cuda" and values.dtype == torch.float32:
+        return _kth_by_counting(values, k)
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.partition(values.detach().numpy(), k - 1)[k - 1 : k].copy())
     return values.kthvalue(k).values
+
+
+def _kth_by_counting(values: Tensor, k: int) -> Tensor:
+    """As :func:`kth_smallest`, of float32 values of at least 0, whose bits are in the order of the numbers."""
+    bits = values.abs().view(torch.int32)  # without the sign of -0.0, which is not
+    found = torch.zeros(1, dtype=torch.int64, device=values.device)
+    rank = torch.full_like(found, k)
+    for shift in (16, 0):
+        counts = torch.bincount((bits >> shift) & 0xFFFF, minlength=1 << 16)
+        ends = counts.cumsum(0)
+        digit = torch.searchsorted(ends, rank)
+        rank -= ends[digit] - counts[digit]
+        found |= digit << shift
+        if shift:
+            bits = bits[(bits >> shift) == digit]
+    return found.to(torch.int32).view(torch.float32)
 
 
 def kth_smallest_per_row(scores: Tensor, k: int) -> Tensor:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from niwaki.blocks import Matrix, StreamedModel
+from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import Checkpoint, locate_model
+from niwaki.layout import Matrix
 
 #: The n:m patterns that hardware knows.
 KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
@@ -51,7 +52,7 @@ def survey(model: str | Path) -> Iterator[MatrixSurvey]:
     """
     checkpoint = Checkpoint(locate_model(str(model)))
     for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
-        kept = checkpoint.read(matrix.key) != 0
+        kept = matrix.read(checkpoint) != 0
         per_row = matrix.shape[1] - kept.sum(dim=1)
         fitting = {}
         for n, m in KNOWN_PATTERNS:

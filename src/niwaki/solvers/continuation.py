@@ -108,7 +108,7 @@ class Continuation(Solver):
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
-        H = scaled.H.clone()
+        H = scaled.H if monitor is None else scaled.H.clone()  # of large matrices every copy counts
         H.diagonal().add_(self.damping / metric[order].square())
         kept = max(1 - pattern.sparsity, 1 / W0.numel())  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25

@@ -1,0 +1,132 @@
+"""Seconds per block of a large model by stage, next to what plain products of those sizes cost, and peak memory.
+
+    python scripts/random_checkpoint.py big --like llama-2-7b
+    python benchmarks/block_time.py big --samples 32 --memory 4GiB --solvers wanda sparsegpt admm-grad continuation
+    python benchmarks/block_time.py big --device cuda --samples 128       # on a machine with a GPU
+
+Each solver prunes the first --blocks blocks in a process of its own. A capture pass is a forward pass and the Gram
+matrices; the floors are the floating-point operations of each stage over the rate of plain products of the same
+shapes, measured in the same run. The last line of each solver predicts the time for the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import save, seconds
+from torch import Tensor
+
+from niwaki.checkpoint import Checkpoint
+
+TOKENS = 4096  # that go through a block at a time
+
+
+def rates(shape: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Floating-point operations in a second of plain products: of a forward pass, a Gram matrix, a solver."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+
+    def rate(A: Tensor, B: Tensor) -> float:
+        C = A @ B
+
+        def product() -> None:
+            torch.matmul(A, B, out=C)
+            if device != "cpu":
+                torch.cuda.synchronize()
+
+        product()
+        return 2.0 * A.shape[0] * A.shape[1] * B.shape[1] / min(seconds(product) for _ in range(3))
+
+    X = torch.randn(TOKENS, hidden, device=device)
+    return {
+        "forward": rate(X.to(dtype), torch.randn(inner, hidden, device=device).to(dtype).T),
+        "gram": rate(X.T, X),
+        "solve": rate(X[:hidden], torch.randn(hidden, hidden, device=device)),
+    }
+
+
+def operations(shape: dict[str, Any], tokens: int, length: int) -> dict[str, float]:
+    """Floating-point operations of a block of the LLaMA family: a forward pass and all Gram matrices."""
+    hidden, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    keys = hidden * shape["num_key_value_heads"] // heads
+    weights = 2 * hidden**2 + 2 * hidden * keys + 3 * hidden * inner
+    return {
+        "forward": tokens * (2.0 * weights + 4.0 * length * hidden),
+        "gram": 2.0 * tokens * (3 * hidden**2 + inner**2),
+    }
+
+
+def main() -> None:
+    """Measures, prints, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--solvers", nargs="*", default=["wanda", "sparsegpt", "admm-grad", "continuation"])
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--memory", help="for niwaki prune")
+    parser.add_argument("--record", type=Path)
+    arguments = parser.parse_args()
+    shape = Checkpoint(arguments.model).config
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    speed = rates(shape, arguments.device, dtype)
+    print(
+        ", ".join(f"{name} {value / 1e9:,.0f} GFLOP/s" for name, value in speed.items()), "in plain products"
+    )
+    needed = operations(shape, arguments.samples * arguments.length, arguments.length)
+    results = []
+    for solver in arguments.solvers:
+        with tempfile.TemporaryDirectory(dir=arguments.model.parent) as scratch:
+            command = [sys.executable, "-m", "niwaki", "prune", arguments.model, f"{scratch}/out"]
+            command += ["--solver", solver, "--sparsity", 0.6, "--blocks", f"0:{arguments.blocks}"]
+            command += ["--calibration", "demo", "--samples", arguments.samples, "--seqlen", arguments.length]
+            command += ["--text-samples", 0, "--device", arguments.device, "--dtype", arguments.dtype]
+            command += ["--memory", arguments.memory] if arguments.memory else []
+            subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+            record = json.loads(Path(f"{scratch}/out/niwaki.json").read_text())
+        spent = {name: value / arguments.blocks for name, value in record["seconds"].items()}
+        # The last of the blocks is not run again for its outputs.
+        spent["advance"] *= arguments.blocks / max(1, arguments.blocks - 1)
+        floors = {
+            "capture": needed["forward"] / speed["forward"] + needed["gram"] / speed["gram"],
+            "advance": needed["forward"] / speed["forward"],
+            "solve": record["flops"] / arguments.blocks / speed["solve"],
+        }
+        stages = ("read", "capture", "solve", "advance", "write")
+        block = math.fsum(spent[name] for name in stages)
+        print(
+            f"{solver}: {block:.2f} s a block, peak memory "
+            + ", ".join(f"{size / 2**30:.2f} GiB {where}" for where, size in record["peak_memory"].items())
+        )
+        for name in stages:
+            floor = (
+                f"   {floors[name]:8.2f} s in plain products: {spent[name] / floors[name]:.2f}"
+                if name in floors
+                else ""
+            )
+            print(f"  {name:8s} {spent[name]:8.2f} s{floor}")
+        whole = block * shape["num_hidden_layers"]
+        print(f"  {shape['num_hidden_layers']} blocks: {whole:,.0f} s", flush=True)
+        results.append(
+            {
+                "solver": solver,
+                "block": spent,
+                "floors": floors,
+                "whole": whole,
+                "record": record["peak_memory"],
+            }
+        )
+    save(arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results)
+
+
+if __name__ == "__main__":
+    main()

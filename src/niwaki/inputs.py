@@ -1,0 +1,211 @@
+"""What each matrix of a block is multiplied with, whatever kind of module does it.
+
+A dispatch mode sees the matrix products of a forward pass. One with a factor that lies in the memory of a
+known weight tells that weight's input: for nn.Linear and its relatives, for GPT-2's Conv1D, for experts in
+three-dimensional parameters, one at a time or all in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from niwaki.distributed import World
+from niwaki.errors import NumericalError, UnsupportedModelError
+from niwaki.layout import Matrix
+
+_ATEN = torch.ops.aten
+#: Where the first of the two factors is among the arguments.
+_PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
+
+
+@dataclass
+class InputGram:
+    """The Gram matrix of an input that one or more matrices of a block share.
+
+    Attributes:
+        names: The matrices' names in the block, in the order of computation.
+        H: (in, in) float32, X^T X / tokens.
+        mean: (in,) float32, the mean of the rows of X.
+        tokens: Number of rows of X.
+        borrowed: Number of tokens that stand in for missing ones: see :meth:`InputGrams.finish`.
+    """
+
+    names: list[str]
+    H: Tensor
+    mean: Tensor
+    tokens: int = 0
+    borrowed: int = 0
+
+
+@dataclass
+class InputGrams:
+    """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
+
+    Attributes:
+        matrices: Whose.
+        parameters: Their parameters by path, with the memory that the forward passes use.
+    """
+
+    matrices: list[Matrix]
+    parameters: dict[str, Tensor]
+    _grams: dict[str, InputGram] = field(default_factory=dict)  # by the name of each matrix
+    _seen: dict[object, InputGram] = field(default_factory=dict)  # inputs of this pass
+    _alive: list[Tensor] = field(default_factory=list)  # so that no other tensor takes their place
+
+    def __post_init__(self) -> None:
+        self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
+        for matrix in self.matrices:
+            self._by_expert.setdefault((matrix.parameter, matrix.expert), []).append(matrix)
+        self._by_memory = {
+            self.parameters[matrix.parameter].untyped_storage().data_ptr(): matrix.parameter
+            for matrix in self.matrices
+        }
+
+    def watch(self, run: Callable[[], object]) -> None:
+        """Calls ``run``, which is one forward pass of the block."""
+        with _Products(self._product):
+            run()
+        self._seen.clear()
+        self._alive.clear()
+
+    def finish(self, world: World) -> list[InputGram]:
+        """The Gram matrices of all distinct inputs over all processes, in the order in which the pass had them.
+
+        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has
+        none. As many tokens as are missing are borrowed from its siblings: the mean over all tokens of all
+        experts' Gram matrices counts as the missing ones.
+
+        Raises:
+            NumericalError: an activation is NaN or infinite.
+            UnsupportedModelError: a matrix was not used, or as its transpose.
+        """
+        used = {m.parameter for m in self.matrices if m.name in self._grams}
+        for (parameter, _), matrices in self._by_expert.items():
+            if parameter not in used:
+                raise UnsupportedModelError(
+                    f"{parameter} is not used when its block runs; please report this model"
+                )
+            if matrices[0].name not in self._grams:
+                names, width = [m.name for m in matrices], matrices[0].shape[1]
+                self._new(names, width, self.parameters[parameter].device)
+        grams = self._summed(world)
+        for parameter in dict.fromkeys(m.parameter for m in self.matrices if m.expert is not None):
+            self._lend(parameter)
+        for gram in grams:
+            gram.H.div_(max(1, gram.tokens + gram.borrowed))
+            gram.mean.div_(max(1, gram.tokens + gram.borrowed))
+            if not torch.isfinite(gram.H).all():
+                raise NumericalError(
+                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; "
+                    "try --dtype float32, or another text"
+                )
+        return grams
+
+    def _summed(self, world: World) -> list[InputGram]:
+        """All Gram matrices, summed over the processes, in the first one's order: others may see experts in another."""
+        order = world.told(list({id(gram): gram.names for gram in self._grams.values()}.values()))
+        grams = [self._grams[names[0]] for names in order]
+        world.sum([tensor for gram in grams for tensor in (gram.H, gram.mean)])
+        tokens = torch.tensor([gram.tokens for gram in grams])
+        world.sum([tokens])
+        for gram, names, count in zip(grams, order, tokens.tolist(), strict=True):
+            gram.names, gram.tokens = names, count
+        return grams
+
+    def _product(self, weight: Tensor, X: Tensor, inner: int) -> None:
+        """A product of X (.., rows, in) with a weight whose dimension ``inner`` is summed over."""
+        parameter = self._by_memory.get(weight.untyped_storage().data_ptr())
+        if parameter is None:
+            return
+        whole = self.parameters[parameter]
+        stacked = whole.ndim == 3
+        transposed = weight.stride(inner) != whole.stride(-1)
+        if transposed != self._by_expert_any(parameter).transposed and 1 not in weight.shape[-2:]:
+            raise UnsupportedModelError(
+                f"{parameter} is used as the transpose of what its module suggests; please report this model"
+            )
+        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
+        if weight.ndim == 2 or weight.stride(0) == 0:
+            self._add(parameter, first if stacked else None, X.flatten(0, -2), X)
+            return
+        step = weight.stride(0) // whole.stride(0) if stacked else 0
+        for i, rows in enumerate(X):
+            # Where all experts run on as many rows, those of other experts' tokens are zero.
+            self._add(parameter, first + i * step if stacked else None, rows[rows.any(dim=1)], rows)
+
+    def _by_expert_any(self, parameter: str) -> Matrix:
+        return next(m for m in self.matrices if m.parameter == parameter)
+
+    def _add(self, parameter: str, expert: int | None, X: Tensor, origin: Tensor) -> None:
+        names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]
+        if not names:
+            return
+        key = (origin.data_ptr(), origin.shape, origin.stride(), origin._version)
+        gram = self._seen.get(key)
+        if gram is None:
+            gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
+            X = X.float()
+            gram.H.addmm_(X.T, X)
+            gram.mean += X.sum(dim=0)
+            gram.tokens += X.shape[0]
+            self._seen[key] = gram
+            self._alive.append(origin)
+        for name in names:
+            if name not in self._grams:
+                self._grams[name] = gram
+            if name not in gram.names:
+                gram.names.append(name)
+
+    def _new(self, names: list[str], width: int, device: torch.device) -> InputGram:
+        gram = InputGram(
+            list(names), torch.zeros(width, width, device=device), torch.zeros(width, device=device)
+        )
+        self._grams |= dict.fromkeys(names, gram)
+        return gram
+
+    def _lend(self, parameter: str) -> None:
+        grams = {
+            id(gram): gram
+            for (path, _), matrices in self._by_expert.items()
+            if path == parameter
+            for gram in [self._grams[matrices[0].name]]
+        }.values()
+        poor = [gram for gram in grams if gram.tokens < gram.H.shape[0] and not gram.borrowed]
+        total = sum(gram.tokens for gram in grams)
+        if not poor or not total:
+            return
+        H, mean = _sum(gram.H for gram in grams).div_(total), _sum(gram.mean for gram in grams).div_(total)
+        for gram in poor:
+            gram.borrowed = gram.H.shape[0] - gram.tokens
+            gram.H.add_(H, alpha=gram.borrowed)
+            gram.mean.add_(mean, alpha=gram.borrowed)
+
+
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    first, *rest = values
+    total = first.clone()
+    for value in rest:
+        total += value
+    return total
+
+
+class _Products(TorchDispatchMode):
+    """Tells ``product`` of both factors of each matrix product, each as the weight that it may be."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor, int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._product = product
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at = _PRODUCTS.get(func)
+        if at is not None:
+            left, right = args[at], args[at + 1]
+            self._product(right, left, -2)
+            self._product(left, right.mT, -1)
+        return func(*args, **(kwargs or {}))

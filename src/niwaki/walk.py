@@ -1,0 +1,243 @@
+"""The walk over the blocks: inputs in, matrices solved, weights and measurements out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections import defaultdict
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from niwaki.blocks import Block, StreamedModel
+from niwaki.calibration import Windows
+from niwaki.checkpoint import CheckpointWriter
+from niwaki.distributed import World
+from niwaki.errors import NumericalError
+from niwaki.inputs import InputGram
+from niwaki.layout import Matrix
+from niwaki.masks import PatternOf, named
+from niwaki.output import Journal, Workplace
+from niwaki.perplexity import Perplexity
+from niwaki.problem import Gram, LayerProblem, Monitor
+from niwaki.progress import Progress
+from niwaki.record import MatrixRecord, Record
+from niwaki.solvers import Solver
+
+Measure = Literal["both", "after", "none"]
+
+
+class Walk:
+    """The walk over the blocks.
+
+    Attributes:
+        record: Of the run.
+        clock: Likewise.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        solver: Solver,
+        pattern_of: PatternOf,
+        record: Record,
+        progress: Progress,
+        clock: Clock,
+        world: World,
+        journal: Journal,
+    ) -> None:
+        self._model = model
+        self._solver = solver
+        self._pattern_of = pattern_of
+        self.record = record
+        self._progress = progress
+        self.clock = clock
+        self._world = world
+        self._journal = journal
+        self._writer: CheckpointWriter | None = None
+
+    def blocks(
+        self,
+        windows: Windows,
+        held: Windows | None,
+        measure: Measure,
+        writer: CheckpointWriter | None = None,
+        place: Workplace | None = None,
+    ) -> None:
+        """Walks; the first of the processes has a ``writer`` and a ``place`` for the journal."""
+        model, progress, clock = self._model, self._progress, self.clock
+        self._writer = writer
+        stop = model.matrices()[-1].block + 1
+        progress.begin(self.record, len(model.blocks) if held else stop, len(model.matrices()))
+        states = model.embed(windows.tokens)
+        dense = model.embed(held.tokens) if held and measure == "both" else None
+        pruned = model.embed(held.tokens) if held and measure != "none" else None
+        clock.lap("capture")
+        if model.room.outside:
+            self._note(
+                f"{model.room.outside / 2**30:.2f} GiB of hidden states are in a file, for want of memory"
+            )
+        done = self._journal.blocks
+        for block in model.stream():
+            if block.index >= stop and not held:
+                break
+            clock.lap("read")
+            progress.stage(block.index, "capture", len(states.hidden))
+            if dense:
+                block.advance(dense)
+            if block.index < done:
+                self._restore(block)
+            elif block.matrices:
+                grams = block.input_grams(states, progress.step, self._world)
+                clock.lap("capture")
+                progress.stage(block.index, "solve", len(block.matrices))
+                self._solve_all(block, grams)
+                clock.lap("solve")
+                if writer and place:
+                    writer.sync()
+                    self.record.seconds = dict(clock.seconds)
+                    place.save(blocks=block.index + 1, record=self.record.to_json())
+                clock.lap("write")
+            last = block.index >= stop - 1
+            progress.stage(block.index, "advance", len(states.hidden))
+            if pruned:
+                block.advance(pruned)
+            if not last:
+                block.advance(states, progress.step)
+            clock.lap("advance")
+        total = sum(rows * columns for rows, columns in (m.shape for m in model.matrices()))
+        self.record.sparsity = sum(self._journal.zeros.values()) / total
+        for name, end in (("before", dense), ("after", pruned)):
+            if held and end:
+                measured = Perplexity.of(self._world.joined(model.losses(end)), held.source)
+                self.record.perplexity[name] = dataclasses.asdict(measured)
+        clock.lap("perplexity")
+        self.record.peak_memory = {
+            where: max(found[where] for found in self._world.collected(peak_memory(model.device)))
+            for where in peak_memory(model.device)
+        }
+
+    def _restore(self, block: Block) -> None:
+        """Puts the weights into ``block`` that an earlier run has written for it."""
+        for matrix in block.matrices:
+            stored = block.room(matrix)
+            if self._writer:
+                stored.copy_(self._writer.read(matrix.key, matrix.part))
+            block.put(matrix, self._world.send(stored, 0))
+
+    def _solve_all(self, block: Block, grams: list[InputGram]) -> None:
+        """Solves the matrices of a block, each in one process, and tells the results to all."""
+        matrices = {matrix.name: matrix for matrix in block.matrices}
+        names = [name for inputs in grams for name in inputs.names]
+        self._note_loans(block, [inputs for inputs in grams if matrices[inputs.names[0]].expert is not None])
+        costs = [self._solver.flops(*matrices[name].shape) for name in names]
+        owner = dict(zip(names, self._world.owners(costs), strict=True))
+        found: dict[str, tuple[Tensor, MatrixRecord]] = {}
+        while grams:
+            inputs = grams.pop(0)
+            mine = [matrices[name] for name in inputs.names if owner[name] == self._world.rank]
+            gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
+            for matrix in mine:
+                found[matrix.name] = self._solve(block, matrix, gram, inputs.tokens)
+                if self._world.size == 1:
+                    self._progress.solved(found[matrix.name][1])
+                self._progress.step()
+        for name in names:
+            matrix, mine_ = matrices[name], name in found
+            stored, done = found.pop(name) if mine_ else (block.room(matrix), None)
+            stored, done = self._world.send(stored, owner[name]), self._world.told(done, owner[name])
+            assert done is not None
+            if not mine_:
+                block.put(matrix, stored)
+                self._progress.step()
+            if self._world.size > 1:  # in the order of computation, whoever was first
+                self._progress.solved(done)
+            if self._writer:
+                self._writer.write(matrix.key, stored, matrix.part)
+            zeros = stored.numel() - int(stored.count_nonzero())
+            self._journal.zeros[matrix.key] = self._journal.zeros.get(matrix.key, 0) + zeros
+            self._note_damping(done)
+            self.record.matrices.append(done)
+
+    def _solve(self, block: Block, matrix: Matrix, gram: Gram, tokens: int) -> tuple[Tensor, MatrixRecord]:
+        began = time.perf_counter()
+        with named(matrix):
+            problem = LayerProblem(block.weight(matrix), gram)
+            solution = self._solver(problem, self._pattern_of(matrix), self._monitor(matrix.name))
+            if not math.isfinite(solution.error):
+                raise NumericalError(
+                    f"the error of its outputs is {solution.error}; its weights or inputs are too large, or not finite"
+                )
+            stored = block.replace(matrix, solution.W)
+        sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
+        seconds = time.perf_counter() - began
+        return stored, MatrixRecord(
+            block.index, matrix.name, matrix.shape, sparsity, solution.error, seconds, tokens, solution.stats
+        )
+
+    def _monitor(self, name: str) -> Monitor | None:
+        if not self._progress.wants_steps:
+            return None
+        return lambda step, steps, error: self._progress.solving(name, step, steps, error)
+
+    def _note_loans(self, block: Block, experts: list[InputGram]) -> None:
+        poor = [inputs for inputs in experts if inputs.borrowed]
+        if poor:
+            fewest = min(poor, key=lambda inputs: inputs.tokens / len(inputs.H))
+            self._note(
+                f"block {block.index}: {len(poor)} of {len(experts)} inputs of experts had fewer tokens than inputs "
+                f"(fewest: {', '.join(fewest.names)}, {fewest.tokens:,} of {len(fewest.H):,}); the mean of all "
+                "experts stands in for what is missing"
+            )
+
+    def _note_damping(self, matrix: MatrixRecord) -> None:
+        asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
+        if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
+            self._note(
+                f"block {matrix.block} {matrix.name}: damping raised from {asked:g} to {used:g}, "
+                "because the Gram matrix is close to singular"
+            )
+
+    def _note(self, text: str) -> None:
+        if text not in self.record.notes:  # by an earlier run that this one goes on with
+            self.record.notes.append(text)
+        self._progress.note(text)
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Counts the time of an earlier run too."""
+        for stage, value in seconds.items():
+            self.seconds[stage] += value
+            self._began -= value
+
+    def total(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Bytes, so far."""
+    found = {}
+    if sys.platform != "win32":
+        import resource
+
+        # Kilobytes on Linux, bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if device.type == "cuda":
+        found["device"] = torch.cuda.max_memory_allocated(device)
+    return found

@@ -1,0 +1,290 @@
+"""Runs that are stopped: what they leave, who may go on with it, and that the result is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import random_tokens, save_model
+from niwaki import prune
+from niwaki.errors import NiwakiError, OutputError, UsageError
+from niwaki.output import workplace
+from niwaki.progress import Progress
+from niwaki.record import MatrixRecord, Record, write_json
+
+TESTS = Path(__file__).parent
+
+
+class StopAt(Progress):
+    """Interrupts the run when it has solved so many matrices."""
+
+    def __init__(self, matrices: int) -> None:
+        self.left = matrices
+        self.notes: list[str] = []
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", "llama grouped", shards=True)  # 3 blocks of 7 matrices
+
+
+def run(model: Path, out: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "solver": "wanda",
+        "sparsity": 0.5,
+        "calibration": random_tokens(4, 24),
+        "text": random_tokens(2, 24, seed=1),
+        "device": "cpu",
+    }
+    return prune(model, out, **{**options, **changes})
+
+
+def stopped(model: Path, out: Path, matrices: int = 10, **changes: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(model, out, progress=StopAt(matrices), **changes)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "niwaki.json"
+    }
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def message(call: Callable[[], object], kind: type[NiwakiError] = UsageError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def crashes(model: Path, root: Path, *mode: str) -> Any:
+    """What tests/crashes.py found."""
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "crashes.py"), str(model), str(root), *mode],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None:
+    found = crashes(model, tmp_path / "runs", "points")
+    assert found["kills"] >= 50
+    assert found["resumed"] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path, model: Path) -> None:
+    assert crashes(model, tmp_path / "runs", "random", "60")["kills"] == 60
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+@pytest.mark.parametrize("matrices", [7, 8, 21])
+def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, matrices: int) -> None:
+    """Interrupted before a block is done nothing stays, later all that is done."""
+    run(model, tmp_path / "whole")
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    stopped(model, out, matrices)
+    done = (matrices - 1) // 7
+    where = out if there else tmp_path
+    name = ".partial" if there else ".out.partial"
+    assert [n for n in names(where) if n.startswith(".")] == ([name, f"{name}.json"] if done else [])
+    assert out.exists() == there
+    progress = StopAt(100)
+    record = run(model, out, progress=progress)
+    assert record.resumed == ([done] if done else [])
+    assert progress.left == 100 - 21 + 7 * done  # no block is solved twice
+    assert any(note.startswith(f"going on behind block {done} of 3") for note in progress.notes) == bool(done)
+    assert files(out) == files(tmp_path / "whole")
+    assert [m.block for m in record.matrices] == [0] * 7 + [1] * 7 + [2] * 7
+    assert not [n for n in names(where) if n.startswith(".")]
+
+
+def test_stopped_twice(tmp_path: Path, model: Path) -> None:
+    run(model, tmp_path / "whole")
+    stopped(model, tmp_path / "out", 9)
+    stopped(model, tmp_path / "out", 10)
+    assert run(model, tmp_path / "out").resumed == [1, 2]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_both_perplexities(tmp_path: Path, model: Path) -> None:
+    whole = run(model, tmp_path / "whole", measure="both")
+    stopped(model, tmp_path / "out", measure="both")
+    assert run(model, tmp_path / "out", measure="both").perplexity == whole.perplexity
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sparsity": 0.6}, "pattern (per-row:0.5 there, per-row:0.6 here)"),
+        ({"solver": "magnitude"}, "solver (Wanda() there, Magnitude() here)"),
+        ({"calibration": random_tokens(4, 24, seed=7)}, "calibration ("),
+        ({"text": random_tokens(2, 24, seed=7)}, "text ("),
+        ({"measure": "after"}, "measure (both there, after here)"),
+        ({"dtype": "bfloat16"}, "dtype (float32 there, bfloat16 here)"),
+        ({"mask_from": "magnitude"}, "mask_from (None there, magnitude here)"),
+    ],
+    ids=str,
+)
+def test_another_run_is_refused(tmp_path: Path, model: Path, changes: dict[str, Any], said: str) -> None:
+    stopped(model, tmp_path / "out")
+    before = files(tmp_path)
+    text = message(lambda: run(model, tmp_path / "out", **changes))
+    assert said in text
+    assert "1 blocks done" in text
+    assert "--restart" in text
+    assert files(tmp_path) == before
+    # What is there is still good for the run that it belongs to.
+    assert run(model, tmp_path / "out").resumed == [1]
+
+
+def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    shutil.rmtree(model)
+    save_model(model, "llama grouped", shards=True, seed=1)
+    assert "model (" in message(lambda: run(model, tmp_path / "out"))
+
+
+def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(model, tmp_path / "out")
+    monkeypatch.setattr("niwaki.pipeline.versions", lambda: {"niwaki": "9.9"})
+    assert "'niwaki': '9.9'" in message(lambda: run(model, tmp_path / "out"))
+
+
+def test_restart(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    record = run(model, tmp_path / "out", restart=True, solver="magnitude")
+    assert record.resumed == []
+    run(model, tmp_path / "whole", solver="magnitude")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert names(tmp_path) == ["model", "out", "whole"]
+
+
+def test_a_journal_that_is_broken(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    journal = tmp_path / ".out.partial.json"
+    for text in ("", "{", "[]", '{"blocks": 3}', '{"fingerprint": {}, "unheard": 1}'):
+        journal.write_text(text)
+        assert "--restart" in message(lambda: run(model, tmp_path / "out"), OutputError)
+    run(model, tmp_path / "out", restart=True)
+
+
+def test_a_shard_that_went_missing(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    for path in (tmp_path / ".out.partial").glob("*.safetensors"):
+        path.unlink()
+    assert "--restart" in message(lambda: run(model, tmp_path / "out"), OutputError)
+
+
+def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
+    with workplace(tmp_path / "out", {}) as place:
+        assert "another run" in message(lambda: run(model, tmp_path / "out"))
+        assert place.directory.exists()
+    assert (tmp_path / ".out.partial").exists() is False or run(model, tmp_path / "out")
+
+
+def test_an_output_that_was_made_meanwhile(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("keep me")
+    assert "not an empty directory" in message(lambda: run(model, tmp_path / "out"))
+    assert (tmp_path / "out" / "precious.txt").read_text() == "keep me"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 KiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system takes root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk(tmp_path: Path, model: Path, small_disk: Path) -> None:
+    """Too small from the start; full on the way; and room again."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 250_000)
+    assert "no space left" in message(lambda: run(model, small_disk / "out"), OutputError)
+    assert names(small_disk) == ["ballast"]
+    ballast.unlink()
+    out = small_disk / "out"
+    stopped(model, out)
+    free = shutil.disk_usage(small_disk).free
+    ballast.write_bytes(b"x" * (free - free % 4096))
+    assert "no space left" in message(lambda: run(model, out), OutputError).lower()
+    ballast.unlink()
+    assert run(model, out).resumed == [1]
+    run(model, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_journal_that_cannot_be_written(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """What it could not say is done is not."""
+
+    class Told(StopAt):
+        def stopped(self, done: int, blocks: int) -> None:
+            told.append((done, blocks))
+
+    def full(path: Path, text: str, sync: bool = False) -> None:
+        left.pop()
+        if not left:
+            raise OutputError("no space left on disk")
+        write_json(path, text, sync)
+
+    told: list[tuple[int, int]] = []
+    left = [None] * (block + 1)
+    with monkeypatch.context() as changed:
+        changed.setattr("niwaki.output.write_json", full)
+        message(lambda: run(model, tmp_path / "out", progress=Told(100)), OutputError)
+    assert told == ([(1, 3)] if block else [])
+    assert names(tmp_path) == [*([".out.partial", ".out.partial.json"] if block else []), "model"]
+    assert run(model, tmp_path / "out").resumed == ([1] if block else [])
+    run(model, tmp_path / "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
+    from niwaki.checkpoint import Checkpoint
+    from niwaki.output import fingerprint
+
+    first = fingerprint(Checkpoint(save_model(tmp_path / "a")))
+    assert fingerprint(Checkpoint(save_model(tmp_path / "b"))) == first
+    assert fingerprint(Checkpoint(save_model(tmp_path / "c", seed=1))) != first
+    assert fingerprint(Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16))) != first
