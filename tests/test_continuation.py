@@ -27,11 +27,17 @@ PATTERNS: list[Pattern] = [
 ]
 
 
-def choice(pattern: Pattern, scores: Tensor, here: Tensor, softness: float, alone: bool) -> Tensor:
-    """How far each weight is kept: from the scores of all columns or, ``alone``, of those ``here``."""
+def choice(pattern: Pattern, scores: Tensor, here: Tensor, softness: float, first: Tensor | None) -> Tensor:
+    """How far each weight is kept: by the scores of all columns, or of those ``here`` with their share of ``first``."""
     if isinstance(pattern, Unstructured):
-        own = (scores[:, here] if alone else scores).flatten().sort().values
-        theta = own[round(pattern.sparsity * len(own)) - 1]
+        own = (scores if first is None else scores[:, here]).flatten().sort().values
+        zeros = round(pattern.sparsity * scores.numel())
+        if first is not None:
+            lowest = first.flatten().sort().values[zeros - 1]
+            zeros = min(int((first[:, here] <= lowest).sum()), len(own) - 1)  # one weight stays
+            if zeros == 0:
+                return torch.ones_like(scores)
+        theta = own[zeros - 1]
     elif isinstance(pattern, PerRow):
         ordered = scores.sort(dim=1).values
         theta = ordered[:, round(pattern.sparsity * scores.shape[1]) - 1][:, None]
@@ -62,6 +68,7 @@ def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, a
     part_of = torch.arange(COLUMNS) // pattern.group % solver.parts
     U, Z, new = torch.zeros_like(W0), W0.clone(), W0.clone()
     scores = W0.abs()
+    first = scores.clone() if alone else None
     rho = 0.0
     for t, gamma in enumerate(gammas):
         if t in (0, math.ceil(0.6 * k)):
@@ -78,7 +85,7 @@ def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, a
                 W_all = torch.linalg.solve(H + rho * I, W0 @ H + rho * (Z - U), left=False)
                 new[:, here] = (W_all + (solver.relaxation - 1) * (W_all - Z))[:, here]
             scores[:, here] = (new + rho / gamma * U).abs()[:, here]
-            P = choice(pattern, scores, here, softness, alone)
+            P = choice(pattern, scores, here, softness, first)
             V = new + U
             Z[:, here] = (V * P)[:, here]
             U[:, here] = (V * (1 - P))[:, here]
@@ -104,7 +111,7 @@ def test_it_is_what_it_says(
     solver: Continuation, pattern: Pattern, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if alone:
-        monkeypatch.setattr(continuation, "_SAMPLE", 0)
+        monkeypatch.setattr(continuation, "_APART", 0)
     problem = make_problem(rows=ROWS)
     expected = as_described(problem.W, problem.gram.H, pattern, solver, alone)
     solution = solver(problem, pattern)
@@ -125,6 +132,48 @@ def test_what_each_part_of_it_is_worth(pattern: Pattern) -> None:
     assert default < mean(Continuation(sweeps=6))
     assert default < mean(Continuation(softness=0.0))
     assert default < 0.8 * mean(ADMM())
+
+
+def scaled_inputs(case: str) -> tuple[Tensor, Tensor]:
+    """(W, X) whose columns of one part are of another scale than those of another."""
+    W, X = (
+        normal(128, 192, seed=1),
+        normal(1024, 192, seed=2) + normal(1024, 8, seed=3) @ normal(8, 192, seed=4),
+    )
+    if case == "every fourth input":
+        X[:, ::4] *= 10
+    elif case == "every fourth input is dead":
+        X[:, ::4] = 0
+    elif case == "every fourth column is zero":
+        W[:, ::4] = 0
+    elif case == "tiles":
+        X *= normal(48, seed=5).exp().repeat(4)
+    elif case == "a few inputs":
+        X[:, [3, 17, 40, 66, 91]] *= 100
+    else:
+        W[::4] *= 10
+    return W, X
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "every fourth input",
+        "every fourth input is dead",
+        "every fourth column is zero",
+        "tiles",
+        "a few inputs",
+        "every fourth row",
+    ],
+)
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_parts_of_other_scales(case: str, sparsity: float) -> None:
+    """The same share of zeros in each part would be up to 44 times as bad as ADMM-Grad."""
+    W, X = scaled_inputs(case)
+    problem = LayerProblem(W, X.T @ X / len(X))
+    assert W.numel() / Continuation().parts >= continuation._APART
+    solution = Continuation()(problem, Unstructured(sparsity))
+    assert solution.error < 1.02 * ADMM()(problem, Unstructured(sparsity)).error
 
 
 def test_without_a_choice_it_is_a_refit() -> None:

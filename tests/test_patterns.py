@@ -859,10 +859,24 @@ def test_thresholds_tell_what_the_mask_keeps(pattern: Pattern) -> None:
             scores.view(8, 4, 4).sort(dim=2, descending=True).values[:, :, pattern.n - 1 : pattern.n + 1]
         )
         assert torch.allclose(threshold.view(8, 4, 4), ordered.mean(dim=2, keepdim=True))
-    # Whether part of the columns can be left to themselves: each part then has its share, or its groups.
-    parts = [pattern.mask(part) for part in scores.split([4, 8, 4], dim=1)]
-    if pattern.local:
-        assert torch.cat(parts, dim=1).sum() == pattern.mask(scores).sum()
+
+
+def test_runs_of_columns_on_their_own() -> None:
+    """Their patterns together keep of the scores that they are made from what the whole one keeps."""
+    scores = torch.rand(8, 16, generator=torch.Generator().manual_seed(1))
+    scores[:, 4:12] *= 5
+    runs = scores.split([4, 8, 4], dim=1)
+    for pattern in (Unstructured(0.5), Unstructured(0.9), Unstructured(0.0), NM(2, 4), NM(4, 4)):
+        apart = pattern.apart(runs)
+        assert apart is not None
+        masks = [own.mask(part) for own, part in zip(apart, runs, strict=True)]
+        together, whole = torch.cat(masks, dim=1), pattern.mask(scores)
+        if pattern == Unstructured(0.9):  # a run of which nothing would stay keeps one weight
+            assert int((together != whole).sum()) <= 2
+        else:
+            assert torch.equal(together, whole)
+    for other in (PerRow(0.5), TransposableNM(2, 4), Block(0.5, (4, 4)), Quota(NM(2, 4), PerRow(0.75))):
+        assert other.apart(runs) is None
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (3, 4), (4, 8), (2, 4)])

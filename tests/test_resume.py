@@ -212,6 +212,20 @@ def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
     assert (tmp_path / ".out.partial").exists() is False or run(model, tmp_path / "out")
 
 
+def test_what_others_put_beside_it_meanwhile_stays(tmp_path: Path, model: Path) -> None:
+    class Neighbour(StopAt):
+        def solved(self, matrix: MatrixRecord) -> None:
+            (tmp_path / "runs" / "of" / "others.txt").write_text("keep me")
+            super().solved(matrix)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "runs" / "of" / "mine" / "out", progress=Neighbour(2))
+    assert names(tmp_path / "runs" / "of") == ["others.txt"]
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "new" / "er" / "out", progress=StopAt(2))
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_output_that_was_made_meanwhile(tmp_path: Path, model: Path) -> None:
     stopped(model, tmp_path / "out")
     (tmp_path / "out").mkdir()

@@ -128,7 +128,7 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
         OutputError: the place cannot be written.
     """
     directory, path = _places(out)
-    made = next((p for p in reversed([path.parent, *path.parent.parents]) if not p.exists()), None)
+    made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
     with output_errors(out):
         path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -153,7 +153,10 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
                 raise UsageError(str(error)) from None
             if place is not None and place.journal.blocks == 0:
                 path.unlink(missing_ok=True)
-                shutil.rmtree(made or directory, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
+                with contextlib.suppress(OSError):  # others may have put something there meanwhile
+                    for parent in made:
+                        parent.rmdir()
             raise
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import abc
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
@@ -103,10 +104,12 @@ class Pattern(abc.ABC):
         """
         return None
 
-    @property
-    def local(self) -> bool:
-        """Whether a run of columns, in whole groups, may be left to the threshold of its own scores."""
-        return False
+    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+        """Patterns of runs of columns, in whole groups, that together keep of ``scores`` what this one keeps.
+
+        ``scores`` are those of each run. None if a run cannot be left to the threshold of its own scores.
+        """
+        return None
 
     @property
     def single(self) -> bool:
@@ -136,9 +139,13 @@ class Unstructured(Pattern):
         zeros = _zeros(self.sparsity, scores.numel())
         return kth_smallest(scores.reshape(-1), zeros) if zeros else None
 
-    @property
-    def local(self) -> bool:
-        return True
+    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+        # Not the same sparsity for all: runs with every fourth column can be of another scale.
+        threshold = self.threshold(torch.cat([part.reshape(-1) for part in scores]))
+        if threshold is None:
+            return [self] * len(scores)
+        kept = [max(1, int((part > threshold).count_nonzero())) for part in scores]
+        return [Unstructured(1 - count / part.numel()) for count, part in zip(kept, scores, strict=True)]
 
     def partial(self, fraction: float) -> Pattern:
         return Unstructured(self.sparsity * fraction)
@@ -239,9 +246,8 @@ class NM(_NOfM):
     def threshold(self, scores: Tensor) -> Tensor | None:
         return middle_of_each(scores, self.n, self.m) if self.n < self.m else None
 
-    @property
-    def local(self) -> bool:
-        return True
+    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+        return [self] * len(scores)
 
 
 @dataclass(frozen=True)

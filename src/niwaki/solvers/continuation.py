@@ -17,8 +17,8 @@ from niwaki.solvers._base import Solver, product
 _METRIC_DAMPING = 0.02
 #: The part of the sweeps with the first of the two penalties of the weights.
 _SWITCH = 0.6
-#: The least number of weights whose scores are a fair sample of those of all.
-_SAMPLE = 4096
+#: From this number of weights on a part chooses among its own, which saves time.
+_APART = 4096
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Continuation(Solver):
     end the mask is that of |Z + U|, and conjugate gradients refit the weights with H' in the place of H.
 
     With a small gamma a pruned weight comes back easily, while all weights are still near W0; as gamma
-    grows and e_t falls they settle. theta is that of the part alone where a part is a fair sample of the
-    whole (unstructured sparsity, from 4,096 weights on) or groups stand for themselves (n:m); elsewhere
-    that of the scores of all parts, as they were computed last.
+    grows and e_t falls they settle. theta is that of the scores of all parts, as they were computed last.
+    From 4,096 weights on a part has a theta of its own where groups stand for themselves (n:m), and for
+    unstructured sparsity, there with the share of zeros that the mask of |W0| gives it.
 
     Differences from the paper: there is none. ADMM with the L0 constraint and one fixed penalty is what
     Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
@@ -120,6 +120,7 @@ class Continuation(Solver):
         scores = [W.abs() for W in Ws]
         Y = torch.zeros_like(W0)  # Z - U - W0
         Ys = Y.split(widths, dim=1)
+        apart = pattern.apart(scores) if min(S.numel() for S in scores) >= _APART else None
         rho = raised = 0.0
         steps = self.sweeps + self.finish
         for sweep in range(self.sweeps):
@@ -140,7 +141,11 @@ class Continuation(Solver):
                     torch.addmm(W0s[i], Y, Rs[i], out=W)
                     W.add_(Z.sub_(W), alpha=1 - self.relaxation)
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
-                P = _choice(pattern, scores, i, softness)
+                P = (
+                    _choice(apart[i], [scores[i]], 0, softness)
+                    if apart
+                    else _choice(pattern, scores, i, softness)
+                )
                 V = W.add_(U)
                 torch.mul(V, P, out=Z)
                 torch.sub(V, Z, out=U)
@@ -169,11 +174,8 @@ class Continuation(Solver):
 def _choice(pattern: Pattern, scores: list[Tensor], part: int, softness: float) -> Tensor:
     """(out, columns of the part), bool or from 0 to 1: how far each weight of a part is kept."""
     own = scores[part]
-    if pattern.local and own.numel() >= _SAMPLE:
-        together, columns = own, slice(None)
-    else:
-        start = sum(S.shape[1] for S in scores[:part])
-        together, columns = torch.cat(scores, dim=1), slice(start, start + own.shape[1])
+    start = sum(S.shape[1] for S in scores[:part])
+    together, columns = torch.cat(scores, dim=1), slice(start, start + own.shape[1])
     theta = pattern.threshold(together)
     if theta is None:
         return pattern.mask(together)[:, columns]
