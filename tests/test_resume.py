@@ -302,3 +302,14 @@ def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
     assert fingerprint(Checkpoint(save_model(tmp_path / "b"))) == first
     assert fingerprint(Checkpoint(save_model(tmp_path / "c", seed=1))) != first
     assert fingerprint(Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16))) != first
+
+
+def test_a_record_where_nothing_can_be_written(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows before the work: the tests may run as root, whom nothing is forbidden."""
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))
+    said = message(lambda: run(model, tmp_path / "out", record_to=tmp_path / "closed" / "new" / "a.json"))
+    assert str(tmp_path / "closed") in said
+    assert names(tmp_path) == ["closed", "model"]

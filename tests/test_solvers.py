@@ -923,3 +923,9 @@ def test_parameters_in_the_name() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             make_solver(text)
+
+
+def test_a_matrix_without_weights() -> None:
+    for shape in ((0, 4), (3, 0)):
+        with pytest.raises(UsageError, match="no weights"):
+            LayerProblem(torch.zeros(shape), torch.zeros(shape[1], shape[1]))

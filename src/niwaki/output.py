@@ -66,6 +66,9 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
             raise UsageError(
                 f"{record_to} cannot be the record's file: a directory is one, or a file in its path"
             )
+        there = next(parent for parent in file.parents if parent.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UsageError(f"{record_to} cannot be the record's file: {there} may not be written to")
     return out
 
 

@@ -22,7 +22,7 @@ from niwaki.checkpoint import (
     verify,
 )
 from niwaki.distributed import World
-from niwaki.errors import UsageError
+from niwaki.errors import UnknownNameError, UsageError
 from niwaki.masks import described, patterns_of, wanted_pattern
 from niwaki.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.patterns import Pattern
@@ -118,7 +118,10 @@ def prune(
     wanted = wanted_pattern(solver, sparsity, pattern)
     mask_model = mask_from
     if mask_from is not None and not Path(mask_from).expanduser().is_dir() and "/" not in mask_from:
-        solver, mask_model = MaskThenUpdate(make_solver(mask_from), solver), None
+        try:
+            solver, mask_model = MaskThenUpdate(make_solver(mask_from), solver), None
+        except UnknownNameError as error:
+            raise UsageError(f"there is no directory {mask_from} to take masks from, and {error}") from None
     source_path = locate_model(str(model))
     out_path = Path(out)
     if world.first:

@@ -78,7 +78,7 @@ class Walk:
         clock.lap("capture")
         if model.room.outside:
             self._note(
-                f"{model.room.outside / 2**30:.2f} GiB of hidden states are in a file, for want of memory"
+                f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory"
             )
         done = self._journal.blocks
         for block in model.stream():
