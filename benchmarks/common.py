@@ -22,9 +22,6 @@ from niwaki.checkpoint import Checkpoint, locate_model
 from niwaki.problem import LayerProblem
 from niwaki.record import versions, write_json
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -23,16 +23,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli.py
-
 import torch
+from common import save
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -40,7 +38,6 @@ from transformers.utils import logging
 from niwaki.checkpoint import locate_model
 from niwaki.demo import METHODS, PATTERNS, Cell, table
 from niwaki.display import perplexity_table
-from niwaki.record import versions, write_json
 
 STEPS = (1, 10, 20, 50, 100)
 RATES = (0.01, 0.03, 0.1)
@@ -156,15 +153,14 @@ def main() -> None:
             measured = {(cell["method"], cell["pattern"]): cell for cell in cells_}
             cells_ = [measured.pop((cell["method"], cell["pattern"]), cell) for cell in old]
             cells_ += measured.values()
-        result = {
-            "experiment": arguments.experiment,
-            "samples": arguments.samples,
-            "text_samples": arguments.text_samples,
-            "length": arguments.length,
-            "versions": versions(),
-            "cells": cells_,
-        }
-        write_json(arguments.record, json.dumps(result, indent=2) + "\n")
+        save(
+            arguments.record,
+            experiment=arguments.experiment,
+            samples=arguments.samples,
+            text_samples=arguments.text_samples,
+            length=arguments.length,
+            cells=cells_,
+        )
 
 
 if __name__ == "__main__":

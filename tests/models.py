@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -20,6 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.pytorch_utils import Conv1D
+
+from niwaki.errors import NiwakiError, UsageError
 
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
@@ -300,3 +303,12 @@ def edit_json(path: Path, **changes: Any) -> None:
         else:
             values[key] = value
     path.write_text(json.dumps(values))
+
+
+def message(call: Callable[[], object], kind: type[NiwakiError] = UsageError) -> str:
+    """What the error that ``call`` raises says, in one line."""
+    with pytest.raises(kind) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text

@@ -29,6 +29,7 @@ from models import (
     edit_json,
     is_pruned,
     linear_inputs,
+    message,
     random_tokens,
     reference,
     save_model,
@@ -44,7 +45,6 @@ from niwaki.errors import (
     PatternError,
     UnknownNameError,
     UnsupportedModelError,
-    UsageError,
 )
 from niwaki.patterns import NM, Pattern, PerRow
 from niwaki.perplexity import evaluate
@@ -113,14 +113,6 @@ def strict_json(text: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
     return json.loads(text, parse_constant=refuse)
-
-
-def message(call: Callable[[], object], kind: type[NiwakiError] = UsageError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 @pytest.fixture

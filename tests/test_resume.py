@@ -7,16 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models import random_tokens, save_model
+from models import message, random_tokens, save_model
 from niwaki import prune
-from niwaki.errors import NiwakiError, OutputError, UsageError
+from niwaki.errors import OutputError
 from niwaki.output import workplace
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record, write_json
@@ -71,13 +71,6 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-def message(call: Callable[[], object], kind: type[NiwakiError] = UsageError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def crashes(model: Path, root: Path, *mode: str) -> Any:

@@ -854,12 +854,16 @@ class TestMakeSolver:
             (Continuation(), "finish", [-1]),
             (SparseGPT(), "damping", [-1e-9, float("nan"), float("inf")]),
             (SparseGPT(), "block_size", [0, -1]),
+            (Exact(), "damping", [-1e-9, float("nan")]),
+            (Exact(), "memory", [0.0, float("inf")]),
+            (OBC(), "damping", [-1e-9, float("nan")]),
+            (OBC(), "memory", [0.0, float("inf")]),
         ],
         ids=lambda x: type(x).__name__ if isinstance(x, Solver) else str(x),
     )
     def test_out_of_range(self, solver: Solver, name: str, values: list[object]) -> None:
         for value in values:
-            with pytest.raises(UsageError):
+            with pytest.raises(UsageError, match=f"({name}|sparsification_steps|penalty_end) must be"):
                 replace(solver, **{name: value})
 
 

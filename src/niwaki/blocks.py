@@ -379,7 +379,7 @@ class Block:
         self.put(matrix, stored)
         return stored
 
-    def room(self, matrix: Matrix) -> Tensor:
+    def empty(self, matrix: Matrix) -> Tensor:
         """Memory for ``matrix`` in the layout and dtype of the checkpoint."""
         shape = matrix.shape[::-1] if matrix.transposed else matrix.shape
         return torch.empty(shape, dtype=self._model.checkpoint.dtype(matrix.key), device=self._model.device)

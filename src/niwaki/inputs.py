@@ -62,6 +62,7 @@ class InputGrams:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
         for matrix in self.matrices:
             self._by_expert.setdefault((matrix.parameter, matrix.expert), []).append(matrix)
+        self._transposed = {matrix.parameter: matrix.transposed for matrix in self.matrices}
         self._by_memory = {
             self.parameters[matrix.parameter].untyped_storage().data_ptr(): matrix.parameter
             for matrix in self.matrices
@@ -126,7 +127,7 @@ class InputGrams:
         whole = self.parameters[parameter]
         stacked = whole.ndim == 3
         transposed = weight.stride(inner) != whole.stride(-1)
-        if transposed != self._by_expert_any(parameter).transposed and 1 not in weight.shape[-2:]:
+        if transposed != self._transposed[parameter] and 1 not in weight.shape[-2:]:
             raise UnsupportedModelError(
                 f"{parameter} is used as the transpose of what its module suggests; please report this model"
             )
@@ -138,9 +139,6 @@ class InputGrams:
         for i, rows in enumerate(X):
             # Where all experts run on as many rows, those of other experts' tokens are zero.
             self._add(parameter, first + i * step if stacked else None, rows[rows.any(dim=1)], rows)
-
-    def _by_expert_any(self, parameter: str) -> Matrix:
-        return next(m for m in self.matrices if m.parameter == parameter)
 
     def _add(self, parameter: str, expert: int | None, X: Tensor, origin: Tensor) -> None:
         names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]

@@ -210,14 +210,13 @@ class Layout:
 
     def _check(self, name: str) -> None:
         wanted = tuple(self._parameters[name].shape)
+        heights: dict[int | None, int] = defaultdict(int)
+        for piece in self._pieces[name]:
+            if piece.expert is not None:
+                heights[piece.expert] += self._checkpoint.entries[piece.key].shape[0]
         for piece in self._pieces[name]:
             shape = self._checkpoint.entries[piece.key].shape
-            height = sum(
-                self._checkpoint.entries[p.key].shape[0]
-                for p in self._pieces[name]
-                if p.expert == piece.expert
-            )
-            if (shape if piece.expert is None else (wanted[0], height, *shape[1:])) != wanted:
+            if (shape if piece.expert is None else (wanted[0], heights[piece.expert], *shape[1:])) != wanted:
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "
                     f"{wanted if piece.expert is None else f'a part of {wanted}'}"

@@ -151,9 +151,7 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
                     directory.rmdir()
             place = Workplace(out, journal or Journal(fingerprint))
             yield place
-        except BaseException as error:
-            if isinstance(error, _BusyError):
-                raise UsageError(str(error)) from None
+        except BaseException:
             if place is not None and place.journal.blocks == 0:
                 path.unlink(missing_ok=True)
                 shutil.rmtree(directory, ignore_errors=True)
@@ -235,10 +233,6 @@ def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool) 
     return journal
 
 
-class _BusyError(Exception):
-    pass
-
-
 @contextlib.contextmanager
 def _locked(directory: Path, out: Path) -> Iterator[None]:
     """Holds ``directory`` against other processes; the lock goes with the process, however that ends."""
@@ -252,7 +246,7 @@ def _locked(directory: Path, out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _BusyError(f"{out} is being written by another run that has not ended") from None
+            raise UsageError(f"{out} is being written by another run that has not ended") from None
         yield
     finally:
         os.close(descriptor)

@@ -250,8 +250,32 @@ class NM(_NOfM):
         return [self] * len(scores)
 
 
+class _Tiled(Pattern):
+    """Weights of several rows and columns are chosen together, tile by tile."""
+
+    @property
+    @abc.abstractmethod
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+
+    def exchange(self, columns: int) -> int:
+        return 0
+
+    @property
+    def single(self) -> bool:
+        return False
+
+    def check(self, shape: tuple[int, int]) -> None:
+        height, width = self.tile
+        if shape[0] % height or shape[1] % width:
+            raise PatternError(
+                f"the pattern {self} cuts a matrix into tiles of {height} x {width}, which must divide its rows "
+                f"and columns; this matrix is {shape[0]} x {shape[1]}"
+            )
+
+
 @dataclass(frozen=True)
-class TransposableNM(_NOfM):
+class TransposableNM(_Tiled, _NOfM):
     """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
 
     A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact:
@@ -273,15 +297,9 @@ class TransposableNM(_NOfM):
     def __str__(self) -> str:
         return f"transposable-{self.n}:{self.m}"
 
-    def exchange(self, columns: int) -> int:
-        return 0
-
     @property
-    def single(self) -> bool:
-        return False
-
-    def check(self, shape: tuple[int, int]) -> None:
-        _check_tiles(self, (self.m, self.m), shape)
+    def tile(self) -> tuple[int, int]:
+        return (self.m, self.m)
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))
@@ -346,7 +364,7 @@ class Quota(Pattern):
 
 
 @dataclass(frozen=True)
-class Block(Pattern):
+class Block(_Tiled):
     """Blocks of r x c weights stand or fall together: the lowest ``round(sparsity * blocks)`` are zero.
 
     A block's score is the sum of its squared scores, which makes the mask the Euclidean projection.
@@ -373,15 +391,9 @@ class Block(Pattern):
     def group(self) -> int:
         return self.shape[1]
 
-    def exchange(self, columns: int) -> int:
-        return 0
-
     @property
-    def single(self) -> bool:
-        return False
-
-    def check(self, shape: tuple[int, int]) -> None:
-        _check_tiles(self, self.shape, shape)
+    def tile(self) -> tuple[int, int]:
+        return self.shape
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))
@@ -550,14 +562,6 @@ class _Partial(Pattern):
 def _check_sparsity(sparsity: float) -> None:
     if not 0 <= sparsity < 1:
         raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {sparsity:g}")
-
-
-def _check_tiles(pattern: Pattern, tile: tuple[int, int], shape: tuple[int, int]) -> None:
-    if shape[0] % tile[0] or shape[1] % tile[1]:
-        raise PatternError(
-            f"the pattern {pattern} cuts a matrix into tiles of {tile[0]} x {tile[1]}, which must divide its rows "
-            f"and columns; this matrix is {shape[0]} x {shape[1]}"
-        )
 
 
 def _left_by(pattern: Pattern, scores: Tensor) -> Tensor:

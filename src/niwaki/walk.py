@@ -123,7 +123,7 @@ class Walk:
     def _restore(self, block: Block) -> None:
         """Puts the weights into ``block`` that an earlier run has written for it."""
         for matrix in block.matrices:
-            stored = block.room(matrix)
+            stored = block.empty(matrix)
             if self._writer:
                 stored.copy_(self._writer.read(matrix.key, matrix.part))
             block.put(matrix, self._world.send(stored, 0))
@@ -147,7 +147,7 @@ class Walk:
                 self._progress.step()
         for name in names:
             matrix, mine_ = matrices[name], name in found
-            stored, done = found.pop(name) if mine_ else (block.room(matrix), None)
+            stored, done = found.pop(name) if mine_ else (block.empty(matrix), None)
             stored, done = self._world.send(stored, owner[name]), self._world.told(done, owner[name])
             assert done is not None
             if not mine_:

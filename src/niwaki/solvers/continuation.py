@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -113,6 +114,8 @@ class Continuation(Solver):
         kept = max(1 - pattern.sparsity, 1 / W0.numel())  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
+        ends = list(itertools.accumulate(widths))
+        columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
         W0s = [part.contiguous() for part in W0.split(widths, dim=1)]
         Ws, Us, Zs = ([part.clone() for part in W0s] for _ in range(3))
         for U in Us:
@@ -141,11 +144,10 @@ class Continuation(Solver):
                     torch.addmm(W0s[i], Y, Rs[i], out=W)
                     W.add_(Z.sub_(W), alpha=1 - self.relaxation)
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
-                P = (
-                    _choice(apart[i], [scores[i]], 0, softness)
-                    if apart
-                    else _choice(pattern, scores, i, softness)
-                )
+                if apart:
+                    P = _choice(apart[i], scores[i], slice(None), softness)
+                else:
+                    P = _choice(pattern, torch.cat(scores, dim=1), columns[i], softness)
                 V = W.add_(U)
                 torch.mul(V, P, out=Z)
                 torch.sub(V, Z, out=U)
@@ -171,15 +173,13 @@ class Continuation(Solver):
         return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
 
 
-def _choice(pattern: Pattern, scores: list[Tensor], part: int, softness: float) -> Tensor:
-    """(out, columns of the part), bool or from 0 to 1: how far each weight of a part is kept."""
-    own = scores[part]
-    start = sum(S.shape[1] for S in scores[:part])
-    together, columns = torch.cat(scores, dim=1), slice(start, start + own.shape[1])
-    theta = pattern.threshold(together)
+def _choice(pattern: Pattern, scores: Tensor, columns: slice, softness: float) -> Tensor:
+    """(out, columns), bool or from 0 to 1: how far each weight of ``columns`` is kept, by the scores of all."""
+    theta = pattern.threshold(scores)
     if theta is None:
-        return pattern.mask(together)[:, columns]
-    if theta.shape == together.shape:
+        return pattern.mask(scores)[:, columns]
+    own = scores[:, columns]
+    if theta.shape == scores.shape:
         theta = theta[:, columns]
     if softness == 0:
         return own > theta
