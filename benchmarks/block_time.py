@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import save, seconds
 from torch import Tensor
 
 from niwaki.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def rates(shape: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, f
                 torch.cuda.synchronize()
 
         product()
-        return 2.0 * A.shape[0] * A.shape[1] * B.shape[1] / min(seconds(product) for _ in range(3))
+        return 2.0 * A.shape[0] * A.shape[1] * B.shape[1] / min(common.seconds(product) for _ in range(3))
 
     X = torch.randn(TOKENS, hidden, device=device)
     return {
@@ -125,7 +125,9 @@ def main() -> None:
                 "record": record["peak_memory"],
             }
         )
-    save(arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results)
+    common.save(
+        arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results
+    )
 
 
 if __name__ == "__main__":

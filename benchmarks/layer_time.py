@@ -18,8 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Layer, save, seconds, synthetic
 
 from niwaki.linalg import inverse_of_damped
 from niwaki.patterns import Pattern, parse_pattern
@@ -30,7 +30,7 @@ SOLVERS = ["wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "adam:ite
 PRODUCTS = 20
 
 
-def parts(layer: Layer, pattern: Pattern) -> dict[str, Callable[[], object]]:
+def parts(layer: common.Layer, pattern: Pattern) -> dict[str, Callable[[], object]]:
     """What ADMM-Grad's time is made of besides its products."""
     problem, A = layer.problem(), layer.W.clone()
     scores = A.abs()
@@ -54,7 +54,7 @@ def main() -> None:
     results = []
     for size in arguments.sizes:
         rows, columns = map(int, size.split("x"))
-        layer = synthetic(rows, columns)
+        layer = common.synthetic(rows, columns)
         A, B, C = layer.W.clone(), layer.H, torch.empty_like(layer.W)
 
         def products(A: torch.Tensor = A, B: torch.Tensor = B, C: torch.Tensor = C) -> None:
@@ -70,7 +70,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in runs}
         for round_ in range(arguments.repeat + (columns <= 2048)):
             for name, run in runs.items():
-                took = seconds(run)
+                took = common.seconds(run)
                 if round_ or columns > 2048:  # the first of the small ones warms up
                     times[name].append(took)
         base = statistics.median(times[f"{PRODUCTS} products"])
@@ -89,7 +89,7 @@ def main() -> None:
                 f"  (spread {100 * spread:.0f} %){share}",
                 flush=True,
             )
-    save(arguments.record, pattern=str(pattern), repeat=arguments.repeat, results=results)
+    common.save(arguments.record, pattern=str(pattern), repeat=arguments.repeat, results=results)
 
 
 if __name__ == "__main__":

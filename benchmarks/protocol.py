@@ -29,8 +29,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import save
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -153,7 +153,7 @@ def main() -> None:
             measured = {(cell["method"], cell["pattern"]): cell for cell in cells_}
             cells_ = [measured.pop((cell["method"], cell["pattern"]), cell) for cell in old]
             cells_ += measured.values()
-        save(
+        common.save(
             arguments.record,
             experiment=arguments.experiment,
             samples=arguments.samples,
