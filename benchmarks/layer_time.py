@@ -35,7 +35,7 @@ def parts(layer: common.Layer, pattern: Pattern) -> dict[str, Callable[[], objec
     problem, A = layer.problem(), layer.W.clone()
     scores = A.abs()
     return {
-        "one inverse": lambda: inverse_of_damped(layer.H, 1.0),
+        "one inverse": lambda: inverse_of_damped(layer.H.clone, 1.0),
         "one selection": lambda: pattern.mask(scores),
         "one error": lambda: problem.error(A),
     }

@@ -22,8 +22,8 @@ from models import (
     save_model,
     weight,
 )
-from niwaki import blocks
-from niwaki.blocks import StreamedModel
+from niwaki import blocks, inputs
+from niwaki.blocks import Block, StreamedModel
 from niwaki.checkpoint import Checkpoint
 from niwaki.distributed import World
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
@@ -35,9 +35,10 @@ SAMPLES, LENGTH = 5, 20
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of two samples, so that the last of five is smaller."""
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of two samples, so that the last of five is smaller, and several strips of each Gram matrix."""
     monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", 2 * LENGTH + 1)
+    monkeypatch.setattr(inputs, "_STRIP", 7)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -404,6 +405,35 @@ def test_only_one_block_is_in_memory(directory: Path, tokens: Tensor) -> None:
     assert_clean(model)
 
 
+def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens: Tensor) -> None:
+    kept, model = stream_of(directory), StreamedModel(Checkpoint(directory), "cpu", "float32", Room(1 << 30))
+    states, expected = model.embed(tokens), kept.embed(tokens)
+    for block, whole in zip(model.stream(), kept.stream(), strict=True):
+        before = memory(block)
+        block.release()
+        whole.release()
+        assert block.released
+        assert not whole.released  # memory is not limited
+        pruned = sum(4 * matrix.shape[0] * matrix.shape[1] for matrix in block.matrices)
+        assert memory(block) <= before - pruned + 4 * len(block.matrices)
+        for matrix in block.matrices:
+            block.put(matrix, block.stored(matrix, block.weight(matrix)))
+        assert memory(block) == before
+        block.advance(states)
+        whole.advance(expected)
+    assert all(torch.equal(a, b) for a, b in zip(states.hidden, expected.hidden, strict=True))
+    for block in model.stream():
+        block.release()
+        break
+    assert_clean(model)
+
+
+def memory(block: Block) -> int:
+    """Bytes of its weights."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in block._module.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def test_everything_is_let_go_of_when_the_consumer_raises(directory: Path, tokens: Tensor) -> None:
     class ConsumerError(Exception):
         pass
@@ -467,7 +497,8 @@ def test_replaced_weights_are_what_the_block_computes_with(tmp_path: Path, token
             old = block.weight(matrix)
             assert old.dtype == torch.float32
             assert torch.equal(old, weight(whole, f"model.layers.0.{name}"))
-            stored = block.replace(matrix, W.clone())
+            stored = block.stored(matrix, W.clone())
+            block.put(matrix, stored)
             assert stored.dtype == torch.bfloat16
             assert stored[3, 0] == 1
             assert not stored[:3].float().signbit().any()
@@ -487,7 +518,7 @@ def test_replacement_too_large_for_the_dtype(tmp_path: Path) -> None:
     model = stream_of(save_model(tmp_path / "model", dtype=torch.float16))
     block = next(model.stream())
     with pytest.raises(NumericalError, match=r"model\.layers\.0\.mlp\.up_proj.*too large for torch\.float16"):
-        block.replace(block.matrices[5], torch.full((48, 32), 1e5))
+        block.stored(block.matrices[5], torch.full((48, 32), 1e5))
 
 
 def test_activations_that_are_not_finite(tmp_path: Path, tokens: Tensor) -> None:

@@ -38,7 +38,7 @@ class TestFactorisations:
     def test_cholesky(self, damping: float, dtype: torch.dtype) -> None:
         H = gram(inputs("correlated", 32, seed=0)).to(dtype)
         before = H.clone()
-        L, used = damped_cholesky(H, damping)
+        L, used = damped_cholesky(H.clone, damping)
         assert used == damping
         assert torch.equal(H, before)
         assert L.dtype == dtype
@@ -47,7 +47,7 @@ class TestFactorisations:
 
     def test_inverse(self, damping: float, dtype: torch.dtype) -> None:
         H = gram(inputs("correlated", 32, seed=0)).to(dtype)
-        inverse, used = inverse_of_damped(H, damping)
+        inverse, used = inverse_of_damped(H.clone, damping)
         assert used == damping
         assert relative_difference(inverse, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
 
@@ -72,17 +72,17 @@ class TestMoreDamping:
     def test_a_singular_matrix_is_reported(self, n: int, dtype: torch.dtype) -> None:
         # All ones: the second pivot is exactly 1 - 1 = 0, so no rounding can hide the singularity.
         H = torch.ones(n, n, dtype=dtype)
-        L, used = damped_cholesky(H, 0.0)
+        L, used = damped_cholesky(H.clone, 0.0)
         assert 0 < used < 1e-3
         assert relative_difference(L @ L.T, damped(H, used)) < TOLERANCE[dtype]
 
     def test_an_indefinite_matrix_gets_what_it_needs(self) -> None:
-        L, used = damped_cholesky(INDEFINITE, 0.02)
+        L, used = damped_cholesky(INDEFINITE.clone, 0.02)
         assert used == pytest.approx(0.2)  # tenfold steps from what was asked for
         assert relative_difference(L @ L.T, damped(INDEFINITE, used)) < 1e-6
 
     def test_the_inverses_are_those_of_the_damping_they_report(self) -> None:
-        inverse, used = inverse_of_damped(INDEFINITE, 0.02)
+        inverse, used = inverse_of_damped(INDEFINITE.clone, 0.02)
         assert used == pytest.approx(0.2)
         assert relative_difference(inverse, torch.linalg.inv(damped(INDEFINITE, used))) < 1e-6
         U, used = inverse_upper_cholesky(INDEFINITE, 0.02)
@@ -96,11 +96,11 @@ class TestMoreDamping:
         H = torch.eye(4)
         H[place] = H[place[::-1]] = value
         with pytest.raises(NumericalError, match="NaN, infinite or huge activations"):
-            damped_cholesky(H, 0.1)
+            damped_cholesky(H.clone, 0.1)
 
     def test_negative_definite_is_beyond_repair(self) -> None:
         with pytest.raises(NumericalError):
-            damped_cholesky(-torch.eye(4), 0.1)
+            damped_cholesky((-torch.eye(4)).clone, 0.1)
 
     @pytest.mark.timeout(5)
     @pytest.mark.parametrize("damping", [0.0, 0.1])
@@ -108,12 +108,12 @@ class TestMoreDamping:
         """A layer that the text never reaches. Without damping there is nothing to scale it by."""
         H = torch.zeros(4, 4)
         if damping:
-            L, used = damped_cholesky(H, damping)
+            L, used = damped_cholesky(H.clone, damping)
             assert used == damping
             assert relative_difference(L @ L.T, damped(H, damping)) < 1e-6
         else:
             with pytest.raises(NumericalError):
-                damped_cholesky(H, damping)
+                damped_cholesky(H.clone, damping)
 
 
 def unit_problem(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -756,9 +757,9 @@ class TestSharing:
         calls = []
         plain = torch.linalg.cholesky_ex
 
-        def counting(H: Tensor) -> tuple[Tensor, Tensor]:
+        def counting(H: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
             calls.append(H.shape)
-            L, info = plain(H)
+            L, info = plain(H, **keywords)
             return L, info
 
         monkeypatch.setattr(torch.linalg, "cholesky_ex", counting)

@@ -328,6 +328,7 @@ class Block:
         self.matrices = model.matrices(index)
         self._module = module
         self._model = model
+        self._released: set[str] = set()
 
     @torch.no_grad()
     def advance(self, states: States, done: Callable[[], None] = lambda: None) -> None:
@@ -362,12 +363,26 @@ class Block:
         """(out, in) float32: its original weights."""
         return matrix.read(self._model.checkpoint).to(self._model.device, torch.float32)
 
-    def replace(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """Puts W (out, in) in the place of ``matrix``.
+    @property
+    def released(self) -> bool:
+        """Whether weights are missing."""
+        return bool(self._released)
 
-        Returns:
-            W in the layout and dtype of the checkpoint, with zeros that are exactly +0.0; what the block
-            computes with from now on.
+    def release(self) -> None:
+        """Lets go of the weights of ``matrices`` if memory is limited; :meth:`put` them back before the block runs."""
+        if not self._model.room.limited:
+            return
+        sizes: dict[str, int] = {}
+        for matrix in self.matrices:
+            sizes[matrix.parameter] = sizes.get(matrix.parameter, 0) + matrix.shape[0] * matrix.shape[1]
+        for name, size in sizes.items():
+            parameter = self._module.get_parameter(name)
+            if size == parameter.numel():  # nothing is in it besides
+                self._released.add(name)
+                parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
+
+    def stored(self, matrix: Matrix, W: Tensor) -> Tensor:
+        """W (out, in) in the layout and dtype of the checkpoint, with zeros that are exactly +0.0.
 
         Raises:
             NumericalError: a weight is too large for that dtype.
@@ -375,9 +390,7 @@ class Block:
         stored = W.to(self._model.checkpoint.dtype(matrix.key)).add_(0.0)  # rounding can leave -0.0
         if not torch.isfinite(stored).all():
             raise NumericalError(f"{matrix.key}: a pruned weight is too large for {stored.dtype}")
-        stored = stored.T.contiguous() if matrix.transposed else stored
-        self.put(matrix, stored)
-        return stored
+        return stored.T.contiguous() if matrix.transposed else stored
 
     def empty(self, matrix: Matrix) -> Tensor:
         """Memory for ``matrix`` in the layout and dtype of the checkpoint."""
@@ -387,7 +400,11 @@ class Block:
     def put(self, matrix: Matrix, stored: Tensor) -> None:
         """Computes with ``stored``, in the layout of the checkpoint, in the place of ``matrix`` from now on."""
         value = stored.T if matrix.transposed else stored
-        matrix.within(self._module.get_parameter(matrix.parameter)).copy_(value)
+        parameter = self._module.get_parameter(matrix.parameter)
+        if matrix.parameter in self._released:
+            self._released.remove(matrix.parameter)
+            parameter.data = parameter.data.new_empty(parameter.shape)
+        matrix.within(parameter).copy_(value)
 
     def _run(self, hidden: Tensor, states: States) -> Tensor:
         args, kwargs = states.arguments[self.index, hidden.shape[0]]
@@ -401,6 +418,7 @@ def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     empty = {name: value for name, value in module.state_dict().items() if name in weights}
     try:
         module.load_state_dict(weights, strict=False, assign=True)
+        del weights  # or what a block releases would stay
         yield
     finally:
         module.load_state_dict(empty, strict=False, assign=True)

@@ -24,6 +24,10 @@ _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
 
 
+#: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
+_STRIP = 512
+
+
 @dataclass
 class InputGram:
     """The Gram matrix of an input that one or more matrices of a block share.
@@ -99,6 +103,9 @@ class InputGrams:
         for parameter in dict.fromkeys(m.parameter for m in self.matrices if m.expert is not None):
             self._lend(parameter)
         for gram in grams:
+            for start in range(0, len(gram.H), _STRIP):
+                stop = start + _STRIP
+                gram.H[stop:, start:stop] = gram.H[start:stop, stop:].T
             gram.H.div_(max(1, gram.tokens + gram.borrowed))
             gram.mean.div_(max(1, gram.tokens + gram.borrowed))
             if not torch.isfinite(gram.H).all():
@@ -149,7 +156,9 @@ class InputGrams:
         if gram is None:
             gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
             X = X.float()
-            gram.H.addmm_(X.T, X)
+            for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
+                strip = slice(start, start + _STRIP)
+                gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
             gram.mean += X.sum(dim=0)
             gram.tokens += X.shape[0]
             self._seen[key] = gram

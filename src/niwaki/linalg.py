@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
 
+#: Rows that are worked on at a time where each stands for itself: enough for the full rate of products.
+_ROWS = 1024
 
-def damped_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
+
+def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
     """The lower Cholesky factor of H + damping I, with more damping where that is not enough.
 
     Args:
-        H: (n, n), symmetric, positive semidefinite up to rounding.
+        copy: Gives H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose
+            memory the factor takes. Of large models H is the largest thing in memory.
         damping: What to add to the diagonal, at least 0.
 
     Returns:
@@ -24,27 +29,30 @@ def damped_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     Raises:
         NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.
     """
-    mean = H.diagonal().mean().item()
+    # LAPACK's layout, so that nothing is copied: the transpose of a symmetric matrix is itself.
+    L = copy().mT
+    mean, info = L.diagonal().mean().item(), torch.empty((), dtype=torch.int32, device=L.device)
     # Rounding errors of a Gram matrix are about n eps times its diagonal: a start below that is lost.
-    step = max(damping, mean * torch.finfo(H.dtype).eps * H.shape[0])
+    step = max(damping, mean * torch.finfo(L.dtype).eps * L.shape[0])
     while True:
-        damped = H.clone()
-        damped.diagonal().add_(damping)
-        L, info = torch.linalg.cholesky_ex(damped)
+        L.diagonal().add_(damping)
+        torch.linalg.cholesky_ex(L, out=(L, info))
         if not info.item():
             return L, damping
-        if not (step > 0 and damping <= mean * H.shape[0] < math.inf):
+        if not (step > 0 and damping <= mean * L.shape[0] < math.inf):
             raise NumericalError(
                 "a Gram matrix is not positive definite even when heavily damped; "
                 "look for NaN, infinite or huge activations in the calibration data"
             )
         damping = step = step * 10
+        del L
+        L = copy().mT
 
 
-def inverse_of_damped(H: Tensor, damping: float) -> tuple[Tensor, float]:
+def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
     """((H + damping I)^-1, damping that was used), by Cholesky; see :func:`damped_cholesky`."""
-    L, used = damped_cholesky(H, damping)
-    return torch.cholesky_inverse(L), used
+    L, used = damped_cholesky(copy, damping)
+    return torch.cholesky_inverse(L, out=L), used
 
 
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
@@ -54,10 +62,11 @@ def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     factorisation and one triangular inverse, instead of a factorisation, an inverse and another
     factorisation, each of which loses digits.
     """
-    L, used = damped_cholesky(H.flip(0, 1), damping)
-    identity = torch.eye(H.shape[0], dtype=H.dtype, device=H.device)
-    U = torch.linalg.solve_triangular(L, identity, upper=False).flip(0, 1)
-    return U, used
+    L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
+    U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
+    torch.linalg.solve_triangular(L, U, upper=False, out=U)
+    del L
+    return U.flip(0, 1), used
 
 
 def masked_conjugate_gradients(
@@ -79,21 +88,29 @@ def masked_conjugate_gradients(
         that is 0. It is the one that the recurrence keeps, so it costs nothing; when it is small in units
         of rounding errors the true one is greater.
     """
-    Z = start.clone()
-    R = ((target - Z) @ H).mul_(mask)
-    P = R.clone()
-    rr = first = R.square().sum(dim=1, keepdim=True)
-    # Below this the residual is rounding noise, and steps along it are noise too.
-    floor = rr * torch.finfo(H.dtype).eps ** 2
-    for _ in range(steps):
-        HP = (P @ H).mul_(mask)
-        curvature = (P * HP).sum(dim=1, keepdim=True)
-        alpha = torch.where((curvature > 0) & (rr > floor), rr / curvature, 0.0)
-        Z.addcmul_(P, alpha)
-        R.addcmul_(HP, alpha, value=-1)
-        rr_next = R.square().sum(dim=1, keepdim=True)
-        beta = torch.where(rr > floor, rr_next / rr, 0.0)
-        P.mul_(beta).add_(R)
-        rr = rr_next
-    before, after = (float(squares.sum(dtype=torch.float64)) for squares in (first, rr))
-    return Z, math.sqrt(after / before) if before > 0 else 0.0
+    solved = start.clone()
+    before = after = 0.0
+    for Z, goal, allowed in zip(solved.split(_ROWS), target.split(_ROWS), mask.split(_ROWS), strict=True):
+        R = ((goal - Z) @ H).mul_(allowed)
+        P = R.clone()
+        rr = R.square().sum(dim=1, keepdim=True)
+        before += float(rr.sum(dtype=torch.float64))
+        # Below this the residual is rounding noise, and steps along it are noise too.
+        floor = rr * torch.finfo(H.dtype).eps ** 2
+        for _ in range(steps):
+            HP = (P @ H).mul_(allowed)
+            curvature = (P * HP).sum(dim=1, keepdim=True)
+            alpha = torch.where((curvature > 0) & (rr > floor), rr / curvature, 0.0)
+            Z.addcmul_(P, alpha)
+            R.addcmul_(HP, alpha, value=-1)
+            rr_next = R.square().sum(dim=1, keepdim=True)
+            beta = torch.where(rr > floor, rr_next / rr, 0.0)
+            P.mul_(beta).add_(R)
+            rr = rr_next
+        after += float(rr.sum(dtype=torch.float64))
+    return solved, math.sqrt(after / before) if before > 0 else 0.0
+
+
+def quadratic_form(D: Tensor, H: Tensor) -> float:
+    """tr(D H D^T), for D (rows, n) and H (n, n)."""
+    return math.fsum(float((rows @ H).mul_(rows).sum(dtype=torch.float64)) for rows in D.split(_ROWS))

@@ -283,12 +283,15 @@ def _needed(model: StreamedModel) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
     largest = max(model.matrices(), key=lambda matrix: matrix.shape[0] * matrix.shape[1])
     rows, columns = largest.shape
-    solving = 4 * (5 * columns**2 + 12 * rows * columns)
+    solving = 4 * (2 * columns**2 + 7 * rows * columns)
     grams = max(
         sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices(index))
         for index in range(len(model.blocks))
     )
-    return peak_memory(model.device).get("resident", 0) + model.block_size + grams + solving
+    running = (
+        2 * model.block_size
+    )  # its weights, which are not there while matrices are solved, and activations
+    return peak_memory(model.device).get("resident", 0) + grams + max(running, solving)
 
 
 def _texts(

@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
+from niwaki.linalg import quadratic_form
 
 T = TypeVar("T")
+
+#: Rows or columns that change places at a time.
+_STRIP = 1024
 
 #: Called as monitor(step, steps, relative error, estimated from some of the rows).
 Monitor = Callable[[int, int, float], None]
@@ -57,22 +61,17 @@ class Gram:
         """(in,) root mean square of each input; 0 for an input that is never active."""
         return self.H.diagonal().clamp(min=0).sqrt()
 
-    @property
     def unit(self) -> Tensor:
-        """(in, in): H in coordinates where live inputs have unit norm; 0 for dead inputs. Kept only if shared."""
-
-        def compute() -> Tensor:
-            inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
-            return (self.H * inverse).mul_(inverse.unsqueeze(1))
-
-        return self.derived("unit", compute)
+        """(in, in), new: H in coordinates where live inputs have unit norm; 0 for dead inputs."""
+        inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
+        return (self.H * inverse).mul_(inverse.unsqueeze(1))
 
     def live(self) -> Tensor:
         """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, so that they ask for no damping.
 
         Their rows stand alone and their normalised weights are 0: whatever is there changes nothing else.
         """
-        H = self.unit.clone()
+        H = self.unit()
         H.diagonal().add_(self.norm == 0)
         return H
 
@@ -142,11 +141,11 @@ class LayerProblem:
     @cached_property
     def power(self) -> float:
         """tr(W H W^T), the mean squared norm of the layer's output."""
-        return _trace(self.W, self.gram.H)
+        return quadratic_form(self.W, self.gram.H)
 
     def error(self, What: Tensor) -> float:
         """tr((W - What) H (W - What)^T) / tr(W H W^T); cost of one (out, in) x (in, in) product."""
-        loss = _trace(self.W - What, self.gram.H)
+        loss = quadratic_form(self.W - What, self.gram.H)
         return loss / self.power if self.power > 0 else (0.0 if loss == 0 else math.inf)
 
     def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
@@ -194,18 +193,30 @@ class Normalised:
     @cached_property
     def H(self) -> Tensor:  # noqa: N802 - as the papers call it
         """(in, in), unit diagonal (without a metric); rows and columns of dead inputs are zero."""
-        H = self.gram.unit
+        return self.new_H()
+
+    def new_H(self) -> Tensor:  # noqa: N802
+        """``H``, new each time: for what takes its place, or needs it for a moment. It may be gigabytes."""
+        H = self.gram.unit()
         if self._metric is not None:
-            H = (H / self._metric).div_(self._metric.unsqueeze(1))
-        return H if self._order is None else H[self._order][:, self._order]
+            H.div_(self._metric).div_(self._metric.unsqueeze(1))
+        if self._order is not None:
+            for rows in H.split(_STRIP):
+                rows.copy_(rows[:, self._order])
+            for columns in H.split(_STRIP, dim=1):
+                columns.copy_(columns[self._order])
+        return H
 
-    def restore(self, W: Tensor) -> Tensor:
-        """(out, in) in the problem's own coordinates; dead inputs get their old weights back.
+    def restore(self, W: Tensor, rows: slice = slice(None)) -> Tensor:
+        """(out, in), or the ``rows`` that W has, in the problem's own coordinates.
 
-        The text says nothing on dead inputs, so the best guess for other text is not to touch them.
+        Dead inputs get their old weights back. The text says nothing on them, so the best guess for other
+        text is not to touch them.
         """
-        scale = self._scale
-        return torch.where(scale > 0, self.original(W) / torch.where(scale > 0, scale, 1.0), self._problem.W)
+        live = self._scale > 0
+        return torch.where(
+            live, self.original(W) / torch.where(live, self._scale, 1.0), self._problem.W[rows]
+        )
 
     def original(self, M: Tensor) -> Tensor:
         """``M`` (out, in) with its columns in the problem's order: for masks."""
@@ -218,10 +229,7 @@ class Normalised:
         """Tells ``monitor``, if there is one, the error of M * V on some 32 rows, a small part of a step."""
         if monitor is not None:
             rows = slice(None, None, max(1, self.W.shape[0] // 32))
-            error = _trace(V[rows] * mask[rows] - self.W[rows], self.H)
-            power = self._power_of_some_rows = self._power_of_some_rows or _trace(self.W[rows], self.H)
-            monitor(step, steps, error / power if power > 0 else 0.0)
-
-
-def _trace(D: Tensor, H: Tensor) -> float:
-    return float((D @ H).mul_(D).sum(dtype=torch.float64))
+            H, W0 = self.gram.H, self._problem.W[rows]
+            W = self.restore(V[rows] * mask[rows], rows)
+            power = self._power_of_some_rows = self._power_of_some_rows or quadratic_form(W0, H)
+            monitor(step, steps, quadratic_form(W - W0, H) / power if power > 0 else 0.0)

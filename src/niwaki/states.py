@@ -54,6 +54,11 @@ class Room:
         """Bytes in the file."""
         return self._end
 
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._left is not None
+
     def limit(self, size: int) -> None:
         """From now on there is room for ``size`` bytes."""
         self._left = size

@@ -100,6 +100,8 @@ class Walk:
                     writer.sync()
                     self.record.seconds = dict(clock.seconds)
                     place.save(blocks=block.index + 1, record=self.record.to_json())
+                if block.released:
+                    self._restore(block)
                 clock.lap("write")
             last = block.index >= stop - 1
             progress.stage(block.index, "advance", len(states.hidden))
@@ -121,7 +123,7 @@ class Walk:
         }
 
     def _restore(self, block: Block) -> None:
-        """Puts the weights into ``block`` that an earlier run has written for it."""
+        """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
         for matrix in block.matrices:
             stored = block.empty(matrix)
             if self._writer:
@@ -136,31 +138,41 @@ class Walk:
         costs = [self._solver.flops(*matrices[name].shape) for name in names]
         owner = dict(zip(names, self._world.owners(costs), strict=True))
         found: dict[str, tuple[Tensor, MatrixRecord]] = {}
+        block.release()
         while grams:
             inputs = grams.pop(0)
             mine = [matrices[name] for name in inputs.names if owner[name] == self._world.rank]
             gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
             for matrix in mine:
-                found[matrix.name] = self._solve(block, matrix, gram, inputs.tokens)
-                if self._world.size == 1:
-                    self._progress.solved(found[matrix.name][1])
+                solved = self._solve(block, matrix, gram, inputs.tokens)
                 self._progress.step()
-        for name in names:
+                if self._world.size == 1:
+                    self._keep(block, matrix, *solved)
+                else:
+                    found[matrix.name] = solved
+                del solved
+        if self._world.size == 1:
+            return
+        for name in names:  # in the order of computation, whoever was first
             matrix, mine_ = matrices[name], name in found
             stored, done = found.pop(name) if mine_ else (block.empty(matrix), None)
             stored, done = self._world.send(stored, owner[name]), self._world.told(done, owner[name])
             assert done is not None
             if not mine_:
-                block.put(matrix, stored)
                 self._progress.step()
-            if self._world.size > 1:  # in the order of computation, whoever was first
-                self._progress.solved(done)
-            if self._writer:
-                self._writer.write(matrix.key, stored, matrix.part)
-            zeros = stored.numel() - int(stored.count_nonzero())
-            self._journal.zeros[matrix.key] = self._journal.zeros.get(matrix.key, 0) + zeros
-            self._note_damping(done)
-            self.record.matrices.append(done)
+            self._keep(block, matrix, stored, done)
+
+    def _keep(self, block: Block, matrix: Matrix, stored: Tensor, done: MatrixRecord) -> None:
+        """Writes a matrix as it is solved, and what was found."""
+        self._progress.solved(done)
+        if not block.released:
+            block.put(matrix, stored)
+        if self._writer:
+            self._writer.write(matrix.key, stored, matrix.part)
+        zeros = stored.numel() - int(stored.count_nonzero())
+        self._journal.zeros[matrix.key] = self._journal.zeros.get(matrix.key, 0) + zeros
+        self._note_damping(done)
+        self.record.matrices.append(done)
 
     def _solve(self, block: Block, matrix: Matrix, gram: Gram, tokens: int) -> tuple[Tensor, MatrixRecord]:
         began = time.perf_counter()
@@ -171,7 +183,7 @@ class Walk:
                 raise NumericalError(
                     f"the error of its outputs is {solution.error}; its weights or inputs are too large, or not finite"
                 )
-            stored = block.replace(matrix, solution.W)
+            stored = block.stored(matrix, solution.W)
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began
         return stored, MatrixRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -79,7 +80,7 @@ class ADMM(Solver):
         scaled = Normalised(problem)
         shift = self.damping + self.rho
         R, used = scaled.gram.derived(
-            ("admm", self.damping, self.rho), lambda: self._resolvent(scaled.H, shift)
+            ("admm", self.damping, self.rho), lambda: self._resolvent(scaled.new_H, shift)
         )
         W0 = scaled.W
         # Three buffers for all steps, because fresh memory of that size costs page faults each time.
@@ -102,6 +103,6 @@ class ADMM(Solver):
         t = step / self.sparsification_steps
         return {"constant": 1.0, "cubic": 1 - (1 - t) ** 3, "printed": t**3}[self.schedule]
 
-    def _resolvent(self, H: torch.Tensor, shift: float) -> tuple[torch.Tensor, float]:
-        inverse, used = inverse_of_damped(H, shift)
+    def _resolvent(self, new_H: Callable[[], torch.Tensor], shift: float) -> tuple[torch.Tensor, float]:
+        inverse, used = inverse_of_damped(new_H, shift)
         return inverse.mul_(self.rho), used

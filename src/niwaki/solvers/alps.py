@@ -71,9 +71,9 @@ class ALPS(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
         W0, rho, steps = scaled.W, self.rho, self.iterations + self.finish
-        H = scaled.H.clone()
+        H = scaled.new_H()
         H.diagonal().add_(self.damping)
-        L, Q = scaled.gram.derived("eigh", lambda: torch.linalg.eigh(scaled.H))
+        L, Q = scaled.gram.derived("eigh", lambda: torch.linalg.eigh(scaled.new_H()))
         # Eigenvalues below 0 are rounding errors of a singular H.
         L = L.clamp(min=0) + self.damping
         inverse = (Q / (L + rho)) @ Q.T

@@ -57,7 +57,7 @@ class ConjugateGradients(Solver):
         scaled = Normalised(problem)
         W0 = scaled.W
         mask = pattern.mask(W0.abs())
-        H = scaled.H.clone()
+        H = scaled.new_H()
         H.diagonal().add_(self.damping)
         start = W0.masked_fill(~mask, 0.0)
         Z, residual = masked_conjugate_gradients(H, W0, start, mask, self.iterations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ class Continuation(Solver):
     4. The choice by degrees: half as many sweeps for the same error.
 
     Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a
-    selection among the weights in each sweep; memory of R and ten copies of W.
+    selection among the weights in each sweep; memory of R and five copies of W, with the problem's.
 
     Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
 
@@ -109,21 +110,30 @@ class Continuation(Solver):
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
-        H = scaled.H if monitor is None else scaled.H.clone()  # of large matrices every copy counts
-        H.diagonal().add_(self.damping / metric[order].square())
+        damping = self.damping / metric[order].square()
+
+        def new_H() -> Tensor:  # noqa: N802
+            H = scaled.new_H()
+            H.diagonal().add_(damping)
+            return H
+
         kept = max(1 - pattern.sparsity, 1 / W0.numel())  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
         ends = list(itertools.accumulate(widths))
         columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
-        W0s = [part.contiguous() for part in W0.split(widths, dim=1)]
-        Ws, Us, Zs = ([part.clone() for part in W0s] for _ in range(3))
-        for U in Us:
-            U.zero_()
-        scores = [W.abs() for W in Ws]
-        Y = torch.zeros_like(W0)  # Z - U - W0
+        # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
+        # Of (out, in) there are W0, U and Y = Z - U - W0, of which Z is made for a part at a time.
+        W0s = W0.split(widths, dim=1)
+        Us = [torch.zeros(part.shape, dtype=W0.dtype, device=W0.device) for part in W0s]
+        scores = [part.abs() for part in W0s]
+        Y = torch.zeros_like(W0)
         Ys = Y.split(widths, dim=1)
         apart = pattern.apart(scores) if min(S.numel() for S in scores) >= _APART else None
+        Ws, Zs = _in_turns(Us), _in_turns(Us)
+        if apart:
+            scores = _in_turns(Us)
+        Rs: Sequence[Tensor] = ()
         rho = raised = 0.0
         steps = self.sweeps + self.finish
         for sweep in range(self.sweeps):
@@ -131,9 +141,9 @@ class Continuation(Solver):
             if sweep in (0, math.ceil(_SWITCH * self.sweeps)):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
                 key = ("continuation", self.damping, rho, pattern.group, self.parts)
-                R, used = problem.gram.derived(key, lambda rho=rho: _resolvent(H, rho))  # type: ignore[misc]
+                Rs = ()  # before there is another
+                Rs, used = problem.gram.derived(key, lambda rho=rho: _resolvent(new_H, rho, widths))  # type: ignore[misc]
                 raised = max(raised, used - rho)
-                Rs = R.split(widths, dim=1)
                 for U, part in zip(Us, Ys, strict=True):
                     part.add_(U, alpha=1 - before / rho)
                     U.mul_(before / rho)
@@ -141,8 +151,11 @@ class Continuation(Solver):
             softness = self.softness * (1 - done) if sweep else 0.0
             for i, (W, U, Z) in enumerate(zip(Ws, Us, Zs, strict=True)):
                 if sweep:
+                    torch.add(Ys[i], U, out=Z).add_(W0s[i])
                     torch.addmm(W0s[i], Y, Rs[i], out=W)
                     W.add_(Z.sub_(W), alpha=1 - self.relaxation)
+                else:
+                    W.copy_(W0s[i])
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
                 if apart:
                     P = _choice(apart[i], scores[i], slice(None), softness)
@@ -153,13 +166,15 @@ class Continuation(Solver):
                 torch.sub(V, Z, out=U)
                 torch.sub(Z, U, out=Ys[i]).sub_(W0s[i])
             if monitor is not None:
-                V = torch.cat(Zs, dim=1).add_(torch.cat(Us, dim=1))
+                V = torch.add(Y, W0).add_(torch.cat(Us, dim=1), alpha=2)
                 scaled.report(monitor, sweep + 1, steps, V, pattern.mask(V.abs()))
-        V = torch.cat(Zs, dim=1).add_(torch.cat(Us, dim=1))
+        V = Y.add_(W0).add_(torch.cat(Us, dim=1), alpha=2)  # Z + U
+        del Rs, Us, Zs, Ws, scores, W, U, Z, P
         mask = pattern.mask(V.abs())
-        if raised > 0:
-            H.diagonal().add_(raised)
+        H = new_H()
+        H.diagonal().add_(max(0.0, raised))
         Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
+        del H
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
         return problem.solution(
@@ -197,9 +212,19 @@ def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
     return torch.where(live, c, typical), typical
 
 
-def _resolvent(H: Tensor, rho: float) -> tuple[Tensor, float]:
-    inverse, used = inverse_of_damped(H, rho)
-    return inverse.mul_(rho), used
+def _resolvent(
+    new_H: Callable[[], Tensor],
+    rho: float,
+    widths: list[int],
+) -> tuple[Sequence[Tensor], float]:
+    inverse, used = inverse_of_damped(new_H, rho)
+    return inverse.mul_(rho).split(widths, dim=1), used
+
+
+def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of ``parts`` that share their memory, for what is only needed of one at a time."""
+    memory = torch.empty_like(max(parts, key=Tensor.numel)).view(-1)
+    return [memory[: part.numel()].view(part.shape) for part in parts]
 
 
 def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:

@@ -78,7 +78,7 @@ class OBC(Solver):
             )
         scaled = Normalised(problem)
         inverse, used = scaled.gram.derived(
-            ("obc", self.damping), lambda: inverse_of_damped(scaled.gram.live(), self.damping)
+            ("obc", self.damping), lambda: inverse_of_damped(scaled.gram.live, self.damping)
         )
         W = scaled.W.clone()
         diagonal = inverse.diagonal().expand_as(W).clone()

@@ -58,5 +58,5 @@ class OBSSaliency(Solver):
 
     def _diagonal(self, gram: Gram) -> tuple[Tensor, float]:
         """The diagonal of (H + lambda I)^-1 and the lambda that was used."""
-        inverse, used = inverse_of_damped(gram.live(), self.damping)
+        inverse, used = inverse_of_damped(gram.live, self.damping)
         return inverse.diagonal().clone(), used
