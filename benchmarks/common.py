@@ -69,15 +69,15 @@ def add_layer_arguments(parser: argparse.ArgumentParser, blocks: list[int]) -> N
     parser.add_argument("--record", type=Path, help="write JSON there")
 
 
-def layers(arguments: argparse.Namespace) -> Iterator[Layer]:
-    """The matrices of the chosen blocks, from dense inputs on both texts, or synthetic ones."""
+def layers(arguments: argparse.Namespace, dtype: str = "float32") -> Iterator[Layer]:
+    """The matrices of the chosen blocks, from dense inputs on both texts in ``dtype``, or synthetic ones."""
     if arguments.synthetic:
         for text in arguments.synthetic:
             rows, columns = text.split("x")
             yield synthetic(int(rows), int(columns))
         return
     checkpoint = Checkpoint(locate_model(arguments.model))
-    streamed, tokenizer = StreamedModel(checkpoint, dtype="float32"), load_tokenizer(checkpoint.path)
+    streamed, tokenizer = StreamedModel(checkpoint, dtype=dtype), load_tokenizer(checkpoint.path)
     states = [
         streamed.embed(read_windows(text, tokenizer, arguments.length, count).tokens)
         for text, count in zip(arguments.texts, arguments.samples, strict=True)

@@ -284,9 +284,10 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
         *("--set", "sparsification_steps = 4", "--set", "schedule=cubic", "--set", "rho=0.5"),
         *("--sparsity", "0.25", "--calibration", "demo", "--samples", "3", "--seqlen", "24"),
         *("--windows", "random", "--seed", "7", "--text", "demo-held", "--text-samples", "5"),
-        *("--dtype", "bfloat16", "--device", "cpu"),
+        *("--dtype", "bfloat16", "--device", "cpu", "--tf32", "always"),
     )
     assert (ran.code, ran.err) == (0, "")
+    assert "--tf32 always has no effect: cpu has no TF32" in ran.out
     record = Record.from_json((tmp_path / "out" / "niwaki.json").read_text())
     assert record.solver == (
         "ADMM(iterations=5, sparsification_steps=4, schedule='cubic', rho=0.5, damping=0.1)"
@@ -547,6 +548,7 @@ def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: st
         "prune demo out --sparsity half",
         "prune demo out --sparsty 0.5",
         "prune demo out --sparsity 0.5 --windows middle",
+        "prune demo out --sparsity 0.5 --tf32 sometimes",
         "prune demo out extra --sparsity 0.5",
         "eval",
         "inspect",

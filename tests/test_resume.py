@@ -160,6 +160,17 @@ def test_another_run_is_refused(tmp_path: Path, model: Path, changes: dict[str, 
     assert run(model, tmp_path / "out").resumed == [1]
 
 
+def test_tf32_is_part_of_what_was_asked_where_there_is_any(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(model, tmp_path / "without", tf32="auto")
+    assert run(model, tmp_path / "without", tf32="always").resumed == [1]
+    monkeypatch.setattr("niwaki.pipeline.has_tf32", lambda device: True)
+    stopped(model, tmp_path / "with", tf32="auto")
+    said = message(lambda: run(model, tmp_path / "with", tf32="always"))
+    assert "tf32 (auto there, always here)" in said
+
+
 def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
     stopped(model, tmp_path / "out")
     shutil.rmtree(model)

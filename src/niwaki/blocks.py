@@ -32,6 +32,7 @@ from niwaki.errors import (
 from niwaki.families import FAMILIES, Family
 from niwaki.inputs import InputGram, InputGrams
 from niwaki.layout import Layout, Matrix
+from niwaki.precision import TF32
 from niwaki.states import Batches, Room, States
 
 #: Tokens in one forward pass: enough to fill the cores, little enough for a block's activations.
@@ -339,16 +340,20 @@ class Block:
 
     @torch.no_grad()
     def input_grams(
-        self, states: States, done: Callable[[], None] = lambda: None, world: World | None = None
+        self,
+        states: States,
+        done: Callable[[], None] = lambda: None,
+        world: World | None = None,
+        tf32: TF32 = "auto",
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs, from one pass that leaves ``states`` alone.
 
-        With a ``world``, of the states of all its processes.
+        With a ``world``, of the states of all its processes. ``tf32`` is for :mod:`niwaki.precision`.
 
         Raises:
             NumericalError: an activation is NaN or infinite.
         """
-        grams = InputGrams(self.matrices, dict(self._module.named_parameters()))
+        grams = InputGrams(self.matrices, dict(self._module.named_parameters()), tf32)
         for hidden in states.hidden:
             grams.watch(lambda hidden=hidden: self._run(hidden, states))  # type: ignore[misc]
             done()

@@ -47,6 +47,14 @@ class Order(str, Enum):
     random = "random"
 
 
+class TF32(str, Enum):
+    """Where GPUs may use TF32."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 Model = Annotated[str, typer.Argument(help="A model directory, a hub id, or 'demo' for the embedded model.")]
 Length = Annotated[
     int | None,
@@ -109,6 +117,13 @@ def prune(
     text_samples: Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")] = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    tf32: Annotated[
+        TF32,
+        typer.Option(
+            help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor "
+            "changes; always for all products of float32; never."
+        ),
+    ] = TF32.auto,
     blocks: Annotated[
         str | None,
         typer.Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two."),
@@ -152,6 +167,7 @@ def prune(
             measure="both" if text_samples else "none",
             device=device,
             dtype=dtype,
+            tf32=tf32.value,
             blocks=_range(blocks) if blocks is not None else None,
             memory=parse_size(memory) if memory is not None else None,
             record_to=record,

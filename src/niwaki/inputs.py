@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from niwaki.distributed import World
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layout import Matrix
+from niwaki.precision import TF32, gram_in_tf32, products
 
 _ATEN = torch.ops.aten
 #: Where the first of the two factors is among the arguments.
@@ -54,10 +55,12 @@ class InputGrams:
     Attributes:
         matrices: Whose.
         parameters: Their parameters by path, with the memory that the forward passes use.
+        tf32: Where a GPU may use TF32, see :mod:`niwaki.precision`.
     """
 
     matrices: list[Matrix]
     parameters: dict[str, Tensor]
+    tf32: TF32 = "auto"
     _grams: dict[str, InputGram] = field(default_factory=dict)  # by the name of each matrix
     _seen: dict[object, InputGram] = field(default_factory=dict)  # inputs of this pass
     _alive: list[Tensor] = field(default_factory=list)  # so that no other tensor takes their place
@@ -155,10 +158,11 @@ class InputGrams:
         gram = self._seen.get(key)
         if gram is None:
             gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
-            X = X.float()
-            for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
-                strip = slice(start, start + _STRIP)
-                gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
+            with products(gram_in_tf32(self.tf32, X.dtype)):
+                X = X.float()
+                for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
+                    strip = slice(start, start + _STRIP)
+                    gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
             gram.mean += X.sum(dim=0)
             gram.tokens += X.shape[0]
             self._seen[key] = gram

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
+from niwaki.precision import products
 
 #: Rows that are worked on at a time where each stands for itself: enough for the full rate of products.
 _ROWS = 1024
@@ -64,7 +65,8 @@ def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
     U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
-    torch.linalg.solve_triangular(L, U, upper=False, out=U)
+    with products(tf32=False):  # cuBLAS does this one, with the setting for products
+        torch.linalg.solve_triangular(L, U, upper=False, out=U)
     del L
     return U.flip(0, 1), used
 

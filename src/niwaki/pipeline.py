@@ -26,6 +26,7 @@ from niwaki.errors import UnknownNameError, UsageError
 from niwaki.masks import described, patterns_of, wanted_pattern
 from niwaki.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.patterns import Pattern
+from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.record import Record, versions, write_json
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
@@ -55,6 +56,7 @@ def prune(
     measure: Measure = "both",
     device: str = "auto",
     dtype: str = "auto",
+    tf32: TF32 = "auto",
     blocks: tuple[int, int] | None = None,
     memory: int | None = None,
     record_to: str | Path | None = None,
@@ -90,6 +92,9 @@ def prune(
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on CPU and the
             checkpoint's on a GPU. Gram matrices and solvers always use float32.
+        tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of
+            half-precision activations, where that changes no factor; "always" for all products, those of
+            blocks in float32 among them; "never". Factorisations and inverses never use it.
         blocks: Only those from the first number to before the second one are pruned.
         memory: Bytes that the process may have, as far as hidden states decide it: what would go beyond that
             is kept in a file in the system's temporary directory.
@@ -113,6 +118,7 @@ def prune(
     solver = make_solver(solver) if isinstance(solver, str) else solver
     if order not in ("first", "random"):
         raise UsageError(f"the order of windows is first or random; got {order!r}")
+    check_tf32(tf32)
     if text_samples < 1 or samples < 1:
         raise UsageError(f"samples must be 1 or more; got {min(samples, text_samples)}")
     wanted = wanted_pattern(solver, sparsity, pattern)
@@ -137,6 +143,9 @@ def prune(
     pattern_of = patterns_of(wanted, mask_model, streamed)
     length, note = streamed.window_length(length)
     notes = [*streamed.notes, *([note] if note else [])]
+    used = tf32 if has_tf32(streamed.device) else "never"
+    if tf32 == "always" and used == "never":
+        notes.append(f"--tf32 always has no effect: {streamed.device} has no TF32, products are in float32")
     windows, held = _texts(
         source_path, calibration, samples, length, order, seed, text, text_samples, measure, notes
     )
@@ -159,6 +168,7 @@ def prune(
         },
         device=_device_name(streamed.device, world),
         dtype=str(streamed.dtype).removeprefix("torch."),
+        tf32=used,
         blocks=[chosen.start, chosen.stop] if len(chosen) < len(streamed.blocks) else None,
         flops=float(sum(solver.flops(*matrix.shape) for matrix in streamed.matrices())),
         versions=versions(),
@@ -178,6 +188,7 @@ def prune(
         "blocks": [chosen.start, chosen.stop],
         "device": streamed.device.type,
         "dtype": record.dtype,
+        "tf32": record.tf32,
         "versions": record.versions,
     }
     _check_same(asked, world)
@@ -185,6 +196,7 @@ def prune(
     clock.lap("prepare")
     with (
         contextlib.closing(room),
+        products(tf32=record.tf32 == "always"),
         workplace(out_path, asked, restart) if world.first else contextlib.nullcontext() as place,
         _told_when_stopped(place, progress, chosen),
     ):

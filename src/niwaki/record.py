@@ -18,6 +18,8 @@ from niwaki.errors import OutputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from niwaki.precision import TF32
+
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -98,6 +100,8 @@ class Record:
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
+        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
+            products of float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
             those of products and factorisations, as if no two matrices had the same inputs.
         sparsity: Fraction of zeros in all pruned matrices together.
@@ -129,6 +133,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     blocks: list[int] | None = None
+    tf32: TF32 = "never"
 
     @property
     def mean_error(self) -> float:

@@ -91,7 +91,7 @@ class Walk:
             if block.index < done:
                 self._restore(block)
             elif block.matrices:
-                grams = block.input_grams(states, progress.step, self._world)
+                grams = block.input_grams(states, progress.step, self._world, self.record.tf32)
                 clock.lap("capture")
                 progress.stage(block.index, "solve", len(block.matrices))
                 self._solve_all(block, grams)
