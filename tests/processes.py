@@ -24,31 +24,58 @@ import time
 from pathlib import Path
 from typing import Any
 
-from niwaki import cli, pipeline
+from torch import Tensor
+
+from niwaki import cli, pipeline, walk
 from niwaki.blocks import Block
 from niwaki.errors import NumericalError
+from niwaki.layout import Matrix
+from niwaki.problem import Gram, LayerProblem
 
 PATIENCE = 60.0
 
 
 def install(hook: dict[str, Any] | None, rank: int) -> None:
-    """Makes process ``hook["rank"]`` end in block ``hook["block"]`` in the way of ``hook["how"]``."""
-    if hook is None or hook["rank"] != rank:
-        return
-    real = Block.input_grams
+    """Makes process ``hook["rank"]`` end in block ``hook["block"]`` in the way of ``hook["how"]``.
 
-    def input_grams(self: Block, *args: Any, **others: Any) -> Any:
-        if self.index == hook["block"]:
-            if hook["how"] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if hook["how"] == "interrupt":
-                os.kill(os.getpid(), signal.SIGINT)
-            if hook["how"] == "unforeseen":
-                raise ZeroDivisionError("nobody thought of this")
-            raise NumericalError("this process is out of luck")
-        return real(self, *args, **others)
+    Before Gram matrices are made, or where it solves the matrix called ``hook["matrix"]``. With "watch" for a way
+    each process writes the shapes of the matrices that it solves to a file in the directory ``hook["to"]``, with
+    "draw" they draw as on a terminal.
+    """
+    if hook is not None and hook["how"] == "draw":
+        os.environ["FORCE_COLOR"] = "1"
+    elif hook is not None and hook["how"] == "watch":
 
-    Block.input_grams = input_grams  # type: ignore[method-assign]
+        def watched(W: Tensor, gram: Gram) -> LayerProblem:
+            with open(f"{hook['to']}/{rank}", "a") as file:
+                file.write(f"{json.dumps(W.shape)}\n")
+            return LayerProblem(W, gram)
+
+        walk.LayerProblem = watched  # type: ignore[assignment, attr-defined]
+    elif hook is not None and hook["rank"] == rank:
+        input_grams, weight = Block.input_grams, Block.weight
+
+        def before_grams(self: Block, *args: Any, **others: Any) -> Any:
+            if self.index == hook["block"] and "matrix" not in hook:
+                end(hook["how"])
+            return input_grams(self, *args, **others)
+
+        def before_solving(self: Block, matrix: Matrix) -> Tensor:
+            if self.index == hook["block"] and matrix.name == hook.get("matrix"):
+                end(hook["how"])
+            return weight(self, matrix)
+
+        Block.input_grams, Block.weight = before_grams, before_solving  # type: ignore[method-assign]
+
+
+def end(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if how == "unforeseen":
+        raise ZeroDivisionError("nobody thought of this")
+    raise NumericalError("this process is out of luck")
 
 
 def child(job: dict[str, Any], rank: int, port: int) -> int:

@@ -118,9 +118,9 @@ def command(model: Path, out: Path, text: Path, *others: str) -> list[str]:
     ]
 
 
-def prune(start: Team, size: int, arguments: list[str]) -> Record:
+def prune(start: Team, size: int, arguments: list[str], hook: dict[str, Any] | None = None) -> Record:
     """What several processes with the same command come to, of which only the first one prints."""
-    results = start(*[arguments] * size)
+    results = start(*[arguments] * size, hook=hook)
     assert [result.code for result in results] == [0] * size, results
     assert [result.err for result in results] == [""] * size
     out = Path(arguments[2])
@@ -252,6 +252,105 @@ def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, t
     for record in records[1:]:
         for one, other in zip(record.matrices, records[0].matrices, strict=True):
             assert one.error == pytest.approx(other.error, rel=1e-4), one
+
+
+# Matrices whose rows are solved in different processes
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose down_proj takes as long as all other matrices of a block."""
+    path = tmp_path_factory.mktemp("wide")
+    random_model("llama", vocab_size=EMBEDDED_VOCABULARY, intermediate_size=96).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+def shapes(directory: Path, size: int) -> list[list[list[int]]]:
+    """Those of the matrices that each process solved."""
+    return [list(map(json.loads, (directory / str(rank)).read_text().splitlines())) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--solver", "sparsegpt", "--sparsity", "0.6"),
+        ("--solver", "wanda+continuation"),  # per row
+    ],
+    ids=str,
+)
+def test_rows_of_one_matrix_in_all_processes(
+    start: Team, wide: Path, text: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    def asked(name: str) -> list[str]:
+        return command(wide, tmp_path / name, text, *options)
+
+    expected = prune(start, 1, asked("alone"))
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    record = prune(start, 3, asked("out"), {"how": "watch", "to": str(watched)})
+    compare(record, expected, tmp_path / "out", tmp_path / "alone")
+    assert [m.stats.keys() for m in record.matrices] == [m.stats.keys() for m in expected.matrices]
+    solved = shapes(watched, 3)
+    for rank, rows in enumerate((10, 11, 11)):
+        # First of all in each of the two blocks, and in no process more of it.
+        assert [shape for shape in solved[rank] if shape[1] == 96] == [[rows, 96]] * 2
+        assert solved[rank][0] == [rows, 96]
+    assert sorted(map(tuple, itertools.chain(*solved))) == sorted(
+        2 * [(10, 96), *[(11, 96)] * 2, *[(96, 32)] * 2, *[(32, 32)] * 4]
+    )
+    again = prune(start, 3, asked("again"))
+    assert files(tmp_path / "again") == files(tmp_path / "out")
+    assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
+
+
+def test_what_one_process_draws_is_no_question_to_the_others(
+    start: Team, wide: Path, text: Path, tmp_path: Path
+) -> None:
+    """On a terminal the first one has solvers estimate errors on the way."""
+    results = start(*[command(wide, tmp_path / "out", text, "--blocks", "0:1")] * 3, hook={"how": "draw"})
+    assert [result.code for result in results] == [0] * 3, results
+    assert "\x1b[" in results[0].out
+    prune(start, 3, command(wide, tmp_path / "quiet", text, "--blocks", "0:1"))
+    found, expected = (tmp_path / name / "model.safetensors" for name in ("out", "quiet"))
+    assert found.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--solver", "ria"), ("--pattern", "block-4x4:0.5"), ("--pattern", "transposable-2:4")],
+    ids=str,
+)
+def test_rows_that_cannot_be_solved_apart(
+    start: Team, wide: Path, text: Path, tmp_path: Path, options: tuple[str, str]
+) -> None:
+    given = command(wide, tmp_path / "out", text, "--blocks", "0:1")
+    if options[0] == "--pattern":
+        place = given.index("--sparsity")
+        given[place : place + 2] = []
+    prune(start, 3, [*given, *options], {"how": "watch", "to": str(tmp_path)})
+    assert sorted(map(tuple, itertools.chain(*shapes(tmp_path, 3)))) == sorted(
+        [(32, 96), *[(96, 32)] * 2, *[(32, 32)] * 4]
+    )
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "fail"), (1, "kill")])
+def test_a_process_that_ends_where_all_solve_one_matrix(
+    start: Team, wide: Path, text: Path, tmp_path: Path, rank: int, how: str
+) -> None:
+    arguments = command(wide, tmp_path / "out", text)
+    hook = {"rank": rank, "block": 1, "matrix": "mlp.down_proj", "how": how}
+    results = start(*[arguments] * 3, hook=hook)
+    for number, result in enumerate(results):
+        if number != rank:
+            assert result.code == 1
+            assert "Traceback" not in result.err
+            assert f"error in process {number}: another process of this run has ended" in result.err
+    said = f"error in process {rank}: model.layers.1.mlp.down_proj.weight: this process is out of luck\n"
+    assert (said in results[rank].err) == (how == "fail")
+    assert results[rank].code not in (0, None)
+    assert names(tmp_path) == [".out.partial", ".out.partial.json"]
+    assert prune(start, 3, arguments).resumed == [1]
 
 
 # Experts
@@ -527,6 +626,24 @@ def test_owners() -> None:
     assert every[0] == every[1] == every[2] == every[3]
     loads = [sum(c for c, owner in zip(costs, every[0], strict=True) if owner == r) for r in range(4)]
     assert max(loads) - min(loads) <= 2
+
+
+def test_what_all_processes_do_together() -> None:
+    """Rows of a piece that one process alone would still be at when the others are done."""
+    costs = [10.0, 2.0, 1.0, 1.0]
+    assert World(0, 2).owners(costs, lambda _: 5.5) == [None, 0, 1, 1]
+    assert World(0, 2).owners(costs, lambda _: 8.0) == World(0, 2).owners(costs) == [0, 1, 1, 1]
+    block = [47.0, 14.7, 14.7, 5.7, 5.7, 5.7, 5.7]
+    asked: list[int] = []
+
+    def together(i: int) -> float:
+        asked.append(i)
+        return block[i] / 4
+
+    assert World(0, 8).owners(block, together) == [None, None, None, 0, 1, 2, 3]
+    assert asked == [0, 1, 2]  # others take less than a fair share
+    assert World(0, 8).owners(block, lambda i: together(i) if i else None)[0] == 0
+    assert World(0, 1).owners(costs, together) == [0] * 4
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])

@@ -20,8 +20,9 @@ ROOT = Path(niwaki.__file__).parent
 #: What the modules of the numerical core, and those that know one thing only, may import of niwaki.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "selection": set(),
-    "patterns": {"errors", "selection"},
+    "rows": set(),
+    "selection": {"rows"},
+    "patterns": {"errors", "rows", "selection"},
     "precision": {"errors"},
     "linalg": {"errors", "precision"},
     "problem": {"errors", "linalg"},
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"errors", "record"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
-    "distributed": {"errors"},
+    "distributed": {"errors", "rows"},
     "states": {"errors", "checkpoint"},
     "inputs": {"errors", "layout", "distributed", "precision"},
     "blocks": {"errors", "families", "checkpoint", "layout", "inputs", "distributed", "states", "precision"},

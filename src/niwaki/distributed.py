@@ -1,15 +1,17 @@
 """Several processes that prune one model together, as ``torchrun`` starts them.
 
 Each process walks through all blocks, with its share of the calibration text. Gram matrices are summed over the
-processes, the matrices of a block are shared out to be solved, and the first process writes. Sums over processes have a
+processes, the matrices of a block are shared out to be solved, the rows of the largest ones too, and the first process
+writes. Sums over processes have a
 fixed order, so the same number of processes gives the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from niwaki.errors import NiwakiError, UsageError, WorkerError
+from niwaki.rows import Rows
 
 T = TypeVar("T")
 
@@ -86,13 +89,74 @@ class World:
                 dist.broadcast(tensor, source)
         return tensor
 
-    def owners(self, costs: Sequence[float]) -> list[int]:
-        """Which process does each of several pieces of work, so that all are done at about the same time."""
-        owners, loads = [0] * len(costs), [0.0] * self.size
-        for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-            owners[i] = loads.index(min(loads))
-            loads[owners[i]] += costs[i]
-        return owners
+    def rows(self, count: int) -> Rows:
+        """This process's rows of a matrix of ``count``: a run of them, as long as the others' to within one."""
+        return _Shared(self, count)
+
+    def owners(
+        self, costs: Sequence[float], together: Callable[[int], float | None] = lambda _: None
+    ) -> list[int | None]:
+        """Which process does each of several pieces of work, so that all are done early; None: all do it together.
+
+        All begin with what they do together. That is worth it only for a piece that takes one process longer than
+        all of them need for everything.
+
+        Args:
+            costs: What each piece costs one process.
+            together: What a piece costs each process if all do it together; None if they cannot.
+        """
+        large = [i for i in _descending(costs) if costs[i] * self.size > sum(costs)]
+        shared = {i: cost for i in large if (cost := together(i)) is not None}
+        plans = [self._plan(costs, dict(itertools.islice(shared.items(), n))) for n in range(len(shared) + 1)]
+        return min(plans, key=lambda plan: plan[0])[1]
+
+    def _plan(self, costs: Sequence[float], shared: dict[int, float]) -> tuple[float, list[int | None]]:
+        """(when all is done, the owners), each piece given to the process that has least to do, the largest first."""
+        owners: list[int | None] = [None] * len(costs)
+        loads = [0.0] * self.size
+        for i in _descending(costs):
+            if i not in shared:
+                owner = loads.index(min(loads))
+                owners[i] = owner
+                loads[owner] += costs[i]
+        return sum(shared.values()) + max(loads), owners
+
+
+class _Shared(Rows):
+    """The rows of a matrix that this process has, where all processes have some."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self._world = world
+        self._ends = [count * i // world.size for i in range(world.size + 1)]
+
+    def of(self, rows: int) -> int:
+        return self._ends[-1]
+
+    def own(self, whole: Tensor) -> Tensor:
+        return self._of(self._world.rank, whole).clone()  # so that the whole can be let go of
+
+    def sum(self, values: Tensor) -> Tensor:
+        self._world.sum([values])
+        return values
+
+    def behind(self, count: int) -> int:
+        counts = torch.zeros(self._world.size, dtype=torch.int64)
+        counts[self._world.rank] = count
+        return int(self.sum(counts)[self._world.rank + 1 :].sum())
+
+    def joined(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(self._ends[-1], *part.shape[1:])
+        self._of(self._world.rank, whole).copy_(part)
+        for source in range(self._world.size):
+            self._world.send(self._of(source, whole), source)
+        return whole
+
+    def _of(self, rank: int, whole: Tensor) -> Tensor:
+        return whole[self._ends[rank] : self._ends[rank + 1]]
+
+
+def _descending(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 
 @contextlib.contextmanager

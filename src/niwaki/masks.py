@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import Checkpoint, locate_model
-from niwaki.errors import NiwakiError, PatternError, UsageError
+from niwaki.errors import NiwakiError, PatternError, UsageError, WorkerError
 from niwaki.layout import Matrix
 from niwaki.patterns import Fixed, Pattern, Unstructured, parse_pattern
 from niwaki.solvers import Solver
@@ -94,6 +94,6 @@ def named(matrix: Matrix) -> Iterator[None]:
     try:
         yield
     except NiwakiError as error:
-        if key in str(error):
+        if key in str(error) or isinstance(error, WorkerError):
             raise
         raise type(error)(f"{key}: {error}") from error

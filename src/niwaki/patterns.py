@@ -15,13 +15,14 @@ import abc
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError
+from niwaki.rows import ALL, Rows
 from niwaki.selection import (
     keep_best_tiles,
     keep_highest,
@@ -112,6 +113,23 @@ class Pattern(abc.ABC):
         return None
 
     @property
+    def rows(self) -> Rows:
+        """Which rows of the matrix are here, that is in ``scores`` and in masks."""
+        return ALL
+
+    def among(self, rows: Rows) -> Pattern | None:
+        """The pattern of the same matrix where only ``rows`` are here: what this one answers, for these.
+
+        Sparsity, counts and thresholds stay those of the whole matrix. Whoever has its other rows makes the same
+        calls in the same order. None if rows stand or fall together.
+        """
+        return None
+
+    def weights(self, scores: Tensor) -> int:
+        """The number of weights in the whole matrix, of which ``scores`` has the rows that are here."""
+        return self.rows.of(scores.shape[0]) * scores.shape[1]
+
+    @property
     def single(self) -> bool:
         """Whether weights can be removed one by one, with every set on the way part of an allowed one."""
         return True
@@ -121,7 +139,17 @@ class Pattern(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Unstructured(Pattern):
+class _ByRows(Pattern):
+    """A pattern that answers for some ``rows`` of a matrix too."""
+
+    rows: Rows = field(default=ALL, kw_only=True, repr=False, compare=False)
+
+    def among(self, rows: Rows) -> Pattern | None:
+        return replace(self, rows=rows)
+
+
+@dataclass(frozen=True)
+class Unstructured(_ByRows):
     """The lowest ``round(sparsity * out * in)`` scores of the whole matrix are zero."""
 
     sparsity: float
@@ -133,32 +161,33 @@ class Unstructured(Pattern):
         return f"unstructured:{_number(self.sparsity)}"
 
     def mask(self, scores: Tensor) -> Tensor:
-        return keep_highest(scores, _zeros(self.sparsity, scores.numel()))
+        return keep_highest(scores, _zeros(self.sparsity, self.weights(scores)), self.rows)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        zeros = _zeros(self.sparsity, scores.numel())
-        return kth_smallest(scores.reshape(-1), zeros) if zeros else None
+        zeros = _zeros(self.sparsity, self.weights(scores))
+        return kth_smallest(scores.reshape(-1), zeros, self.rows) if zeros else None
 
     def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         # Not the same sparsity for all: runs with every fourth column can be of another scale.
-        threshold = self.threshold(torch.cat([part.reshape(-1) for part in scores]))
+        threshold = self.threshold(torch.cat(list(scores), dim=1))
         if threshold is None:
             return [self] * len(scores)
-        kept = [max(1, int((part > threshold).count_nonzero())) for part in scores]
-        return [Unstructured(1 - count / part.numel()) for count, part in zip(kept, scores, strict=True)]
+        kept = self.rows.sum(torch.stack([(part > threshold).count_nonzero() for part in scores])).tolist()
+        return [
+            replace(self, sparsity=1 - max(1, count) / self.weights(part))
+            for count, part in zip(kept, scores, strict=True)
+        ]
 
     def partial(self, fraction: float) -> Pattern:
-        return Unstructured(self.sparsity * fraction)
+        return replace(self, sparsity=self.sparsity * fraction)
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
-        rows, _ = shape
-        for start, stop in _runs(shape[1], width):
-            before, after = (_zeros(self.sparsity, rows * end) for end in (start, stop))
-            yield start, stop, _Count(after - before)
+        for start, stop, zeros in _shares(self, shape, width):
+            yield start, stop, _Count(zeros, rows=self.rows)
 
 
 @dataclass(frozen=True)
-class PerRow(Pattern):
+class PerRow(_ByRows):
     """Every row (output) has the same number of zeros, to within one.
 
     Where ``sparsity * in`` is not a whole number, each row has the next lower number of zeros and the
@@ -177,26 +206,24 @@ class PerRow(Pattern):
         return f"per-row:{_number(self.sparsity)}"
 
     def mask(self, scores: Tensor) -> Tensor:
-        return keep_highest_per_row(scores, _zeros(self.sparsity, scores.numel()))
+        return keep_highest_per_row(scores, _zeros(self.sparsity, self.weights(scores)), self.rows)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        zeros = _zeros(self.sparsity, scores.numel()) // scores.shape[0]
+        zeros = _zeros(self.sparsity, self.weights(scores)) // self.rows.of(scores.shape[0])
         return kth_smallest_per_row(scores, zeros) if zeros else None
 
     def partial(self, fraction: float) -> Pattern:
-        return PerRow(self.sparsity * fraction)
+        return replace(self, sparsity=self.sparsity * fraction)
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         # Each run has to give every row its share, so the rows' remainders are settled at the end of
         # each run: a row is then never more than one zero per run away from its fair share.
-        rows, _ = shape
-        for start, stop in _runs(shape[1], width):
-            before, after = (_zeros(self.sparsity, rows * end) for end in (start, stop))
-            yield start, stop, _Count(after - before, per_row=True)
+        for start, stop, zeros in _shares(self, shape, width):
+            yield start, stop, _Count(zeros, per_row=True, rows=self.rows)
 
 
 @dataclass(frozen=True)
-class _NOfM(Pattern):
+class _NOfM(_ByRows):
     """``n`` of ``m`` weights are kept in each of the groups that columns fall into, every group on its own."""
 
     n: int
@@ -261,6 +288,9 @@ class _Tiled(Pattern):
     def exchange(self, columns: int) -> int:
         return 0
 
+    def among(self, rows: Rows) -> Pattern | None:
+        return None  # also of a pattern n:m
+
     @property
     def single(self) -> bool:
         return False
@@ -307,7 +337,7 @@ class TransposableNM(_Tiled, _NOfM):
 
 
 @dataclass(frozen=True)
-class Quota(Pattern):
+class Quota(_ByRows):
     """n:m with more zeros than n:m asks for: at most n of every m, and a sparsity above 1 - n/m.
 
     The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That
@@ -349,6 +379,9 @@ class Quota(Pattern):
     def check(self, shape: tuple[int, int]) -> None:
         self.within.check(shape)
 
+    def among(self, rows: Rows) -> Pattern | None:
+        return replace(self, quota=replace(self.quota, rows=rows), rows=rows)
+
     def mask(self, scores: Tensor) -> Tensor:
         return self.quota.mask(_left_by(self.within, scores))
 
@@ -358,9 +391,8 @@ class Quota(Pattern):
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         self.check(shape)
         per_row = isinstance(self.quota, PerRow)
-        for start, stop in _runs(shape[1], width, self.group):
-            before, after = (_zeros(self.sparsity, shape[0] * end) for end in (start, stop))
-            yield start, stop, _Count(after - before, per_row, self.within)
+        for start, stop, zeros in _shares(self, shape, width):
+            yield start, stop, _Count(zeros, per_row, self.within, rows=self.rows)
 
 
 @dataclass(frozen=True)
@@ -412,7 +444,7 @@ class Block(_Tiled):
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed(Pattern):
+class Fixed(_ByRows):
     """A mask that comes from elsewhere: another solver, another model.
 
     Args:
@@ -428,7 +460,10 @@ class Fixed(Pattern):
 
     @property
     def sparsity(self) -> float:
-        return 1 - int(self.values.count_nonzero()) / self.values.numel()
+        return 1 - self.rows.total(int(self.values.count_nonzero())) / self.weights(self.values)
+
+    def among(self, rows: Rows) -> Pattern | None:
+        return replace(self, values=rows.own(self.values), rows=rows)
 
     def check(self, shape: tuple[int, int]) -> None:
         if tuple(self.values.shape) != tuple(shape):
@@ -437,7 +472,7 @@ class Fixed(Pattern):
             )
 
     def reordered(self, columns: Tensor) -> Pattern:
-        return Fixed(self.values[:, columns.to(self.values.device)], self.within)
+        return replace(self, values=self.values[:, columns.to(self.values.device)])
 
     def exchange(self, columns: int) -> int:
         return self.within.exchange(columns) if self.within else 0
@@ -487,7 +522,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 @dataclass(frozen=True)
-class _Run(Pattern):
+class _Run(_ByRows):
     """A run of the columns of a matrix: a given number of zeros, or of blocks of them."""
 
     zeros: int
@@ -512,7 +547,7 @@ class _Count(_Run):
 
     def mask(self, scores: Tensor) -> Tensor:
         left = _left_by(self.within, scores) if self.within else scores
-        return (keep_highest_per_row if self.per_row else keep_highest)(left, self.zeros)
+        return (keep_highest_per_row if self.per_row else keep_highest)(left, self.zeros, self.rows)
 
 
 @dataclass(frozen=True)
@@ -540,17 +575,21 @@ class _Partial(Pattern):
     def sparsity(self) -> float:
         return self.final.sparsity * self.fraction
 
+    @property
+    def rows(self) -> Rows:
+        return self.final.rows
+
     def check(self, shape: tuple[int, int]) -> None:
         self.final.check(shape)
 
     def mask(self, scores: Tensor) -> Tensor:
         safe = self.final.mask(scores)
         # The count comes from the final mask, so that fraction 1 is that mask to the weight.
-        zeros_at_end = safe.numel() - int(safe.count_nonzero())
+        zeros_at_end = self.rows.total(safe.numel() - int(safe.count_nonzero()))
         zeros = round(self.fraction * zeros_at_end)
         if zeros == zeros_at_end:
             return safe
-        return keep_highest(scores.masked_fill(safe, math.inf), zeros)
+        return keep_highest(scores.masked_fill(safe, math.inf), zeros, self.rows)
 
     def partial(self, fraction: float) -> Pattern:
         return _Partial(self.final, self.fraction * fraction)
@@ -572,6 +611,13 @@ def _left_by(pattern: Pattern, scores: Tensor) -> Tensor:
 def _zeros(sparsity: float, weights: int) -> int:
     """One formula for a whole and for its parts: s * rows * columns depends on the order of the products."""
     return round(sparsity * weights)
+
+
+def _shares(pattern: Pattern, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, zeros) of runs of columns, with the zeros of all rows of a matrix of which ``shape`` is here."""
+    rows = pattern.rows.of(shape[0])
+    for start, stop in _runs(shape[1], width, pattern.group):
+        yield start, stop, _zeros(pattern.sparsity, rows * stop) - _zeros(pattern.sparsity, rows * start)
 
 
 def _number(value: float) -> str:

@@ -143,10 +143,13 @@ class LayerProblem:
         """tr(W H W^T), the mean squared norm of the layer's output."""
         return quadratic_form(self.W, self.gram.H)
 
+    def loss(self, What: Tensor) -> float:
+        """tr((W - What) H (W - What)^T); cost of one (out, in) x (in, in) product."""
+        return quadratic_form(self.W - What, self.gram.H)
+
     def error(self, What: Tensor) -> float:
         """tr((W - What) H (W - What)^T) / tr(W H W^T); cost of one (out, in) x (in, in) product."""
-        loss = quadratic_form(self.W - What, self.gram.H)
-        return loss / self.power if self.power > 0 else (0.0 if loss == 0 else math.inf)
+        return relative(self.loss(What), self.power)
 
     def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
         """``What`` off the mask set to +0.0, checked and with its error.
@@ -233,3 +236,8 @@ class Normalised:
             W = self.restore(V[rows] * mask[rows], rows)
             power = self._power_of_some_rows = self._power_of_some_rows or quadratic_form(W0, H)
             monitor(step, steps, quadratic_form(W - W0, H) / power if power > 0 else 0.0)
+
+
+def relative(loss: float, power: float) -> float:
+    """A squared error relative to the squared output."""
+    return loss / power if power > 0 else (0.0 if loss == 0 else math.inf)

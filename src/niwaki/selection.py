@@ -1,6 +1,7 @@
 """Which scores are kept: the selections that patterns are made of; nothing here knows of patterns.
 
-Everywhere True means kept, counts are exact and of equal scores the first go.
+Everywhere True means kept, counts are exact and of equal scores the first go. Where ``scores`` are some ``rows`` of a
+matrix, the mask is that part of the whole matrix's, and numbers to choose are those of the whole.
 """
 
 from __future__ import annotations
@@ -13,37 +14,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from niwaki.rows import ALL, Rows
 
-def keep_highest(scores: Tensor, zeros: int) -> Tensor:
+
+def keep_highest(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
     """True except at the ``zeros`` lowest scores, in the shape of ``scores``."""
     if zeros <= 0:
         return torch.ones_like(scores, dtype=torch.bool)
     flat = scores.reshape(-1)
-    threshold = kth_smallest(flat, zeros)
+    threshold = kth_smallest(flat, zeros, rows)
     mask = flat > threshold
-    surplus = mask.numel() - int(mask.count_nonzero()) - zeros
+    surplus = rows.total(mask.numel() - int(mask.count_nonzero())) - zeros
     if surplus:  # more ties at the threshold than zeros wanted: the last ones stay
         ties = (flat == threshold).nonzero().squeeze(1)
-        mask[ties[-surplus:]] = True
+        stay = surplus - rows.behind(len(ties))
+        if stay > 0:
+            mask[ties[-stay:]] = True
     return mask.view(scores.shape)
 
 
-def keep_highest_per_row(scores: Tensor, zeros: int) -> Tensor:
+def keep_highest_per_row(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
     """True except at ``zeros`` in total: the lowest of each row, as many in each to within one.
 
     One more goes in the rows whose next score is the lowest.
     """
-    rows, columns = scores.shape
-    each, extra = divmod(zeros, rows)
+    here, columns = scores.shape
+    each, extra = divmod(zeros, rows.of(here))
     mask = torch.ones_like(scores, dtype=torch.bool)
     if each:
         mask = scores > kth_smallest_per_row(scores, each)
-        if int(mask.count_nonzero()) != rows * (columns - each):  # ties: the first ones go
+        if int(mask.count_nonzero()) != here * (columns - each):  # ties: the first ones go
             order = scores.argsort(dim=1, stable=True)
             mask = torch.ones_like(mask).scatter_(1, order[:, :each], False)
     if extra:
         next_score, next_index = scores.masked_fill(~mask, math.inf).min(dim=1)
-        chosen = next_score.argsort(stable=True)[:extra]
+        chosen = (~keep_highest(next_score, extra, rows)).nonzero().squeeze(1)
         mask[chosen, next_index[chosen]] = False
     return mask
 
@@ -131,34 +136,42 @@ def tile_choices(n: int, m: int) -> Tensor:
     )
 
 
-def kth_smallest(values: Tensor, k: int) -> Tensor:
-    """The k-th smallest (from 1) of a flat tensor, exactly.
+def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
+    """The k-th smallest (from 1) of a flat tensor, exactly; where it is some ``rows``, of all of them.
 
     On a CPU by numpy, whose partition is 9 times faster than torch's kthvalue at 2,048 x 2,048: ADMM
     selects at every step, and kthvalue would take longer than the step's matrix product. On a GPU by
-    counting, because kthvalue of one long row keeps one of its hundred processors busy.
+    counting, because kthvalue of one long row keeps one of its hundred processors busy; and by counting where
+    others have rows, because counts are all that they have to tell.
     """
-    if values.device.type == "cuda" and values.dtype == torch.float32:
-        return _kth_by_counting(values, k)
+    if rows is not ALL or (values.device.type == "cuda" and values.dtype == torch.float32):
+        return _kth_by_counting(values, k, rows)
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.partition(values.detach().numpy(), k - 1)[k - 1 : k].copy())
     return values.kthvalue(k).values
 
 
-def _kth_by_counting(values: Tensor, k: int) -> Tensor:
-    """As :func:`kth_smallest`, of float32 values of at least 0, whose bits are in the order of the numbers."""
-    bits = values.abs().view(torch.int32)  # without the sign of -0.0, which is not
+def _kth_by_counting(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
+    """As :func:`kth_smallest`, of float32 or float64: 16 bits of the result after the other, highest first."""
+    kind = torch.int32 if values.dtype == torch.float32 else torch.int64
+    width, limits = 8 * values.element_size(), torch.iinfo(kind)
+    bits = values.view(kind)
+    # As numbers without sign these are in the order of the values: all bits of negative ones are turned around, of
+    # others the sign only.
+    keys = (bits >> (width - 1)).bitwise_or_(limits.min).bitwise_xor_(bits)
     found = torch.zeros(1, dtype=torch.int64, device=values.device)
     rank = torch.full_like(found, k)
-    for shift in (16, 0):
-        counts = torch.bincount((bits >> shift) & 0xFFFF, minlength=1 << 16)
+    for shift in range(width - 16, -1, -16):
+        digits = (keys >> shift).bitwise_and_(0xFFFF)
+        counts = rows.sum(torch.bincount(digits, minlength=1 << 16))
         ends = counts.cumsum(0)
         digit = torch.searchsorted(ends, rank)
         rank -= ends[digit] - counts[digit]
         found |= digit << shift
         if shift:
-            bits = bits[(bits >> shift) == digit]
-    return found.to(torch.int32).view(torch.float32)
+            keys = keys[digits == digit]
+    positive = (found >> (width - 1)) & 1 == 1
+    return torch.where(positive, found & limits.max, ~found).to(kind).view(values.dtype)
 
 
 def kth_smallest_per_row(scores: Tensor, k: int) -> Tensor:

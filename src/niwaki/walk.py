@@ -22,9 +22,10 @@ from niwaki.layout import Matrix
 from niwaki.masks import PatternOf, named
 from niwaki.output import Journal, Workplace
 from niwaki.perplexity import Perplexity
-from niwaki.problem import Gram, LayerProblem, Monitor
+from niwaki.problem import Gram, LayerProblem, Monitor, Solution, relative
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record
+from niwaki.rows import ALL, Rows
 from niwaki.solvers import Solver
 
 Measure = Literal["both", "after", "none"]
@@ -131,14 +132,23 @@ class Walk:
             block.put(matrix, self._world.send(stored, 0))
 
     def _solve_all(self, block: Block, grams: list[InputGram]) -> None:
-        """Solves the matrices of a block, each in one process, and tells the results to all."""
+        """Solves the matrices of a block, each in one process or the rows in all, and tells the results to all."""
         matrices = {matrix.name: matrix for matrix in block.matrices}
         names = [name for inputs in grams for name in inputs.names]
         self._note_loans(block, [inputs for inputs in grams if matrices[inputs.names[0]].expert is not None])
         costs = [self._solver.flops(*matrices[name].shape) for name in names]
-        owner = dict(zip(names, self._world.owners(costs), strict=True))
+        owners = self._world.owners(costs, lambda i: self._cost_together(matrices[names[i]]))
+        owner = dict(zip(names, owners, strict=True))
         found: dict[str, tuple[Tensor, MatrixRecord]] = {}
         block.release()
+        for inputs in grams:
+            shared = [matrices[name] for name in inputs.names if owner[name] is None]
+            if shared:
+                gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
+            for matrix in shared:
+                rows = self._world.rows(matrix.shape[0])
+                found[matrix.name] = self._solve(block, matrix, gram, inputs.tokens, rows)
+                self._progress.step()
         while grams:
             inputs = grams.pop(0)
             mine = [matrices[name] for name in inputs.names if owner[name] == self._world.rank]
@@ -154,9 +164,10 @@ class Walk:
         if self._world.size == 1:
             return
         for name in names:  # in the order of computation, whoever was first
-            matrix, mine_ = matrices[name], name in found
+            matrix, mine_, source = matrices[name], name in found, owner[name]
             stored, done = found.pop(name) if mine_ else (block.empty(matrix), None)
-            stored, done = self._world.send(stored, owner[name]), self._world.told(done, owner[name])
+            if source is not None:
+                stored, done = self._world.send(stored, source), self._world.told(done, source)
             assert done is not None
             if not mine_:
                 self._progress.step()
@@ -174,20 +185,39 @@ class Walk:
         self._note_damping(done)
         self.record.matrices.append(done)
 
-    def _solve(self, block: Block, matrix: Matrix, gram: Gram, tokens: int) -> tuple[Tensor, MatrixRecord]:
+    def _cost_together(self, matrix: Matrix) -> float | None:
+        """What a matrix costs each process that has some of its rows; None if rows cannot be solved apart."""
+        rows, columns = matrix.shape
+        if rows < self._world.size or not self._solver.rows_apart:
+            return None
+        if self._pattern_of(matrix).among(self._world.rows(rows)) is None:
+            return None
+        return self._solver.flops(math.ceil(rows / self._world.size), columns)
+
+    def _solve(
+        self, block: Block, matrix: Matrix, gram: Gram, tokens: int, rows: Rows = ALL
+    ) -> tuple[Tensor, MatrixRecord]:
+        """What is stored, and the record: of the whole matrix, also where ``rows`` are only some of it."""
         began = time.perf_counter()
         with named(matrix):
-            problem = LayerProblem(block.weight(matrix), gram)
-            solution = self._solver(problem, self._pattern_of(matrix), self._monitor(matrix.name))
-            if not math.isfinite(solution.error):
+            problem = LayerProblem(rows.own(block.weight(matrix)), gram)
+            pattern, monitor = self._pattern_of(matrix), self._monitor(matrix.name)
+            if rows is not ALL:
+                among = pattern.among(rows)
+                assert among is not None
+                # For a monitor solvers may ask the pattern more, and only the first process has one.
+                pattern, monitor = among, None
+            solution = self._solver(problem, pattern, monitor)
+            error = solution.error if rows is ALL else _error(problem, solution, rows)
+            if not math.isfinite(error):
                 raise NumericalError(
-                    f"the error of its outputs is {solution.error}; its weights or inputs are too large, or not finite"
+                    f"the error of its outputs is {error}; its weights or inputs are too large, or not finite"
                 )
-            stored = block.stored(matrix, solution.W)
+            stored = block.stored(matrix, rows.joined(solution.W))
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began
         return stored, MatrixRecord(
-            block.index, matrix.name, matrix.shape, sparsity, solution.error, seconds, tokens, solution.stats
+            block.index, matrix.name, matrix.shape, sparsity, error, seconds, tokens, solution.stats
         )
 
     def _monitor(self, name: str) -> Monitor | None:
@@ -217,6 +247,13 @@ class Walk:
         if text not in self.record.notes:  # by an earlier run that this one goes on with
             self.record.notes.append(text)
         self._progress.note(text)
+
+
+def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
+    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``."""
+    power = problem.power
+    loss = solution.error * power if power > 0 else problem.loss(solution.W)
+    return relative(*rows.sum(torch.tensor([loss, power], dtype=torch.float64)).tolist())
 
 
 class Clock:

@@ -45,6 +45,17 @@ class Solver(abc.ABC):
         selections and elementwise work are not counted.
         """
 
+    @property
+    def rows_apart(self) -> bool:
+        """Whether runs of rows may be solved in different processes, each with a pattern ``among`` its rows.
+
+        True promises that, with such a pattern, (1) what becomes of a row hangs on the other rows by answers of the
+        pattern only, to within rounding; (2) which of the pattern's methods (and ``sparsity``) are called, in which
+        order, hangs on the pattern and on ``pattern.weights``, and never on the values or the number of the rows at
+        hand, because the processes wait for each other in them; (3) ``stats`` tell of H only.
+        """
+        return False
+
     def default_pattern(self, sparsity: float) -> Pattern:
         """The pattern that the method's paper means by "60 % sparsity"."""
         return Unstructured(sparsity)

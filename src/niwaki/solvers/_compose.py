@@ -27,7 +27,11 @@ class MaskThenUpdate(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         mask = self.mask(problem, pattern).mask
-        return self.update(problem, Fixed(mask, within=pattern), monitor)
+        return self.update(problem, Fixed(mask, within=pattern, rows=pattern.rows), monitor)
+
+    @property
+    def rows_apart(self) -> bool:
+        return self.mask.rows_apart and self.update.rows_apart
 
     def flops(self, rows: int, columns: int) -> float:
         return self.mask.flops(rows, columns) + self.update.flops(rows, columns)

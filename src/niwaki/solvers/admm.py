@@ -65,6 +65,8 @@ class ADMM(Solver):
     rho: float = 1.0
     damping: float = 0.1
 
+    rows_apart = True
+
     def __post_init__(self) -> None:
         self._require("iterations", self.iterations >= 1, "1 or more")
         self._require(

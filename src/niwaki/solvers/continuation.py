@@ -90,6 +90,8 @@ class Continuation(Solver):
     damping: float = 0.005
     finish: int = 2
 
+    rows_apart = True
+
     def __post_init__(self) -> None:
         self._require("sweeps", self.sweeps >= 1, "1 or more")
         self._require("parts", self.parts >= 1, "1 or more")
@@ -117,7 +119,7 @@ class Continuation(Solver):
             H.diagonal().add_(damping)
             return H
 
-        kept = max(1 - pattern.sparsity, 1 / W0.numel())  # a mask that is given may keep nothing
+        kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
         ends = list(itertools.accumulate(widths))
@@ -129,7 +131,7 @@ class Continuation(Solver):
         scores = [part.abs() for part in W0s]
         Y = torch.zeros_like(W0)
         Ys = Y.split(widths, dim=1)
-        apart = pattern.apart(scores) if min(S.numel() for S in scores) >= _APART else None
+        apart = pattern.apart(scores) if min(map(pattern.weights, scores)) >= _APART else None
         Ws, Zs = _in_turns(Us), _in_turns(Us)
         if apart:
             scores = _in_turns(Us)

@@ -43,6 +43,8 @@ class OBSSaliency(Solver):
 
     damping: float = 0.01
 
+    rows_apart = True
+
     def __post_init__(self) -> None:
         self._require("damping", self.damping >= 0, "0 or more")
 

@@ -49,6 +49,8 @@ class SparseGPT(Solver):
     damping: float = 0.01
     block_size: int = 128
 
+    rows_apart = True
+
     def __post_init__(self) -> None:
         self._require("damping", self.damping >= 0, "0 or more")
         self._require("block_size", self.block_size >= 1, "1 or more")
