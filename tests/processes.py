@@ -38,7 +38,7 @@ PATIENCE = 60.0
 def install(hook: dict[str, Any] | None, rank: int) -> None:
     """Makes process ``hook["rank"]`` end in block ``hook["block"]`` in the way of ``hook["how"]``.
 
-    Before Gram matrices are made, or where it solves the matrix called ``hook["matrix"]``. With "watch" for a way
+    Before Gram matrices are made, or where it solves the matrix called ``hook["matrix"]``, or "any". With "watch" for a way
     each process writes the shapes of the matrices that it solves to a file in the directory ``hook["to"]``, with
     "draw" they draw as on a terminal.
     """
@@ -61,7 +61,7 @@ def install(hook: dict[str, Any] | None, rank: int) -> None:
             return input_grams(self, *args, **others)
 
         def before_solving(self: Block, matrix: Matrix) -> Tensor:
-            if self.index == hook["block"] and matrix.name == hook.get("matrix"):
+            if self.index == hook["block"] and hook.get("matrix") in (matrix.name, "any"):
                 end(hook["how"])
             return weight(self, matrix)
 
