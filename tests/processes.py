@@ -38,8 +38,8 @@ PATIENCE = 60.0
 def install(hook: dict[str, Any] | None, rank: int) -> None:
     """Makes process ``hook["rank"]`` end in block ``hook["block"]`` in the way of ``hook["how"]``.
 
-    Before Gram matrices are made, or where it solves the matrix called ``hook["matrix"]``, or "any". With "watch" for a way
-    each process writes the shapes of the matrices that it solves to a file in the directory ``hook["to"]``, with
+    Before Gram matrices are made, or where it solves the matrix called ``hook["matrix"]``, or "any". With "watch" for
+    a way each process writes the shapes of the matrices that it solves to a file in the directory ``hook["to"]``, with
     "draw" they draw as on a terminal.
     """
     if hook is not None and hook["how"] == "draw":
