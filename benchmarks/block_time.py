@@ -114,7 +114,9 @@ def main() -> None:
                 else ""
             )
             print(f"  {name:8s} {spent[name]:8.2f} s{floor}")
-        whole = block * shape["num_hidden_layers"]
+        # Blocks that are not pruned are copied in the end, which "write" has too.
+        written = record["seconds"]["write"]
+        whole = (block - spent["write"]) * shape["num_hidden_layers"] + written
         print(f"  {shape['num_hidden_layers']} blocks: {whole:,.0f} s", flush=True)
         results.append(
             {
