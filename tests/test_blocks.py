@@ -410,8 +410,8 @@ def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens
     states, expected = model.embed(tokens), kept.embed(tokens)
     for block, whole in zip(model.stream(), kept.stream(), strict=True):
         before = memory(block)
-        block.release()
-        whole.release()
+        block.release(block.matrices)
+        whole.release(whole.matrices)
         assert block.released
         assert not whole.released  # memory is not limited
         pruned = sum(4 * matrix.shape[0] * matrix.shape[1] for matrix in block.matrices)
@@ -423,7 +423,7 @@ def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens
         whole.advance(expected)
     assert all(torch.equal(a, b) for a, b in zip(states.hidden, expected.hidden, strict=True))
     for block in model.stream():
-        block.release()
+        block.release(block.matrices)
         break
     assert_clean(model)
 

@@ -26,7 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": {"errors"},
     "linalg": {"errors", "precision"},
     "problem": {"errors", "linalg"},
-    "solvers": {"errors", "patterns", "linalg", "problem"},
+    "settings": {"errors"},
+    "solvers": {"errors", "patterns", "linalg", "problem", "settings"},
+    "effort": {"errors", "settings"},
+    "targets": {"linalg", "problem"},
     "checkpoint": {"errors"},
     "calibration": {"errors"},
     "record": {"errors", "precision"},
@@ -37,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "states": {"errors", "checkpoint"},
     "inputs": {"errors", "layout", "distributed", "precision"},
     "blocks": {"errors", "families", "checkpoint", "layout", "inputs", "distributed", "states", "precision"},
+    "fitting": {"blocks", "distributed", "effort", "errors", "record", "states"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
 }
@@ -45,7 +49,7 @@ MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
     "pipeline": {"cli", "demo", "__init__"},
     "walk": {"pipeline"},
-    "blocks": {"pipeline", "walk", "masks", "perplexity", "survey", "__init__"},
+    "blocks": {"pipeline", "walk", "masks", "fitting", "perplexity", "survey", "__init__"},
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}

@@ -36,6 +36,7 @@ from models import (
     save_model_with_tokenizer,
     weight,
 )
+from niwaki.effort import Effort
 from niwaki.errors import (
     CalibrationError,
     CheckpointError,
@@ -291,6 +292,7 @@ def test_config_json_gains_one_key(model: Path, out: Path) -> None:
         "version": niwaki.__version__,
         "method": "wanda",
         "solver": "Wanda()",
+        "effort": repr(Effort()),
         "mask_from": None,
         "pattern": "per-row:0.6",
         "sparsity": round(record.sparsity, 6),

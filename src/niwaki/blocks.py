@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -143,6 +143,12 @@ class StreamedModel:
         chosen = self._matrices if block is None else [self._matrices[block]]
         return [matrix for matrices in chosen for matrix in matrices]
 
+    def vectors(self, block: int) -> dict[str, str]:
+        """The parameters of one dimension in a block, norms and biases: path in the block to key."""
+        prefix = f"{self.path}.{block}."
+        named = self.blocks[block].named_parameters()
+        return {name: self.layout.key(prefix + name) for name, value in named if value.ndim == 1}
+
     def limit(self, blocks: range) -> None:
         """From now on only the matrices of ``blocks`` can be pruned."""
         self._matrices = [
@@ -155,13 +161,13 @@ class StreamedModel:
         return max(sum(value.nbytes for value in block.parameters()) for block in self.blocks)
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor) -> States:
-        """The inputs of the first block for ``tokens`` (samples, length).
+    def embed(self, tokens: Tensor, tokens_per_batch: int | None = None) -> States:
+        """The inputs of the first block for ``tokens`` (samples, length), in batches of so many, or of one sample.
 
         Raises:
             UnsupportedModelError: blocks get more from the tokens than their hidden states.
         """
-        batches = list(tokens.split(max(1, TOKENS_PER_BATCH // tokens.shape[1])))
+        batches = list(tokens.split(max(1, (tokens_per_batch or TOKENS_PER_BATCH) // tokens.shape[1])))
         states = States(batches, Batches(self.room))
         seen: list[Tensor] = []
 
@@ -263,7 +269,15 @@ class StreamedModel:
                     coming = reader.submit(self._read, self.blocks[index + 1], f"{self.path}.{index + 1}.")
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    yield Block(index, module, self)
+                    block = Block(index, module, self)
+                    try:
+                        yield block
+                    finally:
+                        block.forget()  # likewise
+
+    def parameter(self, block: int, name: str) -> Tensor:
+        """The original weights of a parameter of a block, on the device."""
+        return self.layout.read(f"{self.path}.{block}.{name}").to(self.device)
 
     def _read(self, module: nn.Module, prefix: str, skip: str | None = None) -> dict[str, Tensor]:
         """The weights of ``module`` but for those under ``skip``, on the device."""
@@ -329,7 +343,11 @@ class Block:
         self.matrices = model.matrices(index)
         self._module = module
         self._model = model
+        #: Norms and biases: the path of each parameter of one dimension, and its key in the checkpoint.
+        self.vectors = model.vectors(index)
         self._released: set[str] = set()
+        #: By path, the original weights of what was put since :meth:`keep`; None for those in the checkpoint only.
+        self._kept: dict[str, Tensor | None] | None = None
 
     @torch.no_grad()
     def advance(self, states: States, done: Callable[[], None] = lambda: None) -> None:
@@ -345,17 +363,33 @@ class Block:
         done: Callable[[], None] = lambda: None,
         world: World | None = None,
         tf32: TF32 = "auto",
+        matrices: list[Matrix] | None = None,
+        dense: States | None = None,
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs, from one pass that leaves ``states`` alone.
 
-        With a ``world``, of the states of all its processes. ``tf32`` is for :mod:`niwaki.precision`.
+        Args:
+            states: The block's inputs.
+            done: Is called after each batch.
+            world: The processes of which each has some of the states.
+            tf32: See :mod:`niwaki.precision`.
+            matrices: Those whose inputs are wanted; by default all that can be pruned.
+            dense: The inputs that the block has in the dense model, of the same tokens: for ``InputGram.cross``.
+                The block has to :meth:`keep` its weights; each batch takes another forward pass with them.
 
         Raises:
             NumericalError: an activation is NaN or infinite.
         """
-        grams = InputGrams(self.matrices, dict(self._module.named_parameters()), tf32)
-        for hidden in states.hidden:
-            grams.watch(lambda hidden=hidden: self._run(hidden, states))  # type: ignore[misc]
+        wanted = self.matrices if matrices is None else matrices
+        parameters = dict(self._module.named_parameters())
+        grams = InputGrams(wanted, parameters, tf32)
+        others = InputGrams(wanted, parameters, gather=False)
+        for i, hidden in enumerate(states.hidden):
+            targets = None
+            if dense is not None:
+                with self.original():
+                    targets = others.inputs(lambda i=i: self._run(dense.hidden[i], dense))  # type: ignore[misc]
+            grams.watch(lambda hidden=hidden: self._run(hidden, states), targets)  # type: ignore[misc]
             done()
         try:
             return grams.finish(world or World())
@@ -363,6 +397,53 @@ class Block:
             raise
         except NiwakiError as error:
             raise type(error)(f"block {self.index}: {error}") from error
+
+    @torch.no_grad()
+    def groups(self, states: States) -> list[list[Matrix]]:
+        """The matrices with the same inputs together, in the order of computation; one batch tells.
+
+        Those of all experts are one group for each parameter, because their tokens change from batch to batch. Within
+        a group matrices have the order of :attr:`matrices`, which is the same in all processes.
+        """
+        grams = InputGrams(self.matrices, dict(self._module.named_parameters()))
+        grams.watch(lambda: self._run(states.hidden[0], states))
+        first = {name: names[0] for names in grams.names for name in names}
+        order = list(first)
+        found: dict[str, list[Matrix]] = {}
+        for matrix in self.matrices:
+            called = first.get(matrix.name, matrix.name) if matrix.expert is None else matrix.parameter
+            found.setdefault(called, []).append(matrix)
+
+        def place(group: list[Matrix]) -> int:
+            used = [order.index(matrix.name) for matrix in group if matrix.name in first]
+            return min(used, default=len(order))
+
+        return sorted(found.values(), key=place)
+
+    def keep(self) -> None:
+        """From now on the weights that :meth:`put` replaces can be had back, see :meth:`original`.
+
+        They stay in memory; if that is limited they are read again each time.
+        """
+        self._kept = {}
+
+    def forget(self) -> None:
+        """Lets go of the weights that it was told to :meth:`keep`."""
+        self._kept = None
+
+    @contextlib.contextmanager
+    def original(self) -> Iterator[None]:
+        """The block with the weights that it had when it was told to :meth:`keep` them."""
+        kept = self._kept or {}
+        parameters = {name: self._module.get_parameter(name) for name in kept}
+        pruned = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, value in kept.items():
+                parameters[name].data = self._model.parameter(self.index, name) if value is None else value
+            yield
+        finally:
+            for name, value in pruned.items():
+                parameters[name].data = value
 
     def weight(self, matrix: Matrix) -> Tensor:
         """(out, in) float32: its original weights."""
@@ -373,12 +454,12 @@ class Block:
         """Whether weights are missing."""
         return bool(self._released)
 
-    def release(self) -> None:
+    def release(self, matrices: Collection[Matrix]) -> None:
         """Lets go of the weights of ``matrices`` if memory is limited; :meth:`put` them back before the block runs."""
         if not self._model.room.limited:
             return
         sizes: dict[str, int] = {}
-        for matrix in self.matrices:
+        for matrix in matrices:
             sizes[matrix.parameter] = sizes.get(matrix.parameter, 0) + matrix.shape[0] * matrix.shape[1]
         for name, size in sizes.items():
             parameter = self._module.get_parameter(name)
@@ -393,8 +474,7 @@ class Block:
             NumericalError: a weight is too large for that dtype.
         """
         stored = W.to(self._model.checkpoint.dtype(matrix.key)).add_(0.0)  # rounding can leave -0.0
-        if not torch.isfinite(stored).all():
-            raise NumericalError(f"{matrix.key}: a pruned weight is too large for {stored.dtype}")
+        _finite(matrix.key, stored)
         return stored.T.contiguous() if matrix.transposed else stored
 
     def empty(self, matrix: Matrix) -> Tensor:
@@ -406,15 +486,86 @@ class Block:
         """Computes with ``stored``, in the layout of the checkpoint, in the place of ``matrix`` from now on."""
         value = stored.T if matrix.transposed else stored
         parameter = self._module.get_parameter(matrix.parameter)
+        if self._kept is not None and matrix.parameter not in self._kept:
+            limited = self._model.room.limited
+            self._kept[matrix.parameter] = None if limited else parameter.data
+            if not limited:
+                parameter.data = parameter.data.clone()
         if matrix.parameter in self._released:
             self._released.remove(matrix.parameter)
             parameter.data = parameter.data.new_empty(parameter.shape)
         matrix.within(parameter).copy_(value)
 
+    @property
+    def smallest(self) -> float:
+        """A magnitude that is not rounded to 0 in the dtype of the block, nor in that of the checkpoint."""
+        dtypes = {self._model.dtype, *(self._model.checkpoint.dtype(matrix.key) for matrix in self.matrices)}
+        return max(torch.finfo(dtype).tiny for dtype in dtypes)
+
+    @contextlib.contextmanager
+    def training(self, vectors: bool) -> Iterator[list[nn.Parameter]]:
+        """The parameters that ``matrices`` are in, and ``vectors`` if asked for, with gradients.
+
+        All parameters of the block are in float32 meanwhile. In the end it computes with what they have become, in its
+        own dtype. What it computed with before is not changed in place.
+        """
+        names = [
+            *dict.fromkeys(matrix.parameter for matrix in self.matrices),
+            *(self.vectors if vectors else ()),
+        ]
+        trained = [self._module.get_parameter(name) for name in names]
+        dtypes = {value: value.dtype for value in self._module.parameters()}
+        try:
+            for value in dtypes:
+                value.data = value.data.float()
+            for value in trained:
+                value.data = value.data.clone()
+                value.requires_grad_(True)
+            yield trained
+        finally:
+            for value, dtype in dtypes.items():
+                value.requires_grad_(False)
+                value.grad = None
+                value.data = value.data.to(dtype)
+
+    def trained(self, vectors: bool) -> Iterator[tuple[str, int | None, Tensor]]:
+        """(key, part, tensor) as the checkpoint has them, of each matrix, and of ``vectors`` if asked for.
+
+        From then on the block computes with what is stored.
+        """
+        for matrix in self.matrices:
+            stored = self.stored(matrix, matrix.within(self._module.get_parameter(matrix.parameter)))
+            self.put(matrix, stored)
+            yield matrix.key, matrix.part, stored
+        for name, key in self.vectors.items() if vectors else ():
+            parameter = self._module.get_parameter(name)
+            stored = _finite(key, parameter.to(self._model.checkpoint.dtype(key)))
+            parameter.copy_(stored)
+            yield key, None, stored
+
+    def vector(self, name: str) -> Tensor:
+        """What the block computes with as the parameter ``name`` of ``vectors``; what is copied into it counts."""
+        return self._module.get_parameter(name).data
+
+    def run(self, hidden: Tensor, states: States) -> Tensor:
+        """The outputs for ``hidden``, one of the batches of ``states``, with gradients where they are wanted.
+
+        Of a model in half precision products are in bfloat16: in float16 small gradients would be 0.
+        """
+        half = self._model.dtype != torch.float32
+        with torch.autocast(self._model.device.type, torch.bfloat16, enabled=half):
+            return self._run(hidden, states)
+
     def _run(self, hidden: Tensor, states: States) -> Tensor:
         args, kwargs = states.arguments[self.index, hidden.shape[0]]
         out = self._module(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
+
+
+def _finite(key: str, stored: Tensor) -> Tensor:
+    if not torch.isfinite(stored).all():
+        raise NumericalError(f"{key}: a pruned weight is too large for {stored.dtype}")
+    return stored
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "| | |",
         "|---|---|",
         f"| method | `{record.solver}` |",
+        *([f"| effort | `{record.effort}` |"] if record.effort else []),
         f"| pattern | {record.pattern} |",
         *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
         f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",

@@ -225,12 +225,14 @@ class CheckpointWriter:
         self._dirty.add(entry.shard)
 
     def read(self, key: str, part: int | None = None) -> Tensor:
-        """What an earlier writer wrote in the place of ``key``; it counts as written.
+        """What this writer or an earlier one wrote in the place of ``key``; it counts as written.
 
         Raises:
             CheckpointError: it is not there, or not finite.
         """
         entry = self._source.entries[key]
+        with output_errors(self._directory):
+            self._files[entry.shard].flush()
         found = _tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
         self._written.setdefault(key, set()).add(part)
         return found

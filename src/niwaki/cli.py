@@ -26,6 +26,7 @@ from rich.text import Text
 
 import niwaki
 from niwaki.display import Display, duration, perplexity_table, survey_tables
+from niwaki.effort import DEFAULT_EFFORT
 from niwaki.errors import NiwakiError, UsageError
 from niwaki.record import write_json
 
@@ -89,6 +90,13 @@ def prune(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
     ] = None,
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="fast, balanced or best: what is done for matrices and blocks to fit together; with parameters as in "
+            "best:epochs=8."
+        ),
+    ] = DEFAULT_EFFORT,
     sparsity: Annotated[
         float | None, typer.Option(help="Fraction of zeros in every matrix, such as 0.6.")
     ] = None,
@@ -154,6 +162,7 @@ def prune(
             output,
             solver=make_solver(name, _settings(settings or [])),
             method=name,
+            effort=effort,
             sparsity=sparsity,
             pattern=pattern,
             mask_from=mask_from,

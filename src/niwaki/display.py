@@ -42,8 +42,8 @@ class Display(Progress):
             auto_refresh=False,
         )
         self._live: Live | None = None
-        self._shares = {"capture": 0.3, "solve": 0.5, "advance": 0.2}
-        self._spent: dict[str, float] = defaultdict(float)
+        self._shares = [0.3, 0.5, 0.2]  # of each stage in the time of a block, as in the one before
+        self._spent: list[float] = []  # by the stages of this block so far
         self._began = self._stage_began = self._drawn = time.monotonic()
         self._blocks = self._block = 0
         self._stage, self._steps, self._done = "", 1, 0
@@ -82,7 +82,7 @@ class Display(Progress):
             self._close_block()
         self._block, self._stage, self._steps, self._done = block, name, steps, 0
         self._stage_began = time.monotonic()
-        self._detail = {"capture": "inputs", "advance": "outputs"}.get(name, "")
+        self._detail = {"capture": "inputs", "advance": "outputs", "fit": "fitting the block"}.get(name, "")
         self._draw()
 
     def step(self) -> None:
@@ -119,15 +119,15 @@ class Display(Progress):
 
     def _close_stage(self) -> None:
         if self._stage:
-            self._spent[self._stage] += time.monotonic() - self._stage_began
+            self._spent.append(time.monotonic() - self._stage_began)
         self._stage = ""
 
     def _close_block(self) -> None:
-        total = sum(self._spent.values())
+        total = sum(self._spent)
         if self._solved:  # it is none of those that an earlier run did, or that are left as they are
             self._errors_line(total)
         if self._solved and total > 0:
-            self._shares = {name: seconds / total for name, seconds in self._spent.items()}
+            self._shares = [seconds / total for seconds in self._spent]
         self._spent.clear()
         self._solved.clear()
 
@@ -150,9 +150,8 @@ class Display(Progress):
         if self._live is None or now - self._drawn < 0.1:
             return
         self._drawn = now
-        before = {"capture": (), "solve": ("capture",), "advance": ("capture", "solve")}[self._stage]
-        part = sum(self._shares.get(name, 0.0) for name in before)
-        part += self._shares.get(self._stage, 0.0) * min(1.0, self._done / max(1, self._steps))
+        part = sum(self._shares[: len(self._spent)])
+        part += sum(self._shares[len(self._spent) :][:1]) * min(1.0, self._done / max(1, self._steps))
         fraction = (self._block + part) / self._blocks
         left = ""
         if self._block > 0:

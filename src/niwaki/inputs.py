@@ -7,7 +7,9 @@ three-dimensional parameters, one at a time or all in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,8 @@ class InputGram:
         mean: (in,) float32, the mean of the rows of X.
         tokens: Number of rows of X.
         borrowed: Number of tokens that stand in for missing ones: see :meth:`InputGrams.finish`.
+        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, where
+            they were given; none for experts, which have other tokens there.
     """
 
     names: list[str]
@@ -46,41 +50,86 @@ class InputGram:
     mean: Tensor
     tokens: int = 0
     borrowed: int = 0
+    cross: Tensor | None = None
 
 
 @dataclass
 class InputGrams:
     """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
 
+    Behind a pass that uses each of them once, the next one ends where the last of them has its input.
+
     Attributes:
         matrices: Whose.
         parameters: Their parameters by path, with the memory that the forward passes use.
         tf32: Where a GPU may use TF32, see :mod:`niwaki.precision`.
+        gather: Whether Gram matrices are wanted, and not only inputs.
     """
 
     matrices: list[Matrix]
-    parameters: dict[str, Tensor]
+    parameters: Mapping[str, Tensor]
     tf32: TF32 = "auto"
+    gather: bool = True
     _grams: dict[str, InputGram] = field(default_factory=dict)  # by the name of each matrix
     _seen: dict[object, InputGram] = field(default_factory=dict)  # inputs of this pass
     _alive: list[Tensor] = field(default_factory=list)  # so that no other tensor takes their place
+    _uses: Counter[str] = field(default_factory=Counter)  # in this pass, by the name of each matrix
+    _inputs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of this pass, with their versions
+    _dense: dict[str, Tensor] = field(default_factory=dict)
+    _once: bool = False  # whether the last pass used each matrix once
 
     def __post_init__(self) -> None:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
         for matrix in self.matrices:
             self._by_expert.setdefault((matrix.parameter, matrix.expert), []).append(matrix)
         self._transposed = {matrix.parameter: matrix.transposed for matrix in self.matrices}
-        self._by_memory = {
-            self.parameters[matrix.parameter].untyped_storage().data_ptr(): matrix.parameter
-            for matrix in self.matrices
-        }
+        self._by_memory: dict[int, str] = {}
 
-    def watch(self, run: Callable[[], object]) -> None:
-        """Calls ``run``, which is one forward pass of the block."""
-        with _Products(self._product):
-            run()
-        self._seen.clear()
-        self._alive.clear()
+    def watch(self, run: Callable[[], object], dense: dict[str, Tensor] | None = None) -> None:
+        """Calls ``run``, which is one forward pass of the block.
+
+        With ``dense``, the inputs of the same tokens in the dense model, for their products with those of this pass.
+        """
+        self._dense = dict(dense or {})
+        with self._pass(run):
+            pass
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The matrices that have had inputs, those with the same one together, in the order of computation."""
+        return list({id(gram): gram.names for gram in self._grams.values()}.values())
+
+    def inputs(self, run: Callable[[], object]) -> dict[str, Tensor]:
+        """The inputs (tokens, in) in one forward pass, by the name of each matrix that it uses once.
+
+        Experts have none: another model can send them other tokens.
+
+        Raises:
+            UnsupportedModelError: the block has written over one.
+        """
+        with self._pass(run):
+            for name, (X, version) in self._inputs.items():
+                if X._version != version:
+                    raise UnsupportedModelError(
+                        f"the block writes over the inputs of {name}, so there are no dense targets for it; try "
+                        "dense_targets=0"
+                    )
+            return {name: X for name, (X, _) in self._inputs.items() if self._uses[name] == 1}
+
+    @contextlib.contextmanager
+    def _pass(self, run: Callable[[], object]) -> Iterator[None]:
+        # Each time: between two passes a parameter may have got other memory.
+        self._by_memory = {
+            self.parameters[name].untyped_storage().data_ptr(): name for name in self._transposed
+        }
+        try:
+            with contextlib.suppress(_EnoughError), _Products(self._product):
+                run()
+            self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
+            yield
+        finally:
+            for of_this_pass in (self._seen, self._alive, self._uses, self._inputs, self._dense):
+                of_this_pass.clear()
 
     def finish(self, world: World) -> list[InputGram]:
         """The Gram matrices of all distinct inputs over all processes, in the order in which the pass had them.
@@ -111,7 +160,9 @@ class InputGrams:
                 gram.H[stop:, start:stop] = gram.H[start:stop, stop:].T
             gram.H.div_(max(1, gram.tokens + gram.borrowed))
             gram.mean.div_(max(1, gram.tokens + gram.borrowed))
-            if not torch.isfinite(gram.H).all():
+            if gram.cross is not None:
+                gram.cross.div_(max(1, gram.tokens))
+            if not all(torch.isfinite(M).all() for M in (gram.H, gram.cross) if M is not None):
                 raise NumericalError(
                     f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; "
                     "try --dtype float32, or another text"
@@ -120,9 +171,9 @@ class InputGrams:
 
     def _summed(self, world: World) -> list[InputGram]:
         """All Gram matrices, summed over the processes, in the first one's order: others may see experts in another."""
-        order = world.told(list({id(gram): gram.names for gram in self._grams.values()}.values()))
+        order = world.told(self.names)
         grams = [self._grams[names[0]] for names in order]
-        world.sum([tensor for gram in grams for tensor in (gram.H, gram.mean)])
+        world.sum([t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None])
         tokens = torch.tensor([gram.tokens for gram in grams])
         world.sum([tokens])
         for gram, names, count in zip(grams, order, tokens.tolist(), strict=True):
@@ -154,6 +205,15 @@ class InputGrams:
         names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]
         if not names:
             return
+        self._uses.update(names)
+        if self.gather:
+            self._gather(names, X, origin)
+        elif expert is None:
+            self._inputs |= dict.fromkeys(names, (X, X._version))
+        if self._once and len(self._uses) == len(self.matrices):
+            raise _EnoughError
+
+    def _gather(self, names: list[str], X: Tensor, origin: Tensor) -> None:
         key = (origin.data_ptr(), origin.shape, origin.stride(), origin._version)
         gram = self._seen.get(key)
         if gram is None:
@@ -163,6 +223,10 @@ class InputGrams:
                 for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
                     strip = slice(start, start + _STRIP)
                     gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
+                if names[0] in self._dense:
+                    if gram.cross is None:
+                        gram.cross = torch.zeros_like(gram.H)
+                    gram.cross.addmm_(X.T, self._dense[names[0]].float())
             gram.mean += X.sum(dim=0)
             gram.tokens += X.shape[0]
             self._seen[key] = gram
@@ -204,6 +268,10 @@ def _sum(values: Iterable[Tensor]) -> Tensor:
     for value in rest:
         total += value
     return total
+
+
+class _EnoughError(Exception):
+    """The rest of a pass is not needed."""
 
 
 class _Products(TorchDispatchMode):

@@ -109,6 +109,11 @@ class Layout:
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
 
+    def key(self, name: str) -> str:
+        """The checkpoint's key of a parameter that is a tensor of its own there."""
+        (piece,) = self._pieces[name]
+        return piece.key
+
     def read(self, name: str) -> Tensor:
         """The parameter or buffer called ``name`` in the model, on the CPU, in the dtype that the model has it in."""
         like, pieces = self._parameters[name], self._pieces[name]

@@ -185,6 +185,7 @@ def write_config(directory: Path, checkpoint: Checkpoint, record: Record) -> Non
             "version": __version__,
             "method": record.method,
             "solver": record.solver,
+            "effort": record.effort,
             "mask_from": record.mask_from,
             "pattern": record.pattern,
             "sparsity": round(record.sparsity, 6),

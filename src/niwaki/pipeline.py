@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from niwaki.checkpoint import (
     verify,
 )
 from niwaki.distributed import World
+from niwaki.effort import DEFAULT_EFFORT, Effort, make_effort
 from niwaki.errors import UnknownNameError, UsageError
+from niwaki.fitting import COPIES
 from niwaki.masks import described, patterns_of, wanted_pattern
 from niwaki.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.patterns import Pattern
@@ -43,6 +46,7 @@ def prune(
     *,
     solver: str | Solver = DEFAULT_SOLVER,
     method: str | None = None,
+    effort: str | Effort = DEFAULT_EFFORT,
     sparsity: float | None = None,
     pattern: str | Pattern | None = None,
     mask_from: str | None = None,
@@ -68,13 +72,16 @@ def prune(
     """Prunes the model in directory ``model`` and writes the result to directory ``out``.
 
     One decoder block is in memory at a time, with its Gram matrices and the hidden states of the
-    calibration text. Embeddings, norms and the head are copied.
+    calibration text. Embeddings, norms and the head are copied; norms and biases of blocks are changed only where
+    the effort says so.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         solver: A name of ``niwaki.solvers.SOLVERS``, or a solver.
         method: What to call the solver in the record; by default its name.
+        effort: A name of ``niwaki.effort.EFFORTS``, with parameters as in "best:epochs=8", or an effort: what is
+            done for matrices and blocks to fit together.
         sparsity: Fraction of zeros in every matrix, in the pattern that the solver's paper uses.
         pattern: A pattern instead, such as "2:4" or ``PerRow(0.6)``.
         mask_from: The name of another solver, or a pruned model, whose mask is to be used. Of a pruned model
@@ -116,6 +123,7 @@ def prune(
     progress = progress if progress and world.first else Progress()
     method = method or (solver if isinstance(solver, str) else type(solver).__name__.lower())
     solver = make_solver(solver) if isinstance(solver, str) else solver
+    effort = make_effort(effort) if isinstance(effort, str) else effort
     if order not in ("first", "random"):
         raise UsageError(f"the order of windows is first or random; got {order!r}")
     check_tf32(tf32)
@@ -139,7 +147,7 @@ def prune(
     chosen = _chosen(blocks, len(streamed.blocks))
     streamed.limit(chosen)
     if memory is not None:
-        room.limit(max(0, memory - _needed(streamed)))
+        room.limit(max(0, memory - _needed(streamed, effort)))
     pattern_of = patterns_of(wanted, mask_model, streamed)
     length, note = streamed.window_length(length)
     notes = [*streamed.notes, *([note] if note else [])]
@@ -156,6 +164,7 @@ def prune(
         model=str(model),
         method=method,
         solver=repr(solver),
+        effort=repr(effort),
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
         calibration={
@@ -181,6 +190,7 @@ def prune(
         "mask_from": mask_from
         and (fingerprint(Checkpoint(locate_model(mask_model))) if mask_model else mask_from),
         "solver": repr(solver),
+        "effort": repr(effort),
         "pattern": str(wanted),
         "calibration": windows.fingerprint(),
         "text": held and held.fingerprint(),
@@ -214,7 +224,7 @@ def prune(
                     f"going on behind block {journal.blocks} of {len(streamed.blocks)}, where an earlier run was "
                     "stopped; the blocks before it run again for their outputs"
                 )
-            run = Walk(streamed, solver, pattern_of, record, progress, clock, world, journal)
+            run = Walk(streamed, solver, effort, pattern_of, record, progress, clock, world, journal)
             if place:
                 _write(run, place, checkpoint, shares, measure)
             else:
@@ -291,19 +301,21 @@ def _chosen(blocks: tuple[int, int] | None, count: int) -> range:
     return range(start, stop)
 
 
-def _needed(model: StreamedModel) -> int:
+def _needed(model: StreamedModel, effort: Effort) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
     largest = max(model.matrices(), key=lambda matrix: matrix.shape[0] * matrix.shape[1])
     rows, columns = largest.shape
     solving = 4 * (2 * columns**2 + 7 * rows * columns)
-    grams = max(
-        sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices(index))
-        for index in range(len(model.blocks))
-    )
-    running = (
-        2 * model.block_size
-    )  # its weights, which are not there while matrices are solved, and activations
-    return peak_memory(model.device).get("resident", 0) + grams + max(running, solving)
+    blocks = [model.matrices(index) for index in range(len(model.blocks))]
+    grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in matrices) for matrices in blocks)
+    if effort.dense_targets:
+        grams *= 2
+    # Its weights, which are not there while matrices are solved, and activations; for the dense model's states those
+    # weights once more.
+    running = (3 if effort.dense else 2) * model.block_size
+    weights = max(sum(math.prod(matrix.shape) for matrix in matrices) for matrices in blocks)
+    fitting = model.block_size + COPIES * 4 * weights if effort.epochs else 0
+    return peak_memory(model.device).get("resident", 0) + max(grams + max(running, solving), fitting)
 
 
 def _texts(

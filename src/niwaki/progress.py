@@ -18,7 +18,7 @@ class Progress:
         """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        """A part of a block begins: "capture", "solve" or "advance", in so many steps."""
+        """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps."""
 
     def step(self) -> None:
         """One step of the stage is done."""

@@ -69,7 +69,8 @@ class MatrixRecord:
         name: Its path in the block.
         shape: (out, in).
         sparsity: Fraction of zeros in the tensor that was written.
-        error: Squared output error relative to the squared output, on the calibration text.
+        error: Squared output error relative to the squared output, on the calibration text; with dense targets of
+            those, and in any case before the block is fitted.
         seconds: That the solver took.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used.
@@ -85,6 +86,25 @@ class MatrixRecord:
     stats: dict[str, float | int | str]
 
 
+@dataclass(frozen=True)
+class FitRecord:
+    """One block whose remaining weights were fitted to the dense block's outputs.
+
+    Attributes:
+        block: Its number, from 0.
+        before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
+        after: The same in the end.
+        epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
+        seconds: That it took.
+    """
+
+    block: int
+    before: float
+    after: float
+    epochs: int
+    seconds: float
+
+
 @dataclass
 class Record:
     """All that was done to a model: ``niwaki.json``.
@@ -95,6 +115,7 @@ class Record:
         model: Where the dense model came from.
         method: The solver's name, or that of its class.
         solver: The solver with all its parameters.
+        effort: What was done to blocks besides, with all its parameters.
         pattern: Which weights may be non-zero.
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
@@ -103,9 +124,11 @@ class Record:
         tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
             products of float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
-            those of products and factorisations, as if no two matrices had the same inputs.
+            those of products and factorisations, as if no two matrices had the same inputs, and without what the
+            effort asks for besides.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
+        fits: One entry for each block that was fitted.
         perplexity: "before" and "after", where measured.
         seconds: By stage, and in total.
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
@@ -127,6 +150,7 @@ class Record:
     versions: dict[str, str] = field(default_factory=dict)
     sparsity: float = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
+    fits: list[FitRecord] = field(default_factory=list)
     perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
@@ -134,6 +158,7 @@ class Record:
     resumed: list[int] = field(default_factory=list)
     blocks: list[int] | None = None
     tf32: TF32 = "never"
+    effort: str = ""
 
     @property
     def mean_error(self) -> float:
@@ -162,7 +187,8 @@ class Record:
         matrices = [
             MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")
         ]
-        return cls(**values, matrices=matrices)
+        fits = [FitRecord(**fit) for fit in values.pop("fits", [])]
+        return cls(**values, matrices=matrices, fits=fits)
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from niwaki.blocks import Block, StreamedModel
 from niwaki.calibration import Windows
 from niwaki.checkpoint import CheckpointWriter
 from niwaki.distributed import World
+from niwaki.effort import Effort
 from niwaki.errors import NumericalError
+from niwaki.fitting import batches, fit
 from niwaki.inputs import InputGram
 from niwaki.layout import Matrix
 from niwaki.masks import PatternOf, named
@@ -27,6 +29,8 @@ from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record
 from niwaki.rows import ALL, Rows
 from niwaki.solvers import Solver
+from niwaki.states import States
+from niwaki.targets import dense_targets
 
 Measure = Literal["both", "after", "none"]
 
@@ -43,6 +47,7 @@ class Walk:
         self,
         model: StreamedModel,
         solver: Solver,
+        effort: Effort,
         pattern_of: PatternOf,
         record: Record,
         progress: Progress,
@@ -52,6 +57,7 @@ class Walk:
     ) -> None:
         self._model = model
         self._solver = solver
+        self._effort = effort
         self._pattern_of = pattern_of
         self.record = record
         self._progress = progress
@@ -73,7 +79,11 @@ class Walk:
         self._writer = writer
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if held else stop, len(model.matrices()))
-        states = model.embed(windows.tokens)
+        # Each process takes its part of a step.
+        batch = max(1, self._effort.batch // self._world.size) if self._effort.epochs else None
+        states = model.embed(windows.tokens, batch)
+        # The same text in the dense model, next to that in the pruned one.
+        origin = model.embed(windows.tokens, batch) if self._effort.dense else None
         dense = model.embed(held.tokens) if held and measure == "both" else None
         pruned = model.embed(held.tokens) if held and measure != "none" else None
         clock.lap("capture")
@@ -86,25 +96,22 @@ class Walk:
             if block.index >= stop and not held:
                 break
             clock.lap("read")
-            progress.stage(block.index, "capture", len(states.hidden))
+            last = block.index >= stop - 1
             if dense:
                 block.advance(dense)
             if block.index < done:
-                self._restore(block)
+                if origin and not last:
+                    block.advance(origin)
+                self._restore(block, block.matrices, self._effort.fits_norms)
             elif block.matrices:
-                grams = block.input_grams(states, progress.step, self._world, self.record.tf32)
-                clock.lap("capture")
-                progress.stage(block.index, "solve", len(block.matrices))
-                self._solve_all(block, grams)
-                clock.lap("solve")
+                self._prune(block, states, origin, last)
                 if writer and place:
                     writer.sync()
                     self.record.seconds = dict(clock.seconds)
                     place.save(blocks=block.index + 1, record=self.record.to_json())
-                if block.released:
-                    self._restore(block)
                 clock.lap("write")
-            last = block.index >= stop - 1
+            elif origin and not last:
+                block.advance(origin)
             progress.stage(block.index, "advance", len(states.hidden))
             if pruned:
                 block.advance(pruned)
@@ -123,38 +130,86 @@ class Walk:
             for where in peak_memory(model.device)
         }
 
-    def _restore(self, block: Block) -> None:
+    def _restore(self, block: Block, matrices: list[Matrix], vectors: bool = False) -> None:
         """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
-        for matrix in block.matrices:
+        for matrix in matrices:
             stored = block.empty(matrix)
             if self._writer:
                 stored.copy_(self._writer.read(matrix.key, matrix.part))
             block.put(matrix, self._world.send(stored, 0))
+        for name, key in block.vectors.items() if vectors and matrices else ():
+            value = block.vector(name)
+            if self._writer:
+                value.copy_(self._writer.read(key))
+            self._world.send(value, 0)
+
+    def _prune(self, block: Block, states: States, origin: States | None, last: bool) -> None:
+        """Prunes the matrices of a block, and fits it if asked for.
+
+        ``origin``, the inputs of the dense block, become its outputs, unless this is the last block and nothing needs
+        them.
+        """
+        effort, progress, clock = self._effort, self._progress, self.clock
+        experts: list[_Counts] = []
+        if origin:
+            block.keep()
+        for group in block.groups(states) if effort.groups else [block.matrices]:
+            progress.stage(block.index, "capture", len(states.hidden))
+            grams = block.input_grams(
+                states,
+                progress.step,
+                self._world,
+                self.record.tf32,
+                group,
+                origin if effort.dense_targets else None,
+            )
+            clock.lap("capture")
+            experts += _counts(grams, {matrix.name for matrix in group if matrix.expert is not None})
+            progress.stage(block.index, "solve", len(group))
+            self._solve_all(block, grams)
+            clock.lap("solve")
+            if block.released:
+                self._restore(block, group)
+            clock.lap("write")
+        self._note_loans(block, experts)
+        if origin and (effort.epochs or not last):
+            with block.original():
+                block.advance(origin)
+            clock.lap("advance")
+        if origin and effort.epochs:
+            progress.stage(block.index, "fit", batches(len(states.hidden), effort.epochs))
+            self.record.fits.append(fit(block, states, origin, effort, self._world, progress.step))
+            for key, part, stored in block.trained(effort.norms):
+                if self._writer:
+                    self._writer.write(key, stored, part)
+            clock.lap("fit")
 
     def _solve_all(self, block: Block, grams: list[InputGram]) -> None:
-        """Solves the matrices of a block, each in one process or the rows in all, and tells the results to all."""
-        matrices = {matrix.name: matrix for matrix in block.matrices}
+        """Solves the matrices with these inputs, each in one process or the rows in all, and tells the results to all.
+
+        ``grams`` is empty then: each goes when it is not needed any more.
+        """
         names = [name for inputs in grams for name in inputs.names]
-        self._note_loans(block, [inputs for inputs in grams if matrices[inputs.names[0]].expert is not None])
+        matrices = {matrix.name: matrix for matrix in block.matrices if matrix.name in names}
         costs = [self._solver.flops(*matrices[name].shape) for name in names]
         owners = self._world.owners(costs, lambda i: self._cost_together(matrices[names[i]]))
         owner = dict(zip(names, owners, strict=True))
         found: dict[str, tuple[Tensor, MatrixRecord]] = {}
-        block.release()
+        block.release(matrices.values())
         for inputs in grams:
             shared = [matrices[name] for name in inputs.names if owner[name] is None]
             if shared:
                 gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
             for matrix in shared:
                 rows = self._world.rows(matrix.shape[0])
-                found[matrix.name] = self._solve(block, matrix, gram, inputs.tokens, rows)
+                found[matrix.name] = self._solve(block, matrix, gram, inputs, rows)
                 self._progress.step()
         while grams:
             inputs = grams.pop(0)
             mine = [matrices[name] for name in inputs.names if owner[name] == self._world.rank]
             gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
             for matrix in mine:
-                solved = self._solve(block, matrix, gram, inputs.tokens)
+                solved = self._solve(block, matrix, gram, inputs)
                 self._progress.step()
                 if self._world.size == 1:
                     self._keep(block, matrix, *solved)
@@ -195,12 +250,16 @@ class Walk:
         return self._solver.flops(math.ceil(rows / self._world.size), columns)
 
     def _solve(
-        self, block: Block, matrix: Matrix, gram: Gram, tokens: int, rows: Rows = ALL
+        self, block: Block, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL
     ) -> tuple[Tensor, MatrixRecord]:
         """What is stored, and the record: of the whole matrix, also where ``rows`` are only some of it."""
         began = time.perf_counter()
         with named(matrix):
-            problem = LayerProblem(rows.own(block.weight(matrix)), gram)
+            W = rows.own(block.weight(matrix))
+            if inputs.cross is not None:
+                W = dense_targets(W, gram, inputs.cross, self._effort.dense_targets, self._effort.ridge)
+            problem = LayerProblem(W, gram)
+            del W
             pattern, monitor = self._pattern_of(matrix), self._monitor(matrix.name)
             if rows is not ALL:
                 among = pattern.among(rows)
@@ -217,7 +276,7 @@ class Walk:
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began
         return stored, MatrixRecord(
-            block.index, matrix.name, matrix.shape, sparsity, error, seconds, tokens, solution.stats
+            block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, solution.stats
         )
 
     def _monitor(self, name: str) -> Monitor | None:
@@ -225,13 +284,13 @@ class Walk:
             return None
         return lambda step, steps, error: self._progress.solving(name, step, steps, error)
 
-    def _note_loans(self, block: Block, experts: list[InputGram]) -> None:
-        poor = [inputs for inputs in experts if inputs.borrowed]
+    def _note_loans(self, block: Block, experts: list[_Counts]) -> None:
+        poor = [counts for counts in experts if counts.borrowed]
         if poor:
-            fewest = min(poor, key=lambda inputs: inputs.tokens / len(inputs.H))
+            fewest = min(poor, key=lambda counts: counts.tokens / counts.width)
             self._note(
                 f"block {block.index}: {len(poor)} of {len(experts)} inputs of experts had fewer tokens than inputs "
-                f"(fewest: {', '.join(fewest.names)}, {fewest.tokens:,} of {len(fewest.H):,}); the mean of all "
+                f"(fewest: {', '.join(fewest.names)}, {fewest.tokens:,} of {fewest.width:,}); the mean of all "
                 "experts stands in for what is missing"
             )
 
@@ -247,6 +306,23 @@ class Walk:
         if text not in self.record.notes:  # by an earlier run that this one goes on with
             self.record.notes.append(text)
         self._progress.note(text)
+
+
+class _Counts(NamedTuple):
+    """What is noted of the inputs of an expert's matrices."""
+
+    names: list[str]
+    width: int
+    tokens: int
+    borrowed: int
+
+
+def _counts(grams: list[InputGram], experts: set[str]) -> list[_Counts]:
+    return [
+        _Counts(inputs.names, len(inputs.H), inputs.tokens, inputs.borrowed)
+        for inputs in grams
+        if inputs.names[0] in experts
+    ]
 
 
 def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_origin, get_type_hints
 
-from niwaki.errors import UnknownNameError, UsageError
+from niwaki.settings import choose
 from niwaki.solvers._base import Solver
 from niwaki.solvers._compose import MaskThenUpdate
 from niwaki.solvers.admm import ADMM
@@ -90,26 +88,4 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     mask, plus, name = name.rpartition("+")
     if plus:
         return MaskThenUpdate(make_solver(mask), make_solver(name, settings))
-    name, *pairs = name.split(":")
-    for pair in pairs:
-        if "=" not in pair:
-            raise UsageError(f"{name}:{pair}: parameters are written {name}:NAME=VALUE")
-    settings = {**dict(pair.split("=", 1) for pair in pairs), **(settings or {})}
-    if name not in SOLVERS:
-        raise UnknownNameError("solver", name, SOLVERS)
-    solver = SOLVERS[name]
-    types = get_type_hints(type(solver))
-    fields = [field.name for field in dataclasses.fields(solver)]
-    values: dict[str, Any] = {}
-    for key, text in settings.items():
-        if key not in fields:
-            if not fields:
-                raise UsageError(f"{name} has no parameters; got {key}")
-            raise UnknownNameError(f"parameter of {name}", key, fields)
-        # A Literal's values are checked by the solver, together with the ranges of numbers.
-        kind = str if get_origin(types[key]) is Literal else types[key]
-        try:
-            values[key] = kind(text)
-        except ValueError:
-            raise UsageError(f"{key}={text!r}: {name} wants {kind.__name__} here") from None
-    return dataclasses.replace(solver, **values)
+    return choose("solver", name, SOLVERS, settings)

@@ -1,0 +1,80 @@
+"""What is done to a block besides what the solver does to each of its matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from niwaki.errors import UsageError
+from niwaki.settings import choose
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How matrices and blocks are made to fit together. The default is the plain layer-wise method.
+
+    Attributes:
+        groups: Whether inputs are computed anew after each group of matrices with the same inputs (q, k, v; o; gate,
+            up; down; those of all experts together), so that each group is solved for what the pruned ones before it
+            give.
+        dense_targets: How far the targets go from the original weights' outputs on the pruned model's inputs (0) to
+            the dense model's outputs (1), see :mod:`niwaki.targets`. Experts keep to their original weights.
+        ridge: Of the dense targets, relative to the unit diagonal of H.
+        epochs: Passes over the calibration text in which the remaining weights of a block are fitted to the outputs
+            of the dense block, see :mod:`niwaki.fitting`; 0 for none.
+        rate: The learning rate there, relative to the root mean square of each matrix's weights.
+        batch: Tokens in a step there, over all processes; each takes at least one sample.
+        norms: Whether the block's parameters of one dimension are fitted there too: norms and biases.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    groups: bool = False
+    dense_targets: float = 0.0
+    ridge: float = 0.01
+    epochs: int = 0
+    rate: float = 0.02
+    batch: int = 2048
+    norms: bool = False
+
+    def __post_init__(self) -> None:
+        for name, accepted, range_ in (
+            ("dense_targets", 0 <= self.dense_targets <= 1, "from 0 to 1"),
+            ("ridge", 0 < self.ridge < math.inf, "above 0"),
+            ("epochs", self.epochs >= 0, "0 or more"),
+            ("rate", 0 < self.rate < math.inf, "above 0"),
+            ("batch", self.batch >= 1, "1 or more"),
+        ):
+            if not accepted:
+                raise UsageError(f"{name} must be {range_}; got {getattr(self, name)!r}")
+
+    @property
+    def dense(self) -> bool:
+        """Whether the dense model's states are needed next to the pruned one's."""
+        return self.dense_targets > 0 or self.epochs > 0
+
+    @property
+    def fits_norms(self) -> bool:
+        """Whether parameters besides the pruned matrices are changed."""
+        return self.norms and self.epochs > 0
+
+
+#: By name on the command line.
+EFFORTS: dict[str, Effort] = {
+    "fast": Effort(),
+    "balanced": Effort(dense_targets=0.5),
+    "best": Effort(groups=True, dense_targets=0.5, epochs=5),
+}
+
+DEFAULT_EFFORT = "fast"
+
+
+def make_effort(name: str) -> Effort:
+    """The effort called ``name``, with parameters as in ``best:epochs=8:norms=true``.
+
+    Raises:
+        UnknownNameError: no such effort or parameter.
+        UsageError: a value is not of the parameter's type, or out of its range, or a parameter has none.
+    """
+    return choose("effort", name, EFFORTS)

@@ -1,0 +1,137 @@
+"""Fits what is left of a block's weights to the outputs of the dense block, by gradient descent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.blocks import Block
+from niwaki.distributed import World
+from niwaki.effort import Effort
+from niwaki.errors import NumericalError
+from niwaki.record import FitRecord
+from niwaki.states import States
+
+#: One in so many batches is held out, the first one at least, to see whether a fit holds.
+_HELD = 16
+
+#: How many times the weights are in memory, in float32: as they are, as they were best, two averages and gradients.
+COPIES = 5
+
+
+def fit(
+    block: Block, states: States, targets: States, effort: Effort, world: World, done: Callable[[], None]
+) -> FitRecord:
+    """Changes the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
+
+    Adam on |f(x) - y|^2, where x are the block's inputs in the pruned model and y the outputs of the dense block for
+    the dense model's inputs. Steps are relative to the root mean square of each parameter's weights that are not zero,
+    and fall to 0 in a line. Some batches are held out (of one batch alone, itself); the weights are those after the
+    epoch with the lowest error there, the one before the first included. None becomes zero.
+
+    Cost: in each epoch a forward and a backward pass of the block for all batches, the latter as much as two of the
+    former; memory of five float32 copies of the weights and of the activations of a batch.
+
+    Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
+
+    Args:
+        block: The pruned block.
+        states: Its inputs. Not changed.
+        targets: What its outputs should be. Not changed.
+        effort: How long, and with which rate.
+        world: The processes of which each has some of the states; a step takes one batch of each.
+        done: Called after each batch: those that are held out once more than there are epochs.
+
+    Raises:
+        NumericalError: the error is not finite.
+    """
+    began = time.perf_counter()
+    count = min(world.collected(len(states.hidden)))
+    held, rest = _divided(count)
+    order = torch.Generator().manual_seed(block.index)
+    with block.training(effort.norms) as parameters:
+        # Vectors are fitted as a whole.
+        masks = [value != 0 if value.ndim > 1 else torch.ones_like(value).bool() for value in parameters]
+        optimizer = torch.optim.Adam(
+            [{"params": [value], "rate": effort.rate * _root_mean_square(value, mask)}
+             for value, mask in zip(parameters, masks, strict=True)],
+            lr=0.0,
+            eps=1e-16,  # relative errors of large blocks have gradients far below the usual 1e-8
+        )  # fmt: skip
+        power = sum(world.collected(sum(float(targets.hidden[i].double().square().sum()) for i in held)))
+
+        def squares(i: int) -> Tensor:
+            answer = block.run(states.hidden[i], states)
+            return (answer.float() - targets.hidden[i].float()).square() / max(power, 1e-30)
+
+        def error() -> float:
+            mine = 0.0
+            for i in held:
+                with torch.no_grad():  # in float64 a few huge activations do not hide the rest
+                    mine += float(squares(i).sum(dtype=torch.float64))
+                done()
+            found = sum(world.collected(mine))
+            if not math.isfinite(found):
+                raise NumericalError(
+                    f"block {block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
+                    f"rate={effort.rate:g}, or --dtype float32"
+                )
+            return found
+
+        best = before = error()
+        kept, at, step = [value.detach().clone() for value in parameters], 0, 0
+        for epoch in range(effort.epochs):
+            for i in torch.randperm(len(rest), generator=order).tolist():
+                with torch.enable_grad():
+                    squares(rest[i]).sum().backward()
+                gradients = [_gradient(value) for value in parameters]
+                world.sum(gradients)
+                for gradient, mask in zip(gradients, masks, strict=True):
+                    gradient.mul_(mask)  # a pruned weight without gradient stays where it is
+                for group in optimizer.param_groups:
+                    group["lr"] = group["rate"] * (1 - step / (effort.epochs * len(rest)))
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                done()
+            now = error()
+            if now < best:
+                best, at = now, epoch + 1
+                for old, value in zip(kept, parameters, strict=True):
+                    old.copy_(value.detach())
+        for old, value, mask in zip(kept, parameters, masks, strict=True):
+            value.data = _off_zero(old, mask, block.smallest) if value.ndim > 1 else old
+    return FitRecord(block.index, before, best, at, time.perf_counter() - began)
+
+
+def batches(count: int, epochs: int) -> int:
+    """How many batches pass through the block in a fit to ``count`` of them."""
+    held, rest = _divided(count)
+    return len(held) + epochs * (len(held) + len(rest))
+
+
+def _divided(count: int) -> tuple[list[int], list[int]]:
+    """(what is held out, what is fitted to); of one batch alone both are the same."""
+    held = list(range(0, count, _HELD))
+    return held, [i for i in range(count) if i % _HELD] or held
+
+
+def _root_mean_square(value: Tensor, mask: Tensor) -> float:
+    weights = int(mask.count_nonzero())
+    return math.sqrt(float(value.detach().square().sum(dtype=torch.float64)) / max(1, weights))
+
+
+def _gradient(value: nn.Parameter) -> Tensor:
+    if value.grad is None:  # experts that none of these tokens went to
+        value.grad = torch.zeros_like(value)
+    return value.grad
+
+
+def _off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:
+    """``value``, whose weights on the mask are nowhere below ``smallest``: rounded they would count as pruned."""
+    close = mask & (value.abs() < smallest)
+    return value.masked_scatter_(close, torch.full_like(value[close], smallest).copysign(value[close]))

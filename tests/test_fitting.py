@@ -1,0 +1,309 @@
+"""Blocks that are fitted to the dense block's outputs, against a plain loop over a layer of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import decoder_blocks, message, random_tokens, reference, save_model
+from niwaki.blocks import Block, StreamedModel
+from niwaki.checkpoint import Checkpoint
+from niwaki.distributed import World
+from niwaki.effort import Effort
+from niwaki.errors import NumericalError
+from niwaki.fitting import batches, fit
+from niwaki.record import FitRecord
+from niwaki.states import States
+from test_blocks import save_starved, stream_of
+from test_groups import prune
+
+LENGTH = 12
+
+streams: list[Generator[Block]] = []  # a block is there as long as its stream
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    while streams:
+        streams.pop().close()
+
+
+def embedded(model: StreamedModel, batches: int) -> tuple[States, States]:
+    """(inputs in the pruned model, inputs in the dense one): batches of two samples."""
+    tokens = random_tokens(2 * batches, LENGTH)
+    states, origin = model.embed(tokens, 2 * LENGTH), model.embed(tokens, 2 * LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(batches):
+        hidden = states.hidden[i]
+        noise = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+        states.hidden[i] = hidden + 0.1 * hidden.std() * noise
+    return states, origin
+
+
+def prepared(model: StreamedModel, batches: int) -> tuple[Block, States, States]:
+    """The first block with half of its weights, its inputs, and the outputs of the dense block."""
+    states, targets = embedded(model, batches)
+    streams.append(model.stream())
+    block = next(streams[-1])
+    block.advance(targets)
+    prune(block, block.matrices)
+    return block, states, targets
+
+
+def fitted(block: Block, states: States, targets: States, **effort: Any) -> FitRecord:
+    return fit(block, states, targets, Effort(**effort), World(), lambda: None)
+
+
+def weights(model: StreamedModel) -> dict[str, Tensor]:
+    """Of the first block."""
+    return {name: value.detach().clone() for name, value in model.blocks[0].named_parameters()}
+
+
+@dataclass
+class Loop:
+    """What a plain loop comes to: weights and held-out errors before it and after each epoch."""
+
+    weights: list[dict[str, Tensor]]
+    errors: list[float]
+
+
+def loop(model: StreamedModel, directory: Path, states: States, targets: States, effort: Effort) -> Loop:
+    """Over the first layer of the whole model as transformers has it, with the pruned weights in ``model``."""
+    whole: Any = reference(directory)
+    layer = copy.deepcopy(decoder_blocks(whole)[0])
+    layer.load_state_dict(weights(model))
+    inputs, outputs = list(states.hidden), list(targets.hidden)
+    rotary = whole.model.rotary_emb(inputs[0], torch.arange(LENGTH)[None])
+    parameters = {
+        name: value
+        for name, value in layer.named_parameters()
+        if value.ndim == 2 or effort.norms  # of LLaMA without biases these are all
+    }
+    masks = {name: (value != 0) | (value.ndim == 1) for name, value in parameters.items()}
+    rates = {
+        name: effort.rate * float(value[masks[name]].double().square().mean().sqrt())
+        for name, value in parameters.items()
+    }
+    for value in parameters.values():
+        value.requires_grad_(True)
+    adam = torch.optim.Adam([{"params": [value]} for value in parameters.values()], eps=1e-12)
+    held = [i for i in range(len(inputs)) if i % 16 == 0]
+    rest = [i for i in range(len(inputs)) if i % 16] or held
+
+    def output(i: int) -> Tensor:
+        out: Tensor = layer(inputs[i], position_embeddings=rotary)
+        return out
+
+    @torch.no_grad()
+    def error() -> float:
+        wrong = sum(float((output(i) - outputs[i]).double().square().sum()) for i in held)
+        return wrong / sum(float(outputs[i].double().square().sum()) for i in held)
+
+    def now() -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in layer.named_parameters()}
+
+    found, order, step = Loop([now()], [error()]), torch.Generator().manual_seed(0), 0
+    for _ in range(effort.epochs):
+        for i in torch.randperm(len(rest), generator=order).tolist():
+            adam.zero_grad()
+            nn.functional.mse_loss(output(rest[i]), outputs[rest[i]]).backward()
+            for group, rate in zip(adam.param_groups, rates.values(), strict=True):
+                group["lr"] = rate * (1 - step / (len(rest) * effort.epochs))
+            adam.step()
+            for name, value in parameters.items():
+                value.data *= masks[name]
+            step += 1
+        found.weights.append(now())
+        found.errors.append(error())
+    return found
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Where gradients are near 0 Adam's steps hang on rounding: nearly all weights are the same, and none is far."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        away = (value - expected[name]).abs() / expected[name].square().mean().sqrt()
+        assert away.max() < 0.05, name
+        assert (away > 1e-3).double().mean() < 0.01, name
+        assert torch.equal(value == 0, expected[name] == 0), name
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: int) -> None:
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 18)  # of which two are held out
+    before = weights(model)
+    expected = loop(model, directory, states, targets, Effort(epochs=epochs, norms=norms))
+    kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
+    steps: list[None] = []
+    found = fit(
+        block,
+        states,
+        targets,
+        Effort(epochs=epochs, norms=norms),
+        World(),
+        lambda: steps.append(None),
+    )
+    assert len(steps) == batches(18, epochs) == 18 * epochs + 2
+    assert (found.block, found.epochs) == (0, epochs)
+    assert expected.errors[-1] == min(expected.errors) < 0.95 * expected.errors[0]
+    assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
+    assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
+    close(weights(model), expected.weights[-1])
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name]) == (value.ndim == 1 and not norms), name
+    assert all(torch.equal(a, b) for a, b in zip(kept, (*states.hidden, *targets.hidden), strict=True))
+
+
+def test_the_best_epoch_stays(tmp_path: Path) -> None:
+    """One batch to learn by heart, and one that sees it."""
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 2)
+    effort = Effort(epochs=30, rate=0.1)
+    expected = loop(model, directory, states, targets, effort)
+    best = expected.errors.index(min(expected.errors))
+    assert 0 < best < 30
+    found = fit(block, states, targets, effort, World(), lambda: None)
+    assert found.epochs == best
+    assert found.after == pytest.approx(expected.errors[best], rel=1e-3)
+    assert found.after < found.before
+    close(weights(model), expected.weights[best])
+
+
+def test_where_nothing_is_better_nothing_changes(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block, states, targets = prepared(model, 4)
+    before = weights(model)
+    found = fitted(block, states, targets, epochs=2, rate=1.0)
+    assert found.epochs == 0
+    assert found.after == found.before
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_one_batch_is_held_out_and_fitted_to(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 1)
+    expected = loop(model, directory, states, targets, Effort(epochs=5))
+    found = fitted(block, states, targets, epochs=5)
+    assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
+    assert found.after < 0.9 * found.before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> None:
+    computing = getattr(torch, dtype)
+    directory = save_model(tmp_path / "model", case, dtype=computing)
+    model = StreamedModel(Checkpoint(directory), "cpu", dtype)
+    block, states, targets = prepared(model, 5)
+    before = weights(model)
+    found = fitted(block, states, targets, epochs=2, rate=0.005)
+    assert found.after < found.before
+    assert found.epochs > 0
+    changed = 0
+    for key, part, stored in block.trained(False):
+        matrix = next(m for m in block.matrices if (m.key, m.part) == (key, part))
+        old = matrix.within(before[matrix.parameter])
+        new = stored.T if matrix.transposed else stored
+        assert new.dtype == computing
+        assert torch.equal(new == 0, old == 0), matrix.name
+        assert not (new.float().signbit() & (new == 0)).any()
+        assert torch.equal(new, matrix.within(model.blocks[0].get_parameter(matrix.parameter)))
+        changed += not torch.equal(new, old)
+    assert changed == len(block.matrices)
+    for name, value in weights(model).items():
+        if name not in {m.parameter for m in block.matrices}:
+            assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("computing", ["float32", "float16"])
+def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> None:
+    """Stored in float16, weights of 1e-7 are 0 when they become half as large."""
+    whole = reference(save_model(tmp_path / "dense"))
+    value: Any = decoder_blocks(whole)[0].get_parameter("mlp.up_proj.weight")
+    with torch.no_grad():
+        value.mul_(1e-6)
+    whole.half().save_pretrained(tmp_path / "model")
+    model = StreamedModel(Checkpoint(tmp_path / "model"), "cpu", computing)
+    block, states, targets = prepared(model, 9)
+    zeros = {m.name: int((m.within(weights(model)[m.parameter]) == 0).sum()) for m in block.matrices}
+    found = fitted(block, states, targets, epochs=2, rate=0.1)
+    assert found.epochs > 0
+    for matrix, (_, _, stored) in zip(block.matrices, block.trained(False), strict=True):
+        assert stored.dtype == torch.float16
+        assert int((stored == 0).sum()) == zeros[matrix.name]
+
+
+def test_experts_without_tokens_stay_as_they_are(tmp_path: Path) -> None:
+    model = stream_of(save_starved(tmp_path / "model"))
+    block, states, targets = prepared(model, 6)
+    before = weights(model)
+    assert fitted(block, states, targets, epochs=1).epochs == 1
+    for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        same = [torch.equal(a, b) for a, b in zip(weights(model)[name], before[name], strict=True)]
+        assert same == [False, False, False, True]
+
+
+def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block, states, targets = prepared(model, 4)
+    said = message(lambda: fitted(block, states, targets, epochs=1, rate=1e38), NumericalError)
+    assert said.startswith(
+        "block 0: fitting it arrived at NaN or infinite outputs; try a lower rate than rate=1e+38"
+    )
+    assert not any(value.requires_grad for value in model.blocks[0].parameters())
+
+
+def test_inputs_that_are_not_finite(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block, states, targets = prepared(model, 4)
+    states.hidden[0] = states.hidden[0] * float("nan")
+    assert "NaN or infinite outputs" in message(
+        lambda: fitted(block, states, targets, epochs=1), NumericalError
+    )
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e6), ("float16", 1e4)])
+def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str, size: float) -> None:
+    """A few huge activations, as large models have, make the other gradients of a relative error tiny."""
+    directory = save_model(tmp_path / "model", dtype=getattr(torch, dtype))
+    found = []
+    for huge in (1.0, size):
+        model = StreamedModel(Checkpoint(directory), "cpu", dtype)
+        block, states, targets = prepared(model, 6)
+        hidden = targets.hidden[0].clone()
+        hidden[0, 0, 0] *= huge
+        targets.hidden[0] = hidden  # held out, so that no step sees it
+        with block.training(False) as parameters:
+            dense = [value.detach().clone() for value in parameters]
+        fitted(block, states, targets, epochs=1, rate=1e-3)
+        found.append(
+            sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True))
+        )
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def test_biases_that_are_zero_are_fitted_too(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model", "llama biases"))
+    block, states, targets = prepared(model, 6)
+    bias = model.blocks[0].get_parameter("mlp.up_proj.bias")
+    bias.data[::2] = 0
+    assert fitted(block, states, targets, epochs=1, norms=True).epochs == 1
+    assert bool(bias.all())
+
+
+def block_weights(block: Block) -> list[Tensor]:
+    with block.training(False) as parameters:
+        return [value.detach().clone() for value in parameters]
