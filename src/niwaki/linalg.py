@@ -113,6 +113,16 @@ def masked_conjugate_gradients(
     return solved, math.sqrt(after / before) if before > 0 else 0.0
 
 
-def quadratic_form(D: Tensor, H: Tensor) -> float:
-    """tr(D H D^T), for D (rows, n) and H (n, n)."""
-    return math.fsum(float((rows @ H).mul_(rows).sum(dtype=torch.float64)) for rows in D.split(_ROWS))
+def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
+    """tr(D H D^T) with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
+    others = B.split(_ROWS) if B is not None else None
+    parts = []
+    for i, rows in enumerate(A.split(_ROWS)):
+        D = rows - others[i] if others else rows
+        parts.append(float((D @ H).mul_(D).sum(dtype=torch.float64)))
+    return math.fsum(parts)
+
+
+def is_finite(A: Tensor) -> bool:
+    """Whether all of A (rows, n) is finite; without a copy of A, which torch takes."""
+    return all(bool(torch.isfinite(rows).all()) for rows in A.split(_ROWS))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
-from niwaki.linalg import quadratic_form
+from niwaki.linalg import is_finite, quadratic_form
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class LayerProblem:
                 f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same "
                 "dtype and device"
             )
-        if not torch.isfinite(self.W).all():
+        if not is_finite(self.W):
             raise NumericalError("W has NaN or infinite entries")
 
     @cached_property
@@ -145,7 +145,7 @@ class LayerProblem:
 
     def loss(self, What: Tensor) -> float:
         """tr((W - What) H (W - What)^T); cost of one (out, in) x (in, in) product."""
-        return quadratic_form(self.W - What, self.gram.H)
+        return quadratic_form(self.W, self.gram.H, What)
 
     def error(self, What: Tensor) -> float:
         """tr((W - What) H (W - What)^T) / tr(W H W^T); cost of one (out, in) x (in, in) product."""
@@ -160,7 +160,7 @@ class LayerProblem:
         # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 turns
         # a -0.0 that is on the mask into +0.0 too.
         W = What.masked_fill(~mask, 0.0).add_(0.0)
-        if not torch.isfinite(W).all():
+        if not is_finite(W):
             raise NumericalError("the solver arrived at NaN or infinite weights; raise its damping")
         return Solution(W, mask, self.error(W), dict(stats))
 
@@ -217,9 +217,11 @@ class Normalised:
         text is not to touch them.
         """
         live = self._scale > 0
-        return torch.where(
-            live, self.original(W) / torch.where(live, self._scale, 1.0), self._problem.W[rows]
-        )
+        scale, old = torch.where(live, self._scale, 1.0), self._problem.W[rows]
+        restored = torch.empty_like(W)
+        for part, new, before in zip(W.split(_STRIP), restored.split(_STRIP), old.split(_STRIP), strict=True):
+            torch.where(live, self.original(part) / scale, before, out=new)
+        return restored
 
     def original(self, M: Tensor) -> Tensor:
         """``M`` (out, in) with its columns in the problem's order: for masks."""
@@ -235,7 +237,7 @@ class Normalised:
             H, W0 = self.gram.H, self._problem.W[rows]
             W = self.restore(V[rows] * mask[rows], rows)
             power = self._power_of_some_rows = self._power_of_some_rows or quadratic_form(W0, H)
-            monitor(step, steps, quadratic_form(W - W0, H) / power if power > 0 else 0.0)
+            monitor(step, steps, quadratic_form(W, H, W0) / power if power > 0 else 0.0)
 
 
 def relative(loss: float, power: float) -> float:

@@ -176,7 +176,7 @@ class Continuation(Solver):
         H = new_H()
         H.diagonal().add_(max(0.0, raised))
         Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
-        del H
+        del H, V, Y, Ys
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
         return problem.solution(
