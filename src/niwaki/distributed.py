@@ -2,8 +2,7 @@
 
 Each process walks through all blocks, with its share of the calibration text. Gram matrices are summed over the
 processes, the matrices of a block are shared out to be solved, the rows of the largest ones too, and the first process
-writes. Sums over processes have a
-fixed order, so the same number of processes gives the same bytes.
+writes. Sums over processes have a fixed order, so the same number of processes gives the same bytes.
 """
 
 from __future__ import annotations

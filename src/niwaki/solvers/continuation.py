@@ -174,7 +174,7 @@ class Continuation(Solver):
         del Rs, Us, Zs, Ws, scores, W, U, Z, P
         mask = pattern.mask(V.abs())
         H = new_H()
-        H.diagonal().add_(max(0.0, raised))
+        H.diagonal().add_(raised)
         Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
         del H, V, Y, Ys
         if self.finish:
@@ -182,7 +182,7 @@ class Continuation(Solver):
         return problem.solution(
             scaled.restore(Z),
             scaled.original(mask),
-            damping=self.damping + max(0.0, raised),
+            damping=self.damping + raised,
             damping_asked=self.damping,
         )
 
@@ -214,11 +214,7 @@ def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
     return torch.where(live, c, typical), typical
 
 
-def _resolvent(
-    new_H: Callable[[], Tensor],
-    rho: float,
-    widths: list[int],
-) -> tuple[Sequence[Tensor], float]:
+def _resolvent(new_H: Callable[[], Tensor], rho: float, widths: list[int]) -> tuple[Sequence[Tensor], float]:
     inverse, used = inverse_of_damped(new_H, rho)
     return inverse.mul_(rho).split(widths, dim=1), used
 
