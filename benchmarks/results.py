@@ -139,6 +139,36 @@ def table2() -> list[str]:
     return markdown(["mask", *shown], rows)
 
 
+def ablation() -> list[str]:
+    """For each text perplexities, and the part of ADMM-Grad's gap to the dense model; on the first one seconds too."""
+    cells = record("ablation")["cells"]
+    found = {(cell["method"], cell["pattern"]): cell for cell in cells}
+    methods = list(dict.fromkeys(method for method, _ in found if method != "dense"))
+    patterns = list(dict.fromkeys(pattern for _, pattern in found if pattern))
+    lines: list[str] = []
+    for text in cells[0]["perplexity"]:
+        dense = cells[0]["perplexity"][text]
+
+        def gap(method: str, pattern: str, text: str = text, dense: float = dense["value"]) -> float:
+            return float(found[method, pattern]["perplexity"][text]["value"]) - dense
+
+        rows = []
+        for method in methods:
+            row = [method.removeprefix("continuation@").replace("fast:", "+ ")]
+            for pattern in patterns:
+                share = gap(method, pattern) / gap(methods[0], pattern)
+                row.append(f"{gap(method, pattern) + dense['value']:.2f} ({share:.2f})")
+            seconds = [found[method, pattern]["seconds"] for pattern in patterns]
+            rows.append([*row, f"{sum(seconds) / len(seconds):.1f}"])
+        lines += [
+            f"On {text}, dense {dense['value']:.2f} ± {dense['standard_error']:.2f}:",
+            "",
+            *markdown(["", *patterns, "seconds"], rows),
+            "",
+        ]
+    return lines[:-1]
+
+
 def table3() -> list[str]:
     """Seconds of a run and of its solving."""
     cells = [cell for cell in record("table3")["cells"] if cell["pattern"]]

@@ -259,7 +259,14 @@ def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, t
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
 @pytest.mark.parametrize(
-    "effort", ["balanced", "best:epochs=0", "best:epochs=2:batch=192:rate=0.005:norms=true"]
+    "effort",
+    [
+        "fast:dense_targets=0.5",
+        "best:allocation=uniform:epochs=0",
+        "best:allocation=uniform:epochs=2:batch=192:rate=0.005:norms=true",
+        "fast:allocation=loss:importance=0.5:pilot=1",
+        "fast:allocation=owl:pilot=1",
+    ],
 )
 def test_more_effort_in_two_processes(start: Team, tmp_path: Path, case: str, effort: str) -> None:
     """With windows in an order in which one process has in each batch what two have in their two."""
