@@ -25,7 +25,7 @@ from test_resume import StopAt, files
 
 TOKENS = random_tokens(24, 24)
 # Where every matrix has half of its weights; how zeros are shared out is for test_planning.
-UNIFORM = "best:allocation=uniform:importance=0"
+UNIFORM = "fast:groups=true:dense_targets=0.5"
 BEST = f"{UNIFORM}:epochs=1:batch=48:rate=0.005"  # two samples in a step
 TARGETS = "fast:dense_targets=0.5"
 

@@ -49,7 +49,7 @@ class Effort:
     dense_targets: float = 0.0
     ridge: float = 0.01
     epochs: int = 0
-    rate: float = 0.02
+    rate: float = 0.03
     batch: int = 2048
     norms: bool = False
 
@@ -88,7 +88,7 @@ class Effort:
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
     "balanced": Effort(allocation="loss", importance=0.5, dense_targets=0.5),
-    "best": Effort(allocation="loss", importance=0.5, groups=True, dense_targets=0.5, epochs=5),
+    "best": Effort(allocation="loss", importance=0.5, epochs=4),
 }
 
 DEFAULT_EFFORT = "balanced"
