@@ -58,8 +58,8 @@ def test_efforts_by_name() -> None:
     assert not Effort().plans
     assert make_effort(DEFAULT_EFFORT).plans
     assert make_effort("fast:importance=0.5").plans
-    assert make_effort("balanced").dense
-    assert not make_effort("balanced").groups
+    assert not make_effort("balanced").dense
+    assert make_effort("best").dense
     best = make_effort(
         "best:allocation=owl:per=block:importance=0.25:pilot=0.5:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
         "rate=0.1:batch=7:norms=true"

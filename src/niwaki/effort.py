@@ -87,7 +87,7 @@ class Effort:
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
-    "balanced": Effort(allocation="loss", importance=0.5, dense_targets=0.5),
+    "balanced": Effort(allocation="loss", importance=0.5),
     "best": Effort(allocation="loss", importance=0.5, epochs=4),
 }
 
