@@ -113,7 +113,7 @@ def command(model: Path, out: Path, text: Path, *others: str) -> list[str]:
     """Five windows to calibrate on and four to measure on: neither can be shared out evenly."""
     return [
         *("prune", str(model), str(out), "--calibration", str(text), "--samples", "5"),
-        *("--seqlen", str(LENGTH)),
+        *("--seqlen", str(LENGTH), "--effort", "fast"),
         *("--text-samples", "4", "--device", "cpu", "--sparsity", "0.5", *others),
     ]
 
@@ -276,6 +276,8 @@ def test_more_effort_in_two_processes(start: Team, tmp_path: Path, case: str, ef
     all_words = chosen(words(), 12 * LENGTH).split()
     windows = [all_words[i : i + LENGTH] for i in range(0, len(all_words), LENGTH)]
     orders = {"one": [0, 4, 1, 5, 2, 6, 3, 7], "two": [0, 1, 2, 3, 4, 5, 6, 7]}
+    if "allocation" in effort:  # labels are drawn for places in the order, and nothing is done batch by batch
+        orders["one"] = orders["two"]
 
     def asked(name: str, out: str, *others: str) -> list[str]:
         chosen_ = [word for i in [*orders[name], 8, 9, 10, 11] for word in windows[i]]
