@@ -229,7 +229,7 @@ def prune(
                     f"going on behind block {journal.blocks} of {len(streamed.blocks)}, where an earlier run was "
                     "stopped; the blocks before it run again for their outputs"
                 )
-            run = Walk(streamed, solver, effort, pattern_of, record, progress, clock, world, journal)
+            run = Walk(streamed, solver, effort, pattern_of, memory, record, progress, clock, world, journal)
             if place:
                 _write(run, place, checkpoint, shares, measure)
             else:
