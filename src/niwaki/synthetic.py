@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -106,14 +105,16 @@ class _Counted(StoppingCriteria):
 
 def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None]) -> Tensor:
     """(samples, length) on the CPU, that begin with ``prompts``."""
+    settings = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
+    )
+    # What is not set here, such as the end of text, would be taken from the model's own settings.
+    own, whole.generation_config = whole.generation_config, settings
     try:
-        found = cast("GenerationMixin", whole).generate(
+        found = cast("Any", whole).generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
-            # As they are, whatever the model's own settings for conversations.
-            generation_config=GenerationConfig(
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
-            ),
+            generation_config=settings,
             stopping_criteria=StoppingCriteriaList([_Counted(done)]),
         )
     except (NotImplementedError, TypeError, ValueError, AttributeError) as error:
@@ -121,6 +122,8 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
         raise UnsupportedModelError(
             f"transformers cannot generate text with this model ({reason}); try --effort best:synthetic=0"
         ) from error
+    finally:
+        whole.generation_config = own
     assert isinstance(found, Tensor)
     return found.cpu()
 
