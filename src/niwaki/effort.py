@@ -35,7 +35,7 @@ class Effort:
             the dense model's outputs (1), see :mod:`niwaki.targets`. Experts keep to their original weights.
         ridge: Of the dense targets, relative to the unit diagonal of H.
         epochs: Passes over the calibration text in which the remaining weights of a block are fitted to the outputs
-            of the dense block, see :mod:`niwaki.fitting`; 0 for none.
+            of the dense block, see :mod:`niwaki.fitting`; 0 for none, 0.5 for half of the text.
         rate: The learning rate there, relative to the root mean square of each matrix's weights.
         batch: Tokens in a step there, over all processes; each takes at least one sample.
         norms: Whether the block's parameters of one dimension are fitted there too: norms and biases.
@@ -52,7 +52,7 @@ class Effort:
     groups: bool = False
     dense_targets: float = 0.0
     ridge: float = 0.01
-    epochs: int = 0
+    epochs: float = 0.0
     rate: float = 0.03
     batch: int = 2048
     norms: bool = False
@@ -66,7 +66,7 @@ class Effort:
             ("synthetic", 0 <= self.synthetic < math.inf, "0 or more"),
             ("dense_targets", 0 <= self.dense_targets <= 1, "from 0 to 1"),
             ("ridge", 0 < self.ridge < math.inf, "above 0"),
-            ("epochs", self.epochs >= 0, "0 or more"),
+            ("epochs", 0 <= self.epochs < math.inf, "0 or more"),
             ("rate", 0 < self.rate < math.inf, "above 0"),
             ("batch", self.batch >= 1, "1 or more"),
         ):

@@ -31,7 +31,7 @@ def fit(
     Adam on |f(x) - y|^2, where x are the block's inputs in the pruned model and y the outputs of the dense block for
     the dense model's inputs. Steps are relative to the root mean square of each parameter's weights that are not zero,
     and fall to 0 in a line. Some batches are held out (of one batch alone, itself); the weights are those after the
-    epoch with the lowest error there, the one before the first included. None becomes zero.
+    epoch with the lowest error there, before the first one, or in the end. None becomes zero.
 
     Cost: in each epoch a forward and a backward pass of the block for all batches, the latter as much as two of the
     former; memory of five float32 copies of the weights and of the activations of a batch.
@@ -44,7 +44,7 @@ def fit(
         targets: What its outputs should be. Not changed.
         effort: How long, and with which rate.
         world: The processes of which each has some of the states; a step takes one batch of each.
-        done: Called after each batch: those that are held out once more than there are epochs.
+        done: Called after each batch, see :func:`batches`.
 
     Raises:
         NumericalError: the error is not finite.
@@ -83,24 +83,27 @@ def fit(
             return found
 
         best = before = error()
-        kept, at, step = [value.detach().clone() for value in parameters], 0, 0
-        for epoch in range(effort.epochs):
-            for i in torch.randperm(len(rest), generator=order).tolist():
-                with torch.enable_grad():
-                    squares(rest[i]).sum().backward()
-                gradients = [_gradient(value) for value in parameters]
-                world.sum(gradients)
-                for gradient, mask in zip(gradients, masks, strict=True):
-                    gradient.mul_(mask)  # a pruned weight without gradient stays where it is
-                for group in optimizer.param_groups:
-                    group["lr"] = group["rate"] * (1 - step / (effort.epochs * len(rest)))
-                optimizer.step()
-                optimizer.zero_grad()
-                step += 1
-                done()
+        kept, at = [value.detach().clone() for value in parameters], 0.0
+        steps = _steps(len(rest), effort.epochs)
+        for step in range(steps):
+            if step % len(rest) == 0:
+                epoch = torch.randperm(len(rest), generator=order).tolist()
+            with torch.enable_grad():
+                squares(rest[epoch[step % len(rest)]]).sum().backward()
+            gradients = [_gradient(value) for value in parameters]
+            world.sum(gradients)
+            for gradient, mask in zip(gradients, masks, strict=True):
+                gradient.mul_(mask)  # a pruned weight without gradient stays where it is
+            for group in optimizer.param_groups:
+                group["lr"] = group["rate"] * (1 - step / steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            done()
+            if (step + 1) % len(rest) and step + 1 < steps:
+                continue
             now = error()
             if now < best:
-                best, at = now, epoch + 1
+                best, at = now, (step + 1) / len(rest)
                 for old, value in zip(kept, parameters, strict=True):
                     old.copy_(value.detach())
         for old, value, mask in zip(kept, parameters, masks, strict=True):
@@ -108,10 +111,15 @@ def fit(
     return FitRecord(block.index, before, best, at, time.perf_counter() - began)
 
 
-def batches(count: int, epochs: int) -> int:
+def batches(count: int, epochs: float) -> int:
     """How many batches pass through the block in a fit to ``count`` of them."""
     held, rest = _divided(count)
-    return len(held) + epochs * (len(held) + len(rest))
+    steps = _steps(len(rest), epochs)
+    return len(held) * (1 + math.ceil(steps / len(rest))) + steps
+
+
+def _steps(count: int, epochs: float) -> int:
+    return max(1, round(epochs * count))
 
 
 def _divided(count: int) -> tuple[list[int], list[int]]:

@@ -101,7 +101,7 @@ class FitRecord:
     block: int
     before: float
     after: float
-    epochs: int
+    epochs: float
     seconds: float
 
 
