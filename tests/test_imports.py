@@ -43,13 +43,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fitting": {"blocks", "distributed", "effort", "errors", "record", "states"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
+    "structured": {"errors", "linalg", "problem"},
+    "units": {"errors", "layout", "blocks"},
+    "depth": {"errors", "blocks", "progress", "states"},
+    "alike": {"errors", "blocks", "states"},
+    "reshape": {"errors", "checkpoint", "record", "blocks", "units"},
+    "shrink_record": set(),
 }
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
-    "pipeline": {"cli", "demo", "__init__"},
-    "walk": {"pipeline"},
-    "blocks": {"pipeline", "walk", "masks", "fitting", "perplexity", "survey", "__init__"},
+    "pipeline": {"cli", "demo", "shrinking", "__init__"},
+    "walk": {"pipeline", "shrinking"},
+    "blocks": {
+        *("pipeline", "walk", "masks", "fitting", "perplexity", "survey", "__init__"),
+        *("units", "depth", "alike", "reshape", "shrinking"),
+    },
+    "shrinking": {"cli", "__init__"},
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}
@@ -184,7 +194,7 @@ def test_solvers_do_not_load_transformers() -> None:
     assert not loaded & {"transformers", "accelerate", "safetensors", "tokenizers"}
 
 
-@pytest.mark.parametrize("part", ["cli", "record", "errors"])
+@pytest.mark.parametrize("part", ["cli", "record", "errors", "shrink_record", "shrink_display"])
 def test_faces_do_not_load_torch(part: str) -> None:
     """``niwaki --help`` and reading a record are quick."""
     assert not modules_after(f"import niwaki.{part}") & {"torch", "transformers"}

@@ -63,8 +63,17 @@ Length = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="What blocks run in: float32, bfloat16, float16 or auto.")]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
 RecordFile = Annotated[Path | None, typer.Option("--record", help="Also write the record to this JSON file.")]
 TEXT = "A text file, JSONL, data set (c4, wikitext2, REPO:CONFIG:SPLIT), or 'demo'."
+Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
+OrderOption = Annotated[Order, typer.Option(help="The first windows of the text, or random ones.")]
+Seed = Annotated[int, typer.Option(help="For random windows.")]
+TextOption = Annotated[
+    str | None,
+    typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),
+]
+TextSamples = Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -77,9 +86,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def prune(
     model: Model,
-    output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")
-    ],
+    output: Output,
     solver: Annotated[
         str | None,
         typer.Option(
@@ -112,17 +119,12 @@ def prune(
         ),
     ] = None,
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
-    samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,
+    samples: Samples = 128,
     length: Length = None,
-    windows: Annotated[
-        Order, typer.Option(help="The first windows of the text, or random ones.")
-    ] = Order.first,
-    seed: Annotated[int, typer.Option(help="For random windows.")] = 0,
-    text: Annotated[
-        str | None,
-        typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),
-    ] = None,
-    text_samples: Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")] = 16,
+    windows: OrderOption = Order.first,
+    seed: Seed = 0,
+    text: TextOption = None,
+    text_samples: TextSamples = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
     tf32: Annotated[
@@ -187,6 +189,65 @@ def prune(
         )
         if team.first:
             out.print(f"written to {output}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def shrink(
+    model: Model,
+    output: Output,
+    blocks: Annotated[
+        int, typer.Option(metavar="N", help="Decoder blocks to drop, those that change their inputs least.")
+    ] = 0,
+    neurons: Annotated[
+        float, typer.Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to drop.")
+    ] = 0.0,
+    heads: Annotated[
+        float, typer.Option(metavar="FRACTION", help="Fraction of the attention heads of each block to drop.")
+    ] = 0.0,
+    calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
+    samples: Samples = 128,
+    length: Length = None,
+    windows: OrderOption = Order.first,
+    seed: Seed = 0,
+    text: TextOption = None,
+    text_samples: TextSamples = 16,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    record: RecordFile = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard what another run that was stopped has left for OUT.")
+    ] = False,
+) -> None:
+    """Drop whole blocks, neurons or heads of MODEL and write a smaller dense model to OUT."""
+    _quiet_libraries()
+    from niwaki.shrink_display import ShrinkDisplay, tables
+    from niwaki.shrinking import shrink as run
+
+    with ShrinkDisplay(out) as display:
+        found = run(
+            model,
+            output,
+            blocks=blocks,
+            neurons=neurons,
+            heads=heads,
+            calibration=calibration,
+            samples=samples,
+            length=length,
+            order=windows.value,
+            seed=seed,
+            text=text,
+            text_samples=text_samples or 1,
+            measure="both" if text_samples else "none",
+            device=device,
+            dtype=dtype,
+            record_to=record,
+            restart=restart,
+            command=shlex.join(["niwaki", *sys.argv[1:]]),
+            progress=display,
+        )
+    for table in tables(found):
+        out.print(table)
+    out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 
 @app.command("eval")
