@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ from models import (
     save_model_with_tokenizer,
     weight,
 )
-from niwaki import shrinking
+from niwaki import cli, shrinking
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.output import Workplace
 from niwaki.perplexity import evaluate
 from niwaki.shrink_record import DroppedRecord, ShrinkRecord
 from niwaki.units import Source
@@ -404,6 +407,9 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(out).values())
     for key, shard in index["weight_map"].items():
         assert key in load_file(out / shard)
+        assert (
+            int.from_bytes((out / shard).read_bytes()[:8], "little") % 8 == 0
+        )  # so that numbers are aligned
     dropped = [block for block in range(3) if block not in record.kept]
     *_, (twin, _) = twins(source, out, record)
     torch.testing.assert_close(
@@ -455,6 +461,54 @@ def test_perplexity_and_files(tmp_path: Path) -> None:
     none = niwaki.shrink(source, tmp_path / "none", neurons=0.5, measure="none", **options)
     assert none.perplexity == {}
     assert tensors(tmp_path / "none").keys() == tensors(out).keys()
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = save_model_with_tokenizer(tmp_path / "model", blocks=3)
+    capfd.readouterr()
+    small = [
+        "--calibration",
+        "demo",
+        "--samples",
+        "4",
+        "--seqlen",
+        "32",
+        "--text-samples",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    told = ["--blocks", "1", "--neurons", "0.5", "--heads", "0.5", "--record", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", ["niwaki", "shrink", str(source), str(tmp_path / "out"), *small, *told])
+    with contextlib.suppress(SystemExit):  # of typer, with 0
+        cli.main()
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "\x1b" not in out
+    record = ShrinkRecord.from_json((tmp_path / "record.json").read_text())
+    (gone,) = {0, 1, 2} - set(record.kept)
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    for block in range(3):
+        errors = [f"{item.error:.4f}" for item in record.dropped if item.block == block]
+        assert len(errors) == (0 if block == gone else 2)
+        assert rows[str(block)] == [f"{record.influence[block]:.4f}", *errors, *["dropped"] * (block == gone)]
+    assert " ".join(rows["blocks"]) == f"dropped {gone} of 3, counted from 0"
+    assert " ".join(rows["neurons"]) == "dropped 24 of 48 in each block"
+    assert " ".join(rows["heads"]) == "dropped 2 of 4 in each block"
+    before, after = record.parameters["before"], record.parameters["after"]
+    assert f"{after:,} of {before:,} ({100 * (1 - after / before):.1f} % fewer)" in out
+    assert f"perplexity after   {record.perplexity['after']['value']:.2f}" in out
+    assert out.rstrip().endswith(f"written to {tmp_path / 'out'}")
+    assert record.command.startswith(f"niwaki shrink {source}")
+    # And once more, over what is there.
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    out, err = capfd.readouterr()
+    assert len(err.splitlines()) == 1
+    assert "is not an empty directory" in err
 
 
 # What cannot be had
@@ -519,6 +573,17 @@ def test_what_makes_no_sense(tmp_path: Path, options: dict[str, Any], said: str)
     assert listing(tmp_path) == before
 
 
+def test_numbers_of_heads_that_the_configuration_refuses(tmp_path: Path) -> None:
+    """Transformers wants LLaMA's to divide the hidden size, here 32, and does not mind Mistral's."""
+    source = save_model(tmp_path / "llama", "llama")
+    said = message(lambda: run(source, tmp_path / "out", heads=0.25))
+    assert said.endswith("its configuration allows 0.5, 0.75")
+    source = save(tmp_path / "mistral", "mistral", num_key_value_heads=4)
+    run(source, tmp_path / "out", heads=0.25)
+    assert config(tmp_path / "out")["num_attention_heads"] == 3
+    generate(tmp_path / "out")
+
+
 def test_outputs_that_are_taken(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model")
     before = listing(tmp_path)
@@ -553,6 +618,34 @@ def test_a_failure_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "out", **options)
     assert listing(tmp_path) == before
+
+
+def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is written and checked, only the name is missing: the same command gives it that."""
+    source, out, aside = save_model(tmp_path / "model"), tmp_path / "out", tmp_path / "aside"
+    hidden = [tmp_path / ".out.partial", tmp_path / ".out.partial.json"]
+
+    def kill(_: Workplace) -> None:
+        aside.mkdir()
+        for path in hidden:
+            path.rename(aside / path.name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workplace, "move", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, out, neurons=0.5)
+    for path in hidden:
+        (aside / path.name).rename(path)
+    monkeypatch.setattr(shrinking, "drop_units", None)
+    for options in ({"neurons": 0.4}, {"neurons": 0.5, "heads": 0.5}):
+        assert "unfinished run" in message(lambda options=options: run(source, out, **options))  # type: ignore[misc]
+    record = run(source, out, neurons=0.5)
+    assert not any(path.exists() for path in hidden)
+    monkeypatch.undo()
+    again = run(source, tmp_path / "again", neurons=0.5)
+    assert [item.dropped for item in record.dropped] == [item.dropped for item in again.dropped]
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
 def test_a_model_that_answers_otherwise_is_not_written(
