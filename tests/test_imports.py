@@ -38,28 +38,44 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
     "states": {"errors", "checkpoint"},
-    "inputs": {"errors", "layout", "distributed", "precision"},
-    "blocks": {"errors", "families", "checkpoint", "layout", "inputs", "distributed", "states", "precision"},
+    "inputs": {"errors", "layout", "linalg", "distributed", "precision"},
+    "blocks": {
+        *(
+            "errors",
+            "families",
+            "checkpoint",
+            "layout",
+            "linalg",
+            "inputs",
+            "distributed",
+            "states",
+            "precision",
+        ),
+    },
+    "allocation": set(),
+    "sensitivity": {"errors", "layout", "blocks", "distributed", "states"},
     "fitting": {"blocks", "distributed", "effort", "errors", "record", "states"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
-    "structured": {"errors", "linalg", "problem"},
-    "units": {"errors", "layout", "blocks"},
-    "depth": {"errors", "blocks", "progress", "states"},
-    "alike": {"errors", "blocks", "states"},
-    "reshape": {"errors", "checkpoint", "record", "blocks", "units"},
-    "shrink_record": set(),
 }
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
-    "pipeline": {"cli", "demo", "shrinking", "__init__"},
-    "walk": {"pipeline", "shrinking"},
+    "pipeline": {"cli", "demo", "__init__"},
+    "walk": {"pipeline"},
     "blocks": {
-        *("pipeline", "walk", "masks", "fitting", "perplexity", "survey", "__init__"),
-        *("units", "depth", "alike", "reshape", "shrinking"),
+        *(
+            "pipeline",
+            "walk",
+            "masks",
+            "fitting",
+            "planning",
+            "sensitivity",
+            "perplexity",
+            "survey",
+            "__init__",
+        ),
     },
-    "shrinking": {"cli", "__init__"},
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}
@@ -194,7 +210,7 @@ def test_solvers_do_not_load_transformers() -> None:
     assert not loaded & {"transformers", "accelerate", "safetensors", "tokenizers"}
 
 
-@pytest.mark.parametrize("part", ["cli", "record", "errors", "shrink_record", "shrink_display"])
+@pytest.mark.parametrize("part", ["cli", "record", "errors"])
 def test_faces_do_not_load_torch(part: str) -> None:
     """``niwaki --help`` and reading a record are quick."""
     assert not modules_after(f"import niwaki.{part}") & {"torch", "transformers"}
