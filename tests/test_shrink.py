@@ -34,14 +34,16 @@ from niwaki import cli, shrinking
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.output import Workplace
 from niwaki.perplexity import evaluate
-from niwaki.shrink_record import DroppedRecord, ShrinkRecord
-from niwaki.units import Source
+from niwaki.record import MatrixRecord, Record
+from niwaki.units import Part
 
 RIDGE = 0.01
 CALIBRATION = random_tokens(8, 24)
+#: Of a model of 2 blocks.
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
-def run(model: Path, out: Path, **changes: Any) -> ShrinkRecord:
+def run(model: Path, out: Path, **changes: Any) -> Record:
     """``shrink`` with small inputs and without a tokenizer."""
     options: dict[str, Any] = {
         "calibration": CALIBRATION,
@@ -93,19 +95,36 @@ def generate(directory: Path) -> Tensor:
     return found
 
 
-def kept_columns(item: DroppedRecord, columns: int) -> list[int]:
-    size = columns // item.units
-    return [column for column in range(columns) if column // size not in item.dropped]
+def gone_of(record: Record, item: MatrixRecord) -> tuple[str, list[int]]:
+    """(kind, units that went) of a matrix that was fitted."""
+    assert record.structure is not None
+    kind = "heads" if "attn" in item.name else "neurons"
+    number = kept_blocks(record).index(item.block)
+    return kind, getattr(record.structure, kind)[number]
 
 
-def twins(source: Path, out: Path, record: ShrinkRecord) -> Iterator[tuple[PreTrainedModel, DroppedRecord]]:
+def kept_blocks(record: Record) -> list[int]:
+    structure = record.structure
+    assert structure is not None
+    depth = len({item.block for item in record.matrices}) or len(structure.influence) - len(structure.blocks)
+    return [block for block in range(depth + len(structure.blocks)) if block not in structure.blocks]
+
+
+def kept_columns(record: Record, item: MatrixRecord, columns: int) -> list[int]:
+    _, gone = gone_of(record, item)
+    size = (columns - item.shape[1]) // len(gone)
+    return [column for column in range(columns) if column // size not in gone]
+
+
+def twins(source: Path, out: Path, record: Record) -> Iterator[tuple[PreTrainedModel, MatrixRecord]]:
     """The dense model, with zeros for what went and the fitted weights of ``out``: before each of these steps."""
     twin, small = reference(source), reference(out)
-    for item in record.dropped:
+    for item in record.matrices:
         yield twin, item
-        new = matrix(small, record.kept.index(item.block), item.name)
+        new = matrix(small, kept_blocks(record).index(item.block), item.name)
         old = matrix(twin, item.block, item.name)
-        columns = kept_columns(item, old.shape[1])
+        assert new.shape == item.shape
+        columns = kept_columns(record, item, old.shape[1])
         old.zero_()
         old[:, columns] = new
     yield twin, item
@@ -134,11 +153,12 @@ SMALLER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("llama", {}, {"neurons": 0.3}, {"intermediate_size": 34}),
     ("llama", {}, {"heads": 0.5}, {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}),
     ("llama tied", {}, {"neurons": 0.5, "heads": 0.5}, {"intermediate_size": 24, "num_attention_heads": 2}),
-    ("llama biases", {}, {"neurons": 0.25, "heads": 0.75}, {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    ("llama biases", {"num_key_value_heads": 4}, {"neurons": 0.25, "heads": 0.75},
+     {"num_attention_heads": 1, "num_key_value_heads": 1}),
     ("mistral", {}, {"heads": 0.5, "neurons": 0.1}, {"num_attention_heads": 2, "num_key_value_heads": 1}),
-    ("mistral window", WIDE, {"heads": 0.25}, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}),
     ("qwen2", WIDE, {"heads": 0.5}, {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 4}),
-    ("qwen2 window", WIDE, {"heads": 0.75}, {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    ("mistral window", {"num_attention_heads": 8, "num_key_value_heads": 4}, {"heads": 0.25},
+     {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}),
     ("qwen2 window", {}, {"neurons": 0.5}, {"intermediate_size": 24}),
     ("qwen3", {}, {"heads": 0.5, "neurons": 0.5}, {"num_attention_heads": 2, "head_dim": 16}),
     ("qwen3_moe", {}, {"heads": 0.5}, {"num_attention_heads": 2}),
@@ -172,13 +192,20 @@ def test_a_smaller_model_is_the_dense_one_with_zeros(
     torch.testing.assert_close(logits(small), logits(twin), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits(small), logits(reference(source)), rtol=0.01, atol=0.01)
     generate(out)
-    blocks = len(decoder_blocks(small))
-    assert len(record.dropped) == blocks * len(options)
-    for item in record.dropped:
-        assert len(item.dropped) / item.units == pytest.approx(options[item.kind], abs=0.5 / item.units)
-        assert len(set(item.dropped)) == len(item.dropped)
+    assert len(record.matrices) == len(decoder_blocks(small)) * len(options)
+    check_parameters(source, out, record)
+
+
+def check_parameters(source: Path, out: Path, record: Record) -> None:
+    """What the record says of them, against the files and against the modules of transformers."""
+    structure, in_blocks = record.structure, []
+    assert structure is not None
     for when, directory in (("before", source), ("after", out)):
-        assert record.parameters[when] == sum(value.numel() for value in tensors(directory).values())
+        assert structure.parameters[when] == sum(value.numel() for value in tensors(directory).values())
+        in_blocks.append(
+            sum(p.numel() for b in decoder_blocks(reference(directory)) for p in b.state_dict().values())
+        )
+    assert structure.removed == pytest.approx(1 - in_blocks[1] / in_blocks[0], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +213,7 @@ def test_a_smaller_model_is_the_dense_one_with_zeros(
     [
         ("llama grouped", {"neurons": 0.25, "heads": 0.5}),
         ("qwen3", {"neurons": 0.5}),
-        ("llama biases", {"neurons": 0.25, "heads": 0.5}),
+        ("llama biases", {"neurons": 0.25}),
     ],
 )
 def test_what_stays_is_fitted_to_the_inputs_that_it_gets(
@@ -197,12 +224,12 @@ def test_what_stays_is_fitted_to_the_inputs_that_it_gets(
     record = run(source, out, **options)
     small, seen = reference(out), 0
     for twin, item in twins(source, out, record):
-        if seen == len(record.dropped):
+        if seen == len(record.matrices):
             break
         seen += 1
         X = linear_inputs(twin, item.block, CALIBRATION)[item.name]
         W = matrix(twin, item.block, item.name).clone()
-        kept = kept_columns(item, W.shape[1])
+        kept = kept_columns(record, item, W.shape[1])
         expected = fitted(X, W, kept)
         found = matrix(small, item.block, item.name).double()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
@@ -210,7 +237,6 @@ def test_what_stays_is_fitted_to_the_inputs_that_it_gets(
         error = (Y - X[:, kept].double() @ expected.T).square().sum() / Y.square().sum()
         assert item.error == pytest.approx(error.item(), rel=1e-3)
         assert item.tokens == CALIBRATION.numel()
-        assert (item.kind == "heads") == bool(item.scores)
     assert seen == 3 * 2 if case == "llama grouped" else seen >= 2
 
 
@@ -224,12 +250,13 @@ def test_what_is_dropped_is_what_costs_least(tmp_path: Path) -> None:
     source, out = tmp_path / "model", tmp_path / "out"
     model.save_pretrained(source)
     record = run(source, out, heads=0.5, neurons=0.1)
-    found = {(item.block, item.kind): item for item in record.dropped}
-    assert found[0, "heads"].dropped == [2, 3]
-    assert found[0, "heads"].error < 1e-12
-    assert 1 in found[1, "heads"].dropped
-    assert {3, 30, 40} <= set(found[1, "neurons"].dropped)
-    assert found[1, "neurons"].units == 48
+    structure = record.structure
+    assert structure is not None
+    assert structure.heads[0] == [2, 3]
+    assert record.matrices[0].error < 1e-12
+    assert 1 in structure.heads[1]
+    assert {3, 30, 40} <= set(structure.neurons[1])
+    assert [len(gone) for gone in structure.neurons] == [5] * len(structure.heads)
 
 
 # Blocks
@@ -303,7 +330,7 @@ BLOCKS: list[tuple[str, dict[str, Any], int]] = [
 
 def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their influence: then all others get another number."""
-    monkeypatch.setattr(shrinking, "kept_blocks", lambda scores, count: list(range(count, len(scores))))
+    monkeypatch.setattr(shrinking, "lowest", lambda scores, count: list(range(count)))
 
 
 @pytest.mark.parametrize(("case", "changes", "count"), BLOCKS, ids=lambda v: v if isinstance(v, str) else "")
@@ -314,21 +341,22 @@ def test_without_its_first_blocks(
     source, out = save(tmp_path / "model", case, **changes), tmp_path / "out"
     before, dense = tensors(source), reference(source)
     record = run(source, out, blocks=count)
-    assert record.influence == pytest.approx(influences(dense), rel=1e-4, abs=1e-6)
+    structure = record.structure
+    assert structure is not None
+    assert structure.influence == pytest.approx(influences(dense), rel=1e-4, abs=1e-6)
     small = reference(out)
-    assert len(decoder_blocks(small)) == len(record.kept) == len(record.influence) - count
+    assert len(decoder_blocks(small)) == len(structure.influence) - count
     expected = logits(let_through(dense, list(range(count))))
     torch.testing.assert_close(logits(small), expected, rtol=1e-4, atol=1e-4)
     generate(out)
     # No tensor is another than before, and none is left over.
     old = {value.numpy().tobytes() for value in before.values()}
     assert all(value.numpy().tobytes() in old for value in tensors(out).values())
-    assert sum(value.numel() for value in tensors(out).values()) == record.parameters["after"]
-    assert record.parameters["before"] == sum(value.numel() for value in before.values())
+    check_parameters(source, out, record)
 
 
-@pytest.mark.parametrize(("count", "kept"), [(1, [0, 2, 3, 4]), (2, [0, 2, 4]), (4, [4])])
-def test_blocks_of_the_least_influence_go(tmp_path: Path, count: int, kept: list[int]) -> None:
+@pytest.mark.parametrize(("count", "gone"), [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3])])
+def test_blocks_of_the_least_influence_go(tmp_path: Path, count: int, gone: list[int]) -> None:
     source, out = save(tmp_path / "model", "mistral", num_hidden_layers=5), tmp_path / "out"
     values = tensors(source)
     for block, size in enumerate((0.5, 1e-3, 0.3, 0.1, 2.0)):
@@ -337,12 +365,12 @@ def test_blocks_of_the_least_influence_go(tmp_path: Path, count: int, kept: list
     save_file(values, source / "model.safetensors", {"format": "pt"})
     record = run(source, out, blocks=count)
     expected = influences(reference(source))
-    assert record.influence == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert record.structure is not None
+    assert record.structure.influence == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert sorted(range(5), key=lambda index: expected[index])[:count] == [1, 3, 2, 0][:count]
-    assert record.kept == kept
-    dropped = [index for index in range(5) if index not in kept]
+    assert record.structure.blocks == gone
     torch.testing.assert_close(
-        logits(reference(out)), logits(let_through(reference(source), dropped)), rtol=1e-4, atol=1e-4
+        logits(reference(out)), logits(let_through(reference(source), gone)), rtol=1e-4, atol=1e-4
     )
 
 
@@ -359,7 +387,8 @@ def test_entries_for_each_block(tmp_path: Path) -> None:
     edit_json(source / "config.json", layer_types=..., sliding_window_pattern=2)  # as in older files
     quiet(source, 1)
     record = run(source, tmp_path / "out", blocks=1)
-    assert record.kept == [0, 2, 3]
+    assert record.structure is not None
+    assert record.structure.blocks == [1]
     found = config(tmp_path / "out")
     assert found["num_hidden_layers"] == 3
     assert found["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
@@ -380,7 +409,7 @@ def test_what_the_model_has_no_use_for_goes_with_its_block(tmp_path: Path) -> No
     source, out = save_model(tmp_path / "model", "llama grouped"), tmp_path / "out"
     quiet(source, 1)
     values = tensors(source)
-    for block in range(3):
+    for block in range(4):  # DeepSeek-V3 has a block more than its configuration says
         values[f"model.layers.{block}.self_attn.rotary_emb.inv_freq"] = torch.full((4,), float(block))
     values["something.else"] = torch.ones(2)
     save_file(values, source / "model.safetensors", {"format": "pt"})
@@ -389,7 +418,7 @@ def test_what_the_model_has_no_use_for_goes_with_its_block(tmp_path: Path) -> No
     assert torch.equal(found["something.else"], torch.ones(2))
     buffers = {key: value[0].item() for key, value in found.items() if "inv_freq" in key}
     assert buffers == {
-        f"model.layers.{new}.self_attn.rotary_emb.inv_freq": old for new, old in enumerate((0, 2))
+        f"model.layers.{new}.self_attn.rotary_emb.inv_freq": old for new, old in ((0, 0), (1, 2), (3, 3))
     }
 
 
@@ -410,21 +439,23 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
         assert (
             int.from_bytes((out / shard).read_bytes()[:8], "little") % 8 == 0
         )  # so that numbers are aligned
-    dropped = [block for block in range(3) if block not in record.kept]
+    assert record.structure is not None
+    dropped, kept = record.structure.blocks, kept_blocks(record)
     *_, (twin, _) = twins(source, out, record)
     torch.testing.assert_close(
         logits(reference(out)), logits(let_through(twin, dropped)), rtol=1e-4, atol=1e-4
     )
-    assert [(item.block, item.kind) for item in record.dropped] == [
-        (block, kind) for block in record.kept for kind in ("heads", "neurons")
+    assert [(item.block, item.name) for item in record.matrices] == [
+        (block, name) for block in kept for name in ("self_attn.o_proj", "mlp.down_proj")
     ]
     generate(out)
-    for when, directory in (("before", source), ("after", out)):
-        assert record.parameters[when] == sum(value.numel() for value in tensors(directory).values())
-    assert record == ShrinkRecord.from_json((out / "niwaki.json").read_text())
+    check_parameters(source, out, record)
+    assert record == Record.from_json((out / "niwaki.json").read_text())
     said = config(out)["pruning_config"]
     assert said["method"] == "shrink"
-    assert (said["blocks"], said["neurons"], said["heads"]) == (dropped, 0.25, 0.5)
+    assert (
+        said["pattern"] == "1 of 3 blocks, 50 % of the heads of each block, 25 % of the neurons of each block"
+    )
     assert not [path for path in listing(tmp_path) if path.startswith(".")]
 
 
@@ -436,8 +467,7 @@ def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
     for name in listing(outs[0]):
         if name != "niwaki.json":
             assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes(), name
-    assert records[0].influence == records[1].influence
-    assert [item.dropped for item in records[0].dropped] == [item.dropped for item in records[1].dropped]
+    assert records[0].structure == records[1].structure
 
 
 def test_perplexity_and_files(tmp_path: Path) -> None:
@@ -450,15 +480,12 @@ def test_perplexity_and_files(tmp_path: Path) -> None:
         assert record.perplexity[when]["value"] == pytest.approx(found.value, rel=1e-6)
     card = (out / "README.md").read_text()
     assert "license: mit" in card
-    assert "24 of 48 in each block" in card
+    assert "50 % of the neurons of each block" in card
+    assert "sparse" not in card
     assert f"{record.perplexity['after']['value']:.2f}" in card
     assert (out / "README.base.md").read_text().endswith("# dense\n")
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    after = niwaki.shrink(
-        source, tmp_path / "after", neurons=0.5, text="demo-held", measure="after", **options
-    )
-    assert set(after.perplexity) == {"after"}
-    none = niwaki.shrink(source, tmp_path / "none", neurons=0.5, measure="none", **options)
+    none = niwaki.shrink(source, tmp_path / "none", neurons=0.5, text_samples=0, **options)
     assert none.perplexity == {}
     assert tensors(tmp_path / "none").keys() == tensors(out).keys()
 
@@ -480,25 +507,24 @@ def test_the_command(
         "--device",
         "cpu",
     ]
-    told = ["--blocks", "1", "--neurons", "0.5", "--heads", "0.5", "--record", str(tmp_path / "record.json")]
+    told = ["--blocks", "1", "--neurons", "0.5", "--heads", "0.5"]
     monkeypatch.setattr(sys, "argv", ["niwaki", "shrink", str(source), str(tmp_path / "out"), *small, *told])
     with contextlib.suppress(SystemExit):  # of typer, with 0
         cli.main()
     out, err = capfd.readouterr()
     assert err == ""
     assert "\x1b" not in out
-    record = ShrinkRecord.from_json((tmp_path / "record.json").read_text())
-    (gone,) = {0, 1, 2} - set(record.kept)
+    record = Record.from_json((tmp_path / "out/niwaki.json").read_text())
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
-    for block in range(3):
-        errors = [f"{item.error:.4f}" for item in record.dropped if item.block == block]
-        assert len(errors) == (0 if block == gone else 2)
-        assert rows[str(block)] == [f"{record.influence[block]:.4f}", *errors, *["dropped"] * (block == gone)]
-    assert " ".join(rows["blocks"]) == f"dropped {gone} of 3, counted from 0"
-    assert " ".join(rows["neurons"]) == "dropped 24 of 48 in each block"
-    assert " ".join(rows["heads"]) == "dropped 2 of 4 in each block"
-    before, after = record.parameters["before"], record.parameters["after"]
-    assert f"{after:,} of {before:,} ({100 * (1 - after / before):.1f} % fewer)" in out
+    for block in kept_blocks(record):
+        errors = [f"{item.error:.4f}" for item in record.matrices if item.block == block]
+        assert len(errors) == 2
+        assert rows[str(block + 1)][1:] == errors
+    (gone,) = set(range(3)) - set(kept_blocks(record))
+    assert str(gone + 1) not in rows
+    said = "1 of 3 blocks, 50 % of the heads of each block, 50 % of the neurons of each block"
+    assert " ".join(rows["removed"]) == said
+    assert str(record.structure) in out
     assert f"perplexity after   {record.perplexity['after']['value']:.2f}" in out
     assert out.rstrip().endswith(f"written to {tmp_path / 'out'}")
     assert record.command.startswith(f"niwaki shrink {source}")
@@ -521,13 +547,14 @@ _STEP = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
     [
         ("mixtral", {}, {"neurons": 0.5}, "block 0 has experts"),
         ("deepseek_v3", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
+        ("llama biases", {}, {"heads": 0.5}, "of its 1 groups that share keys and values none can be spared"),
         ("gpt2", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
         ("phi3", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
         ("bloom", {}, {"neurons": 0.5}, "no entry for their number, 128"),
-        ("olmo2", {}, {"heads": 0.5}, "'model.layers.0.self_attn.q_norm.weight' has shape (32,)"),
-        ("gpt_oss", {}, {"heads": 0.5}, "sinks' has shape (4,)"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3}, {"blocks": 1}, "attn.scaling is"),
-        ("qwen2_moe", {**_STEP, "decoder_sparse_step": 2}, {"blocks": 1}, "lacks"),
+        ("olmo2", {}, {"heads": 0.5}, "self_attn.q_norm.weight would be (16,) and should be (32,)"),
+        ("gpt_oss", {}, {"heads": 0.5}, "self_attn.sinks would be (2,) and should be (4,)"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3}, {"blocks": 1}, "attn.scaling would be"),
+        ("qwen2_moe", {**_STEP, "decoder_sparse_step": 2}, {"blocks": 1}, "in block 1 as block 0 of 3, mlp"),
     ],
 )  # fmt: skip
 def test_models_that_are_refused(
@@ -550,19 +577,18 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to drop; give --blocks, --neurons or --heads"),
-        ({"blocks": 3}, "--blocks 3 of 3: from 0 to 2 can be dropped"),
+        ({}, "nothing to remove; give --blocks, --neurons or --heads"),
+        ({"blocks": 3}, "--blocks 3 of 3: from 0 to 2 can go"),
         ({"blocks": -1}, "--blocks -1 of 3"),
         ({"neurons": 1.0}, "--neurons is a fraction, from 0 to below 1; got 1"),
         ({"neurons": -0.1}, "--neurons is a fraction"),
         ({"heads": float("nan")}, "--heads is a fraction"),
-        ({"neurons": 0.995}, "--neurons 0.995 of 48 neurons would be 48; 1 to 47 can be dropped"),
-        ({"neurons": 0.001}, "--neurons 0.001 of 48 neurons would be 0"),
-        ({"heads": 0.25}, "--heads 0.25 of 4 heads would be 1; with 2 groups of keys and values and a hidden size of "
-                          "32 its configuration allows 0.5"),
-        ({"heads": 0.95}, "--heads 0.95 of 4 heads would be 4"),
+        ({"neurons": 0.995}, "--neurons 0.995 of 48 would be 48; from 1 to 47 can go"),
+        ({"neurons": 0.001}, "--neurons 0.001 of 48 would be 0"),
+        ({"heads": 0.2}, "--heads 0.2 of 4 would be 0 of 2 groups that share keys and values; its configuration "
+                         "allows 0.5"),
+        ({"heads": 0.95}, "--heads 0.95 of 4 would be 2 of 2 groups"),
         ({"neurons": 0.5, "samples": 0}, "samples must be 1 or more"),
-        ({"neurons": 0.5, "order": "last"}, "the order of windows is first or random"),
         ({"neurons": 0.5, "calibration": random_tokens(2, 8, vocabulary=99)}, "tokens go from 0 to 63"),
     ],
 )  # fmt: skip
@@ -593,7 +619,7 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     run(source, empty, neurons=0.5)
-    assert (empty / "model.safetensors").exists()
+    assert all((empty / name).exists() for name in SHARDS)
 
 
 @pytest.mark.parametrize("options", [{"heads": 0.5}, {"neurons": 0.5}, {"blocks": 1}])
@@ -607,14 +633,14 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", full, raising=False)
+        patch.setattr("niwaki.smaller.save_file", full)
         assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
     assert listing(tmp_path) == before
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shrinking, "verify", interrupt)
+    monkeypatch.setattr(shrinking, "check_outputs", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "out", **options)
     assert listing(tmp_path) == before
@@ -637,23 +663,27 @@ def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytes
             run(source, out, neurons=0.5)
     for path in hidden:
         (aside / path.name).rename(path)
-    monkeypatch.setattr(shrinking, "drop_units", None)
+    monkeypatch.setattr(shrinking, "remove_units", None)
     for options in ({"neurons": 0.4}, {"neurons": 0.5, "heads": 0.5}):
         assert "unfinished run" in message(lambda options=options: run(source, out, **options))  # type: ignore[misc]
     record = run(source, out, neurons=0.5)
     assert not any(path.exists() for path in hidden)
     monkeypatch.undo()
     again = run(source, tmp_path / "again", neurons=0.5)
-    assert [item.dropped for item in record.dropped] == [item.dropped for item in again.dropped]
-    assert (out / "model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
+    assert record.structure == again.structure
+    assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in SHARDS)
 
 
 def test_a_model_that_answers_otherwise_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in a wrong order have the right shapes."""
-    rows = Source.rows
-    monkeypatch.setattr(Source, "rows", lambda *arguments: rows(*arguments).flip(0))
+    """Entries of other units have the right shapes."""
+    without = Part.without
+
+    def wrong(part: Part, value: Tensor, kept: Tensor) -> Tensor:
+        return without(part, value, kept if part.dimension == 1 else kept.roll(1))
+
+    monkeypatch.setattr(Part, "without", wrong)
     source = save_model(tmp_path / "model")
     before = listing(tmp_path)
     for options in ({"heads": 0.5}, {"neurons": 0.5}):

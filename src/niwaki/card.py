@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,6 @@ def write(directory: Path, record: Record) -> None:
 
     Nothing in it depends on the clock: the same run makes the same card.
     """
-    replace(directory, lambda inherited: _text(record, inherited))
-
-
-def replace(directory: Path, text: Callable[[dict[str, Any]], str]) -> None:
-    """Writes README.md: what ``text`` makes of the metadata of the one that is there, which becomes README.base.md."""
     readme = directory / "README.md"
     inherited: dict[str, Any] = {}
     with output_errors(directory):
@@ -35,61 +29,73 @@ def replace(directory: Path, text: Callable[[dict[str, Any]], str]) -> None:
             except (ValueError, yaml.YAMLError):  # no YAML at the top, or none that can be read
                 inherited = {}
             readme.replace(directory / BASE_CARD)
-        readme.write_text(text(inherited), encoding="utf-8")
-
-
-def metadata(model: str, inherited: dict[str, Any], *own: str) -> str:
-    """The YAML at the top of the card of what became of ``model``, with these tags besides the inherited ones."""
-    tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
-    return ModelCardData(
-        base_model=model if model.count("/") == 1 else Path(model).name or model,
-        library_name="transformers",
-        license=inherited.get("license"),
-        license_name=inherited.get("license_name"),
-        license_link=inherited.get("license_link"),
-        language=inherited.get("language"),
-        tags=sorted({*tags, "niwaki", "pruned", *own}),
-    ).to_yaml()
-
-
-def perplexity_rows(measured: dict[str, dict[str, Any]]) -> list[str]:
-    """Rows of the card's table, for ``Record.perplexity``."""
-    lines = []
-    for when, found in measured.items():
-        spread = found["standard_error"]
-        error = "" if spread is None else f" ± {spread:.2f}"
-        lines.append(
-            f"| perplexity {when} | {found['value']:.2f}{error} "
-            f"({found['tokens']:,} tokens, context {found['context']:,}, {Path(found['text']).name}) |"
-        )
-    return lines or ["| perplexity | not measured |"]
+        readme.write_text(_text(record, inherited), encoding="utf-8")
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
     where = f" in {record.part}" if record.part else ""
+    structure = record.structure
+    tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
+    data = ModelCardData(
+        base_model=record.model if record.model.count("/") == 1 else name,
+        library_name="transformers",
+        license=inherited.get("license"),
+        license_name=inherited.get("license_name"),
+        license_link=inherited.get("license_link"),
+        language=inherited.get("language"),
+        tags=sorted({*tags, "niwaki", "pruned", *([] if structure else ["sparse"])}),
+    )
+    if structure:
+        before, after = structure.parameters["before"], structure.parameters["after"]
+        title = f"{100 * (1 - after / before):.1f} % smaller"
+        about = (
+            f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
+            "other model of its kind."
+        )
+        rows = [f"| removed | {record.pattern} |", f"| parameters | {structure} |"]
+    else:
+        title = f"{100 * record.sparsity:.4g} % sparse{where}"
+        about = (
+            f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
+            "Zeros are stored as such, so this loads wherever the dense model does."
+        )
+        rows = [
+            f"| pattern | {record.pattern} |",
+            *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
+            f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
+        ]
     lines = [
         "---",
-        metadata(record.model, inherited, "sparse"),
+        data.to_yaml(),
         "---",
         "",
-        f"# {name}, {100 * record.sparsity:.4g} % sparse{where}",
+        f"# {name}, {title}",
         "",
-        f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
-        "Zeros are stored as such, so this loads wherever the dense model does.",
+        about,
         "",
         "| | |",
         "|---|---|",
         f"| method | `{record.solver}` |",
         *([f"| effort | `{record.effort}` |"] if record.effort else []),
-        f"| pattern | {record.pattern} |",
-        *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
-        f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
+        *rows,
         f"| calibration | {record.calibration['samples']} windows of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
-        f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |",
-        *perplexity_rows(record.perplexity),
+        *(
+            [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
+            if record.matrices
+            else []
+        ),
     ]
+    for when, measured in record.perplexity.items():
+        spread = measured["standard_error"]
+        error = "" if spread is None else f" ± {spread:.2f}"
+        lines.append(
+            f"| perplexity {when} | {measured['value']:.2f}{error} "
+            f"({measured['tokens']:,} tokens, context {measured['context']:,}, {Path(measured['text']).name}) |"
+        )
+    if not record.perplexity:
+        lines.append("| perplexity | not measured |")
     if record.notes:
         lines += ["", "Notes:", "", *(f"* {note}" for note in record.notes)]
     lines += ["", "`niwaki.json` has the full record: versions, command, and every matrix.", ""]

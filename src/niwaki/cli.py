@@ -64,16 +64,14 @@ Length = Annotated[
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="What blocks run in: float32, bfloat16, float16 or auto.")]
 Output = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
+Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
+TextSamples = Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")]
 RecordFile = Annotated[Path | None, typer.Option("--record", help="Also write the record to this JSON file.")]
 TEXT = "A text file, JSONL, data set (c4, wikitext2, REPO:CONFIG:SPLIT), or 'demo'."
-Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
-OrderOption = Annotated[Order, typer.Option(help="The first windows of the text, or random ones.")]
-Seed = Annotated[int, typer.Option(help="For random windows.")]
-TextOption = Annotated[
+HeldText = Annotated[
     str | None,
     typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),
 ]
-TextSamples = Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -128,9 +126,11 @@ def prune(
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
     samples: Samples = 128,
     length: Length = None,
-    windows: OrderOption = Order.first,
-    seed: Seed = 0,
-    text: TextOption = None,
+    windows: Annotated[
+        Order, typer.Option(help="The first windows of the text, or random ones.")
+    ] = Order.first,
+    seed: Annotated[int, typer.Option(help="For random windows.")] = 0,
+    text: HeldText = None,
     text_samples: TextSamples = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -206,35 +206,33 @@ def shrink(
     model: Model,
     output: Output,
     blocks: Annotated[
-        int, typer.Option(metavar="N", help="Decoder blocks to drop, those that change their inputs least.")
+        int, typer.Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
     ] = 0,
     neurons: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to drop.")
+        float, typer.Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
     ] = 0.0,
     heads: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Fraction of the attention heads of each block to drop.")
+        float,
+        typer.Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove."),
     ] = 0.0,
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
     samples: Samples = 128,
     length: Length = None,
-    windows: OrderOption = Order.first,
-    seed: Seed = 0,
-    text: TextOption = None,
+    text: HeldText = None,
     text_samples: TextSamples = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    record: RecordFile = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Discard what another run that was stopped has left for OUT.")
+        bool, typer.Option("--restart", help="Discard what a run that was stopped has left for OUT.")
     ] = False,
 ) -> None:
-    """Drop whole blocks, neurons or heads of MODEL and write a smaller dense model to OUT."""
+    """Remove blocks, attention heads or neurons of MODEL; write a smaller dense model to OUT."""
     _quiet_libraries()
-    from niwaki.shrink_display import ShrinkDisplay, tables
+    from niwaki.display import Display
     from niwaki.shrinking import shrink as run
 
-    with ShrinkDisplay(out) as display:
-        found = run(
+    with Display(out) as display:
+        run(
             model,
             output,
             blocks=blocks,
@@ -243,20 +241,14 @@ def shrink(
             calibration=calibration,
             samples=samples,
             length=length,
-            order=windows.value,
-            seed=seed,
             text=text,
-            text_samples=text_samples or 1,
-            measure="both" if text_samples else "none",
+            text_samples=text_samples,
             device=device,
             dtype=dtype,
-            record_to=record,
             restart=restart,
             command=shlex.join(["niwaki", *sys.argv[1:]]),
             progress=display,
         )
-    for table in tables(found):
-        out.print(table)
     out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 

@@ -172,14 +172,7 @@ def prune(
         effort=repr(effort),
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
-        calibration={
-            "source": windows.source,
-            "samples": len(windows.tokens),
-            "sequence_length": windows.tokens.shape[1],
-            "order": windows.order,
-            "seed": seed,
-            "tokens_sha256": windows.fingerprint(),
-        },
+        calibration=described_windows(windows, seed),
         device=device_name(streamed.device, world),
         dtype=str(streamed.dtype).removeprefix("torch."),
         tf32=used,
@@ -364,8 +357,20 @@ def read_texts(
     return windows, None
 
 
+def described_windows(windows: Windows, seed: int) -> dict[str, Any]:
+    """``Record.calibration``."""
+    return {
+        "source": windows.source,
+        "samples": len(windows.tokens),
+        "sequence_length": windows.tokens.shape[1],
+        "order": windows.order,
+        "seed": seed,
+        "tokens_sha256": windows.fingerprint(),
+    }
+
+
 def device_name(device: torch.device, world: World) -> str:
-    """For the record."""
+    """``Record.device``."""
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
     else:

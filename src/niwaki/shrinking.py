@@ -1,4 +1,4 @@
-"""Structured pruning: blocks, heads or neurons out, a smaller dense model on disk."""
+"""Structured pruning: fewer blocks, attention heads or neurons, and a smaller dense model on disk."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from niwaki import __version__, shrink_card
-from niwaki.alike import check_alike, check_outputs
+from niwaki import __version__, card
 from niwaki.blocks import TOKENS_PER_BATCH, Block, StreamedModel
-from niwaki.calibration import Order, Windows
+from niwaki.calibration import Windows
 from niwaki.checkpoint import Checkpoint, carry_over, locate_model
-from niwaki.depth import check_count, configuration, influences, kept_blocks
 from niwaki.distributed import World
-from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
+from niwaki.errors import NiwakiError, NumericalError, UsageError
 from niwaki.output import Workplace, check_output, fingerprint, workplace
 from niwaki.perplexity import perplexity
-from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, device_name, read_texts
+from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, described_windows, device_name, read_texts
 from niwaki.precision import products
 from niwaki.problem import LayerProblem
 from niwaki.progress import Progress
-from niwaki.record import versions, write_json
-from niwaki.reshape import ReshapingWriter, targets, verify
-from niwaki.shrink_record import DroppedRecord, ShrinkRecord
+from niwaki.record import MatrixRecord, Record, StructureRecord, versions, write_json
+from niwaki.smaller import Shards, check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.states import States
-from niwaki.structured import drop_units
+from niwaki.structured import DAMPING, flops, remove_units
 from niwaki.units import Cut, heads_cut, neurons_cut
-from niwaki.walk import Clock, Measure, peak_memory
+from niwaki.walk import Clock, peak_memory
 
 
 def shrink(
@@ -43,42 +42,33 @@ def shrink(
     calibration: str | Tensor = "c4",
     samples: int = 128,
     length: int | None = None,
-    order: Order = "first",
-    seed: int = 0,
     text: str | Tensor | None = None,
     text_samples: int = DEFAULT_TEXT_SAMPLES,
-    measure: Measure = "both",
     device: str = "auto",
     dtype: str = "auto",
-    record_to: str | Path | None = None,
     restart: bool = False,
     command: str = "",
     progress: Progress | None = None,
-) -> ShrinkRecord:
+) -> Record:
     """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
 
-    Blocks go first, those of the lowest influence (:func:`niwaki.depth.influences`). Then, block by block and with
-    the inputs that what is left before it gives, heads and neurons go whose absence costs the outputs of o_proj and
-    down_proj least, and these two are fitted without them (:func:`niwaki.structured.drop_units`). All else stays.
+    Blocks go first, those of the lowest influence (:func:`influences`). Then, block by block and with the inputs
+    that what is left before it gives, heads and neurons go whose absence costs the outputs of o_proj and down_proj
+    least, and these two are fitted without them (:func:`niwaki.structured.remove_units`). All else stays.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
-        blocks: How many decoder blocks to drop.
-        neurons: Fraction of the MLP neurons of each block to drop.
-        heads: Fraction of the attention heads of each block to drop; of heads that share keys and values whole
-            groups, if that comes out even, or else as many of each group.
+        blocks: How many decoder blocks to remove.
+        neurons: Fraction of the MLP neurons of each block to remove.
+        heads: Fraction of the attention heads of each block to remove; those that share keys and values go together.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         samples: Windows of calibration text.
         length: Tokens in a window.
-        order: "first" or "random" windows of the text.
-        seed: For random windows.
-        text: What to measure perplexity on.
-        text_samples: How many windows of it.
-        measure: Perplexity "both" before and after, only "after", or "none".
+        text: What to measure perplexity on, before and after.
+        text_samples: How many windows of it; 0 for no perplexity.
         device: Where blocks run.
         dtype: What they run in.
-        record_to: Also write the record to this file.
         restart: Discard what another run that was stopped has left for ``out``.
         command: The command line, for the record.
         progress: Is told how it goes.
@@ -94,70 +84,109 @@ def shrink(
         if not 0 <= fraction < 1:
             raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
     if not (blocks or neurons or heads):
-        raise UsageError("there is nothing to drop; give --blocks, --neurons or --heads")
-    if order not in ("first", "random"):
-        raise UsageError(f"the order of windows is first or random; got {order!r}")
-    if text_samples < 1 or samples < 1:
+        raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
+    if samples < 1 or text_samples < 0:
         raise UsageError(f"samples must be 1 or more; got {min(samples, text_samples)}")
     source_path = locate_model(str(model))
-    out_path = check_output(source_path, Path(out), Path(record_to) if record_to is not None else None)
+    out_path = check_output(source_path, Path(out), None)
     checkpoint = Checkpoint(source_path)
     streamed = StreamedModel(checkpoint, device, dtype)
-    check_count(streamed, blocks)
+    depth = len(streamed.blocks)
+    if not 0 <= blocks < depth:
+        raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can go")
     cuts = [make(streamed, part) for make, part in ((heads_cut, heads), (neurons_cut, neurons)) if part]
     length, note = streamed.window_length(length)
     notes = [*streamed.notes, *([note] if note else [])]
     windows, held = read_texts(
-        source_path, calibration, samples, length, order, seed, text, text_samples, measure, notes
+        source_path,
+        calibration,
+        samples,
+        length,
+        "first",
+        0,
+        text,
+        text_samples,
+        "both" if text_samples else "none",
+        notes,
     )
     for tokens in (windows.tokens, *([held.tokens] if held else [])):
         streamed.check(tokens)
-    record = ShrinkRecord(
+    gone = [f"{blocks} of {depth} blocks"] if blocks else []
+    gone += [f"{100 * cut.count / cut.units:.3g} % of the {cut.kind} of each block" for cut in cuts]
+    record = Record(
         command=command,
         model=str(model),
-        blocks=blocks,
-        neurons=neurons,
-        heads=heads,
-        calibration={
-            "source": windows.source,
-            "samples": len(windows.tokens),
-            "sequence_length": windows.tokens.shape[1],
-            "order": windows.order,
-            "seed": seed,
-            "tokens_sha256": windows.fingerprint(),
-        },
+        method="shrink",
+        solver=f"Shrink(blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g})",
+        pattern=", ".join(gone),
+        mask_from=None,
+        calibration=described_windows(windows, seed=0),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
+        flops=(depth - blocks)
+        * sum(flops(*cut.sites[0].matrix.shape, removed=cut.size * cut.count) for cut in cuts),
         versions=versions(),
         notes=notes,
     )
     asked = {
         "model": fingerprint(checkpoint),
-        "shrink": [blocks, neurons, heads],
+        "solver": record.solver,
         "calibration": windows.fingerprint(),
         "text": held and held.fingerprint(),
-        "measure": measure,
         "device": streamed.device.type,
         "dtype": record.dtype,
+        "versions": record.versions,
     }
-    for note in notes:
-        progress.note(note)
     clock.lap("prepare")
     with products(tf32=False), workplace(out_path, asked, restart) as place:
         if place.journal.complete:  # it was stopped just before it had its name
-            record = ShrinkRecord.from_json(place.journal.record)
+            record = Record.from_json(place.journal.record)
         else:
-            run = _Run(streamed, cuts, record, clock, progress)
-            run.write(place, windows, held, measure)
+            _Run(streamed, cuts, record, clock, progress).write(place, windows, held, blocks)
         place.move()
-        if record_to is not None:
-            write_json(Path(record_to).expanduser(), record.to_json())
+    progress.end(record)
     return record
+
+
+def influences(model: StreamedModel, states: States, progress: Progress) -> list[float]:
+    """The influence of each block: 1 - the mean cosine of its input and output over the tokens.
+
+    Cost: a forward pass; ``states``, the inputs of the first block, are those behind the last block then.
+
+    Reference: ShortGPT, arXiv 2403.03853, eq. 1. Differences: none known.
+
+    Raises:
+        NumericalError: a block's outputs are not finite.
+    """
+    found = []
+    for block in model.stream():
+        progress.stage(block.index, "influence", len(states.hidden))
+        total, tokens = 0.0, 0
+        for i in range(len(states.hidden)):
+            before = states.hidden[i]
+            with torch.no_grad():
+                after = block.run(before, states).to(before.dtype)
+            cosines = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+            total += float(cosines.sum(dtype=torch.float64))
+            tokens += cosines.numel()
+            states.hidden[i] = after
+            progress.step()
+        if not math.isfinite(total):
+            raise NumericalError(
+                f"block {block.index}: its outputs are NaN or infinite on the calibration text; try --dtype float32"
+            )
+        found.append(1 - total / tokens)
+    return found
+
+
+def lowest(scores: Sequence[float], count: int) -> list[int]:
+    """The ``count`` blocks of lowest score, in ascending order; of equal ones the first."""
+    return sorted(sorted(range(len(scores)), key=lambda index: scores[index])[:count])
 
 
 class _Run:
     def __init__(
-        self, model: StreamedModel, cuts: list[Cut], record: ShrinkRecord, clock: Clock, progress: Progress
+        self, model: StreamedModel, cuts: list[Cut], record: Record, clock: Clock, progress: Progress
     ) -> None:
         self._model = model
         self._cuts = cuts
@@ -165,135 +194,126 @@ class _Run:
         self._clock = clock
         self._progress = progress
 
-    def write(self, place: Workplace, windows: Windows, held: Windows | None, measure: Measure) -> None:
+    def write(self, place: Workplace, windows: Windows, held: Windows | None, count: int) -> None:
         """All that is computed and written, up to the point where only the name is missing."""
-        model, record, clock = self._model, self._record, self._clock
-        checkpoint = model.checkpoint
-        if held and measure == "both":
+        model, record, clock, directory = self._model, self._record, self._clock, place.directory
+        depth = len(model.blocks)
+        self._progress.begin(record, depth, (depth - count) * len(self._cuts))
+        if held:
             self._measure("before", model, held)
-        if record.blocks:
-            record.influence = influences(model, model.embed(windows.tokens), self._progress)
-        record.kept = kept_blocks(record.influence or [0.0] * len(model.blocks), record.blocks)
-        clock.lap("score")
-        meant = targets(model, record.kept, self._cuts)
-        record.parameters = {
-            "before": sum(math.prod(entry.shape) for entry in checkpoint.entries.values()),
-            "after": sum(math.prod(target.shape) for target in meant.values()),
-        }
+        influence = influences(model, model.embed(windows.tokens), self._progress) if count else []
+        clock.lap("influence")
+        removed = lowest(influence, count)
+        kept = [index for index in range(depth) if index not in removed]
+        outside, blocks = tensors_of_blocks(model)
         place.clear([])
-        left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
+        left = carry_over(model.checkpoint.path, directory, model.checkpoint.shards)
         if left:
             record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
-        self._write_config(place.directory)
-        with ReshapingWriter(checkpoint, place.directory, meant) as writer:
-            smaller = self._smaller(place.directory)
-            states = self._walk(windows, writer)
+        self._write_config(directory, kept)
+        check_structure(model, directory, kept, self._cuts)
+        shards = Shards(directory, 1 + len(kept))
+        shards.write({key: model.checkpoint.read(key) for key in outside})
+        record.structure = StructureRecord({}, 0.0, influence, removed)
         clock.lap("write")
-        verify(place.directory, checkpoint, meant)
+        states = self._walk(windows, kept, blocks, shards)
+        shards.finish()
+        smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
         check_outputs(smaller, states)
         clock.lap("check")
         if held:
             self._measure("after", smaller, held)
+        sizes = [_sizes(found.checkpoint, outside) for found in (model, smaller)]
+        record.structure = dataclasses.replace(
+            record.structure,
+            parameters={"before": sum(sizes[0]), "after": sum(sizes[1])},
+            removed=1 - sizes[1][1] / sizes[0][1],
+        )
         record.peak_memory = peak_memory(model.device)
-        shrink_card.write(place.directory, record)
+        card.write(directory, record)
         record.seconds = {**clock.seconds, "total": clock.total()}
-        write_json(place.directory / "niwaki.json", record.to_json())
+        write_json(directory / "niwaki.json", record.to_json())
         place.save(record=record.to_json(), complete=True)
 
-    def _write_config(self, directory: Path) -> None:
-        record = self._record
-        changes = {name: value for cut in self._cuts for name, value in cut.config.items()}
-        config = configuration(self._model, record.kept, changes)
+    def _write_config(self, directory: Path, kept: list[int]) -> None:
+        config = configuration(self._model, kept, self._cuts)
         config["pruning_config"] = {
             "library": "niwaki",
             "version": __version__,
-            "method": "shrink",
-            "blocks": [index for index in range(len(self._model.blocks)) if index not in record.kept],
-            "neurons": record.neurons,
-            "heads": record.heads,
+            "method": self._record.method,
+            "solver": self._record.solver,
+            "pattern": self._record.pattern,
         }
         write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
-    def _smaller(self, directory: Path) -> StreamedModel:
-        """The model in ``directory``, whose tensors have their shapes already.
-
-        Raises:
-            UnsupportedModelError: it is not what was meant.
-        """
-        model = self._model
-        try:
-            smaller = StreamedModel(
-                Checkpoint(directory), str(model.device), str(model.dtype).removeprefix("torch.")
-            )
-            check_alike(model, smaller, self._record.kept)
-        except NiwakiError as error:
-            kind = model.checkpoint.config.get("model_type")
-            reason = str(error).replace(str(directory), "the smaller one")
-            raise UnsupportedModelError(
-                f"{model.checkpoint.path} ({kind}) cannot become smaller like this: {reason}"
-            ) from error
-        return smaller
-
-    def _walk(self, windows: Windows, writer: ReshapingWriter) -> States:
-        """Drops and writes; the states behind the last block of the large model, with zeros for what was dropped."""
+    def _walk(
+        self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards
+    ) -> States:
+        """Removes and writes; the states behind the last block of the large model, with zeros for what is gone."""
         tokens = windows.tokens
         if not self._cuts:  # only to know what the outputs should be
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
         states = self._model.embed(tokens)
-        last = self._record.kept[-1]
         for block in self._model.stream():
-            if block.index not in self._record.kept:
-                continue
-            for cut in self._cuts:
-                self._drop(block, cut, states, writer)
-            self._progress.stage(block.index, "advance", len(states.hidden))
-            block.advance(states, self._progress.step)
-            self._clock.lap("advance")
-            if block.index == last:
+            if block.index in kept:
+                tensors = {key: self._model.checkpoint.read(key) for key in blocks[block.index]}
+                for cut in self._cuts:
+                    self._remove(block, cut, states, tensors)
+                number = kept.index(block.index)
+                shards.write({blocks[block.index][key].format(number): v for key, v in tensors.items()})
+                del tensors
+                self._clock.lap("write")
+                self._progress.stage(block.index, "advance", len(states.hidden))
+                block.advance(states, self._progress.step)
+                self._clock.lap("advance")
+            if block.index == kept[-1]:
                 break
         return states
 
-    def _drop(self, block: Block, cut: Cut, states: States, writer: ReshapingWriter) -> None:
-        site, checkpoint = cut.sites[block.index], self._model.checkpoint
+    def _remove(self, block: Block, cut: Cut, states: States, tensors: dict[str, Tensor]) -> None:
+        """Removes the units of ``cut`` from ``tensors``, and puts zeros into ``block`` for them."""
+        site, structure = cut.sites[block.index], self._record.structure
         matrix = site.matrix
-        self._progress.stage(block.index, cut.kind, len(states.hidden))
+        self._progress.stage(block.index, "capture", len(states.hidden))
         (inputs,) = block.input_grams(states, self._progress.step, matrices=[matrix])
         self._clock.lap("capture")
+        self._progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
         try:
-            problem = LayerProblem(block.weight(matrix), inputs.H)
-            found = drop_units(problem, cut.size, cut.count, cut.parts)
+            found = remove_units(LayerProblem(block.weight(matrix), inputs.H), cut.size, cut.count)
         except NiwakiError as error:
             raise type(error)(f"block {block.index} {matrix.name}: {error}") from error
-        stored = block.stored(matrix, found.W)
-        block.put(matrix, stored)
-        seconds = time.perf_counter() - began
-        self._clock.lap("solve")
-        kept = cut.columns(found.units)
-        writer.write(matrix.key, stored.cpu().index_select(0 if matrix.transposed else 1, kept))
-        for source in site.sources:
-            rows = source.rows(kept, matrix.shape[1])
-            writer.write(source.key, checkpoint.read(source.key).index_select(source.dimension, rows))
-        self._clock.lap("write")
-        self._record.dropped.append(
-            DroppedRecord(
-                block.index,
-                cut.kind,
-                matrix.name,
-                cut.unit,
-                cut.units,
-                found.units,
-                found.error,
-                found.alone if cut.kind == "heads" else [],
-                found.damping,
-                inputs.tokens,
-                seconds,
-            )
+        tensors[matrix.key] = block.stored(matrix, found.W)
+        block.put(matrix, tensors[matrix.key])
+        for part in site.parts:
+            key = self._model.layout.key(f"{self._model.path}.{block.index}.{part.name}")
+            tensors[key] = part.without(tensors[key].cpu(), found.kept)
+        assert structure is not None
+        gone = structure.heads if cut.kind == "heads" else structure.neurons
+        gone.append((~found.kept).nonzero().squeeze(1).tolist())
+        rows, columns = matrix.shape
+        done = MatrixRecord(
+            block.index,
+            matrix.name,
+            (rows, columns - cut.size * cut.count),
+            0.0,
+            found.error,
+            time.perf_counter() - began,
+            inputs.tokens,
+            {"damping_asked": DAMPING, "damping": found.damping},
         )
+        self._record.matrices.append(done)
+        self._progress.solved(done)
+        self._clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
-        found = perplexity(
-            model, held, lambda block, blocks: self._progress.stage(block - 1, "perplexity", blocks)
-        )
+        found = perplexity(model, held, lambda block, _: self._progress.stage(block - 1, "perplexity", 1))
         self._record.perplexity[name] = dataclasses.asdict(found)
         self._clock.lap("perplexity")
+
+
+def _sizes(checkpoint: Checkpoint, outside: Sequence[str]) -> tuple[int, int]:
+    """Parameters (outside of blocks, in blocks)."""
+    found = {key: math.prod(entry.shape) for key, entry in checkpoint.entries.items()}
+    others = sum(found[key] for key in outside)
+    return others, sum(found.values()) - others

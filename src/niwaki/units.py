@@ -1,4 +1,4 @@
-"""What can be taken out of each block: neurons and heads, and which tensors have rows for them."""
+"""Attention heads and MLP neurons: how many of each block to remove, and which parameters have a part for each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from niwaki.blocks import StreamedModel
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layout import Matrix
 
-#: By the last part of the name of the matrix that neurons go into: what they may come out of.
-_SOURCES = {
+#: By the last part of the name of the matrix that takes neurons in: those that may put them out.
+_UP = {
     "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
     "fc2": ("fc1",),
     "dense_4h_to_h": ("dense_h_to_4h",),
@@ -26,80 +25,58 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tensor of the checkpoint with rows for the units.
+class Part:
+    """A parameter of a block with entries for each unit.
 
     Attributes:
-        key: Its key.
-        dimension: Where it has the rows.
-        times: How often it has all of them, one after the other: 2 for gate and up in one.
-        head: Rows of a head.
-        shared: Heads that share the rows of one: as many as a group has, for keys and values.
+        name: Its path in the block.
+        dimension: Along which it has them.
+        size: Entries of a unit, next to each other.
+        times: How often it has all units, one after the other: 2 for gate and up in one matrix.
     """
 
-    key: str
-    dimension: int = 0
+    name: str
+    dimension: int
+    size: int
     times: int = 1
-    head: int = 1
-    shared: int = 1
 
-    def rows(self, kept: Tensor, columns: int) -> Tensor:
-        """Which rows stay where of ``columns`` those with the numbers ``kept`` stay."""
-        rows = (kept // (self.head * self.shared) * self.head + kept % self.head).unique()
-        return torch.cat([rows + i * columns for i in range(self.times)])
+    def without(self, value: Tensor, kept: Tensor) -> Tensor:
+        """``value`` with the entries of the units ``kept`` (units,) bool only."""
+        entries = kept.cpu().repeat_interleave(self.size).repeat(self.times)
+        return value.index_select(self.dimension, entries.nonzero().squeeze(1))
 
 
 @dataclass(frozen=True)
 class Site:
-    """A matrix whose inputs can be dropped, and where they come from."""
+    """Units in one block: the matrix that takes them in, which is fitted, and all parts, the matrix's the first."""
 
     matrix: Matrix
-    sources: list[Source]
+    parts: list[Part]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How much is dropped in each block.
+    """What is removed from each block.
 
     Attributes:
         kind: "heads" or "neurons".
-        unit: What goes as one: "neuron", "head" or "group of 4 heads".
-        size: Columns in a unit.
-        units: Units that there are.
-        count: Units to drop.
-        parts: Runs of units of which each loses the same number.
+        size: Columns of a unit in the matrices that are fitted.
+        units: Units that there are: neurons, or groups of heads that share keys and values.
+        count: Units to remove.
         config: What changes in the configuration.
         sites: One for each block.
     """
 
     kind: str
-    unit: str
     size: int
     units: int
     count: int
-    parts: int
     config: dict[str, Any]
     sites: list[Site]
 
-    def columns(self, units: list[int]) -> Tensor:
-        """Numbers of the columns that stay when ``units`` go."""
-        kept = torch.ones(self.units, dtype=torch.bool)
-        kept[units] = False
-        return kept.repeat_interleave(self.size).nonzero().squeeze(1)
-
-    def lengths(self, index: int) -> Iterator[tuple[str, int, int]]:
-        """(key, dimension, its new length) of each tensor of a block that becomes smaller."""
-        run, each = self.units // self.parts, self.count // self.parts
-        some = [part * run + i for part in range(self.parts) for i in range(each)]
-        kept = self.columns(some)  # whichever go, the lengths are the same
-        matrix = self.sites[index].matrix
-        yield matrix.key, 0 if matrix.transposed else 1, len(kept)
-        for source in self.sites[index].sources:
-            yield source.key, source.dimension, len(source.rows(kept, matrix.shape[1]))
-
 
 def neurons_cut(model: StreamedModel, fraction: float) -> Cut:
-    """Dropping ``fraction`` of the neurons of each block.
+    """To remove ``fraction`` of the MLP neurons of each block.
 
     Raises:
         UsageError: that is none, or all.
@@ -112,48 +89,45 @@ def neurons_cut(model: StreamedModel, fraction: float) -> Cut:
         raise _refused(model, "neurons", f"its configuration has no entry for their number, {width}")
     count = _rounded(fraction * width)
     if not 0 < count < width:
-        raise UsageError(
-            f"--neurons {fraction:g} of {width} neurons would be {count}; 1 to {width - 1} can be dropped"
-        )
-    return Cut("neurons", "neuron", 1, width, count, 1, dict.fromkeys(names, width - count), sites)
+        raise UsageError(f"--neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can go")
+    return Cut("neurons", 1, width, count, dict.fromkeys(names, width - count), sites)
 
 
 def heads_cut(model: StreamedModel, fraction: float) -> Cut:
-    """Dropping ``fraction`` of the attention heads of each block.
+    """To remove ``fraction`` of the attention heads of each block, with the keys and values that are theirs alone.
 
-    Of heads that share keys and values whole groups go, if that comes out even, and otherwise as many of each group.
+    Heads that share keys and values go together.
 
     Raises:
-        UsageError: that is no number of heads that can be dropped.
+        UsageError: that is no number of heads that can go.
         UnsupportedModelError: attention is not made of q, k, v and o with a number of heads in the configuration.
     """
-    total = int(model.config.num_attention_heads)
-    groups = int(getattr(model.config, "num_key_value_heads", None) or total)
-    each = total // groups
-    sites = [_attention(model, index, total, groups) for index in range(len(model.blocks))]
+    heads = int(getattr(model.config, "num_attention_heads", None) or 0)
+    if not heads:
+        raise _refused(model, "heads", "its configuration does not say how many there are")
+    groups = int(getattr(model.config, "num_key_value_heads", None) or heads)
+    sites = [_attention(model, index, heads, groups) for index in range(len(model.blocks))]
     width = _only(model, "heads", {site.matrix.shape[1] for site in sites})
-    size = width // total
 
-    def cut(fewer: int, of_groups: int) -> Cut:
-        changes = {"num_attention_heads": fewer, "num_key_value_heads": of_groups, "head_dim": size}
-        if of_groups < groups:
-            unit = "head" if each == 1 else f"group of {each} heads"
-            return Cut("heads", unit, size * each, groups, groups - of_groups, 1, changes, sites)
-        return Cut("heads", "head", size, total, total - fewer, groups, changes, sites)
+    def config(count: int) -> dict[str, Any]:
+        return {
+            "num_attention_heads": heads // groups * (groups - count),
+            "num_key_value_heads": groups - count,
+            "head_dim": width // heads,
+        }
 
-    possible = {groups * n: cut(groups * n, groups) for n in range(1, each)}
-    possible |= {n * each: cut(n * each, n) for n in range(1, groups)}
-    possible = {number: found for number, found in possible.items() if _accepted(model.config, found.config)}
-    if not possible:
-        raise _refused(model, "heads", f"no number below {total}, in {groups} groups, is valid for it")
-    count = _rounded(fraction * total)
-    if total - count not in possible:
-        fractions = ", ".join(f"{(total - number) / total:.4g}" for number in sorted(possible, reverse=True))
-        raise UsageError(
-            f"--heads {fraction:g} of {total} heads would be {count}; with {groups} groups of keys and values and a "
-            f"hidden size of {model.config.hidden_size} its configuration allows {fractions}"
+    count = _rounded(fraction * groups)
+    allowed = [n for n in range(1, groups) if _accepted(model.config, config(n))]
+    if not allowed:
+        raise _refused(
+            model, "heads", f"of its {groups} groups that share keys and values none can be spared"
         )
-    return possible[total - count]
+    if count not in allowed:
+        raise UsageError(
+            f"--heads {fraction:g} of {heads} would be {count} of {groups} groups that share keys and values; its "
+            f"configuration allows {', '.join(f'{n / groups:.4g}' for n in allowed)}"
+        )
+    return Cut("heads", width // groups, groups, count, config(count), sites)
 
 
 def _mlp(model: StreamedModel, index: int) -> Site:
@@ -161,46 +135,40 @@ def _mlp(model: StreamedModel, index: int) -> Site:
     if any(matrix.expert is not None for matrix in found.values()):
         raise _refused(model, "neurons", f"block {index} has experts")
     sites = []
-    for name, matrix in found.items():
-        parent, _, last = name.rpartition(".")
-        path = f"{parent}." if parent else ""
-        sources = [found[path + source] for source in _SOURCES.get(last, ()) if path + source in found]
-        if sources:
-            sites.append((matrix, sources))
+    for name, down in found.items():
+        path, last = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
+        ups = [found[path + up] for up in _UP.get(last, ()) if path + up in found]
+        if ups:
+            parts = [part for up in ups for part in _rows(model, up, 1, up.shape[0] // down.shape[1])]
+            sites.append(Site(down, [_columns(down, 1), *parts]))
     if len(sites) != 1:
         raise _refused(model, "neurons", f"block {index} has {len(sites)} MLPs of a known kind")
-    matrix, sources = sites[0]
-    width, tensors = matrix.shape[1], []
-    for source in sources:
-        times = source.shape[0] // width
-        if source.shape[0] != (2 if source.name.endswith("gate_up_proj") else 1) * width:
-            raise _refused(model, "neurons", f"{source.name} has {source.shape[0]} rows for {width} neurons")
-        tensors += _tensors(model, index, source, times=times)
-    return Site(matrix, tensors)
+    return sites[0]
 
 
 def _attention(model: StreamedModel, index: int, heads: int, groups: int) -> Site:
     found = {matrix.name: matrix for matrix in model.matrices(index)}
-    parents = [name.removesuffix("q_proj") for name in found if name.endswith("q_proj")]
+    paths = [name.removesuffix("q_proj") for name in found if name.endswith("q_proj")]
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    if len(parents) != 1 or not all(parents[0] + name in found for name in names):
+    if len(paths) != 1 or not all(paths[0] + name in found for name in names):
         raise _refused(model, "heads", f"attention of block {index} is not made of {', '.join(names)}")
-    q, k, v, o = (found[parents[0] + name] for name in names)
+    q, k, v, o = (found[paths[0] + name] for name in names)
     width = o.shape[1] // heads
-    wanted = (heads * width, groups * width, groups * width)
-    if heads % groups or o.shape[1] % heads or (q.shape[0], k.shape[0], v.shape[0]) != wanted:
+    if heads % groups or [m.shape[0] for m in (q, k, v)] != [heads * width, groups * width, groups * width]:
         raise _refused(model, "heads", f"attention of block {index} is not {heads} heads in {groups} groups")
-    tensors = _tensors(model, index, q, head=width)
-    for matrix in (k, v):
-        tensors += _tensors(model, index, matrix, head=width, shared=heads // groups)
-    return Site(o, tensors)
+    rows = [part for matrix in (q, k, v) for part in _rows(model, matrix, matrix.shape[0] // groups)]
+    return Site(o, [_columns(o, o.shape[1] // groups), *rows])
 
 
-def _tensors(model: StreamedModel, index: int, matrix: Matrix, **layout: int) -> list[Source]:
-    """The tensor of ``matrix``, and its bias if it has one."""
-    bias = model.vectors(index).get(f"{matrix.name}.bias")
-    weight = Source(matrix.key, 1 if matrix.transposed else 0, **layout)
-    return [weight] if bias is None else [weight, Source(bias, 0, **layout)]
+def _columns(matrix: Matrix, size: int) -> Part:
+    return Part(matrix.parameter, 0 if matrix.transposed else 1, size)
+
+
+def _rows(model: StreamedModel, matrix: Matrix, size: int, times: int = 1) -> Iterator[Part]:
+    """The weight of ``matrix``, and its bias if it has one."""
+    yield Part(matrix.parameter, 1 if matrix.transposed else 0, size, times)
+    if f"{matrix.name}.bias" in model.vectors(matrix.block):
+        yield Part(f"{matrix.name}.bias", 0, size, times)
 
 
 def _accepted(config: Any, changes: dict[str, Any]) -> bool:
@@ -214,8 +182,7 @@ def _accepted(config: Any, changes: dict[str, Any]) -> bool:
 
 def _only(model: StreamedModel, kind: str, widths: set[int]) -> int:
     if len(widths) != 1:
-        found = ", ".join(map(str, sorted(widths)))
-        raise _refused(model, kind, f"blocks differ: {found} columns")
+        raise _refused(model, kind, f"blocks differ: {', '.join(map(str, sorted(widths)))} columns")
     return widths.pop()
 
 
@@ -225,4 +192,4 @@ def _rounded(number: float) -> int:
 
 def _refused(model: StreamedModel, kind: str, reason: str) -> UnsupportedModelError:
     name = f"{model.checkpoint.path} ({model.checkpoint.config.get('model_type')})"
-    return UnsupportedModelError(f"{kind} of {name} cannot be dropped: {reason}")
+    return UnsupportedModelError(f"{kind} of {name} cannot be removed: {reason}")
