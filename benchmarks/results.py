@@ -180,8 +180,8 @@ def ablation() -> list[str]:
 def structured() -> list[str]:
     """For each text a method a row, and a fraction of the blocks' parameters a column."""
     cells = record("structured")["cells"]
-    methods = list(dict.fromkeys(cell["method"] for cell in cells[1:]))
-    sizes = list(dict.fromkeys(cell["size"] for cell in cells[1:]))
+    methods = ("blocks", "neurons", "heads and neurons", "zeros anywhere")
+    sizes = sorted({cell["size"] for cell in cells[1:]})
     lines: list[str] = []
     for text, dense in cells[0]["perplexity"].items():
         found = {(cell["method"], cell["size"]): cell["perplexity"][text]["value"] for cell in cells[1:]}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import tempfile
 from fractions import Fraction
 from pathlib import Path
@@ -27,7 +28,9 @@ CALIBRATION: dict[str, Any] = {"calibration": "demo", "samples": SAMPLES, "lengt
 
 
 def options(method: str, size: Fraction) -> dict[str, Any] | None:
-    """Those of ``shrink`` for the embedded model, whose MLPs have 2/3 of a block's parameters."""
+    """Those of ``shrink`` or ``prune`` for the embedded model, whose MLPs have 2/3 of a block's parameters."""
+    if method == "zeros anywhere":
+        return {"effort": "fast", "sparsity": float(size)}
     if method == "blocks":
         return {"blocks": int(6 * size)} if (6 * size).denominator == 1 else None
     if method == "neurons":
@@ -41,10 +44,15 @@ def main() -> None:
     """Runs all, prints a line for each and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", action="append")
-    parser.add_argument("--record", type=Path, help="write JSON there")
+    parser.add_argument(
+        "--record", type=Path, help="write JSON there; what is there already is not run again"
+    )
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     cells: list[dict[str, Any]] = []
+    if arguments.record and arguments.record.exists():
+        cells = json.loads(arguments.record.read_text())["cells"]
+    done = {(cell["method"], cell["size"]) for cell in cells}
 
     def measured(method: str, size: Fraction, directory: str | Path, removed: float, seconds: float) -> None:
         found = {
@@ -69,19 +77,20 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         model = float32_copy("demo", Path(scratch) / "float32")
-        measured("dense", Fraction(0), model, 0.0, 0.0)
+        if ("dense", 0.0) not in done:
+            measured("dense", Fraction(0), model, 0.0, 0.0)
         for size in SIZES:
-            for method in ("blocks", "neurons", "heads and neurons"):
+            for method in ("blocks", "neurons", "heads and neurons", "zeros anywhere"):
+                out = Path(scratch) / f"{method} {size.denominator}"
                 chosen = options(method, size)
-                if chosen is not None:
-                    out = Path(scratch) / f"{method} {size.denominator}"
+                if chosen is None or (method, float(size)) in done:
+                    continue
+                if method == "zeros anywhere":
+                    record = niwaki.prune(model, out, **chosen, **CALIBRATION, measure="none")
+                else:
                     record = niwaki.shrink(model, out, **chosen, **CALIBRATION, text_samples=0)
-                    assert record.structure is not None
-                    measured(method, size, out, record.structure.removed, record.seconds["total"])
-            out = Path(scratch) / f"zeros {size.denominator}"
-            sparsity = float(size)
-            record = niwaki.prune(model, out, effort="fast", sparsity=sparsity, **CALIBRATION, measure="none")
-            measured("zeros anywhere", size, out, record.sparsity, record.seconds["total"])
+                removed = record.structure.removed if record.structure else record.sparsity
+                measured(method, size, out, removed, record.seconds["total"])
 
 
 if __name__ == "__main__":

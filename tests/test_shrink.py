@@ -547,7 +547,7 @@ _STEP = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
     [
         ("mixtral", {}, {"neurons": 0.5}, "block 0 has experts"),
         ("deepseek_v3", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
-        ("llama biases", {}, {"heads": 0.5}, "of its 1 groups that share keys and values none can be spared"),
+        ("llama biases", {}, {"heads": 0.5}, "none of its 1 groups of 4 heads that share keys and"),
         ("gpt2", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
         ("phi3", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
         ("bloom", {}, {"neurons": 0.5}, "no entry for their number, 128"),
@@ -585,9 +585,9 @@ def test_models_that_are_refused(
         ({"heads": float("nan")}, "--heads is a fraction"),
         ({"neurons": 0.995}, "--neurons 0.995 of 48 would be 48; from 1 to 47 can go"),
         ({"neurons": 0.001}, "--neurons 0.001 of 48 would be 0"),
-        ({"heads": 0.2}, "--heads 0.2 of 4 would be 0 of 2 groups that share keys and values; its configuration "
-                         "allows 0.5"),
-        ({"heads": 0.95}, "--heads 0.95 of 4 would be 2 of 2 groups"),
+        ({"heads": 0.2}, "--heads 0.2 of 2 groups of 2 heads that share keys and values would be 0; its "
+                         "configuration allows 0.5"),
+        ({"heads": 0.95}, "would be 2; its configuration allows 0.5"),
         ({"neurons": 0.5, "samples": 0}, "samples must be 1 or more"),
         ({"neurons": 0.5, "calibration": random_tokens(2, 8, vocabulary=99)}, "tokens go from 0 to 63"),
     ],

@@ -253,7 +253,7 @@ def _write(
     left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
     if left:
         record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
-    write_config(place.directory, checkpoint, record)
+    write_config(place.directory, checkpoint.config, record)
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)
     clock.lap("check")

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from niwaki import __version__, card
+from niwaki import card
 from niwaki.blocks import TOKENS_PER_BATCH, Block, StreamedModel
 from niwaki.calibration import Windows
 from niwaki.checkpoint import Checkpoint, carry_over, locate_model
 from niwaki.distributed import World
-from niwaki.errors import NiwakiError, NumericalError, UsageError
-from niwaki.output import Workplace, check_output, fingerprint, workplace
+from niwaki.errors import NumericalError, UsageError
+from niwaki.masks import named
+from niwaki.output import Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.perplexity import perplexity
 from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, described_windows, device_name, read_texts
 from niwaki.precision import products
@@ -29,7 +30,7 @@ from niwaki.smaller import Shards, check_outputs, check_structure, configuration
 from niwaki.states import States
 from niwaki.structured import DAMPING, flops, remove_units
 from niwaki.units import Cut, heads_cut, neurons_cut
-from niwaki.walk import Clock, peak_memory
+from niwaki.walk import Clock, Measure, peak_memory
 
 
 def shrink(
@@ -97,17 +98,9 @@ def shrink(
     cuts = [make(streamed, part) for make, part in ((heads_cut, heads), (neurons_cut, neurons)) if part]
     length, note = streamed.window_length(length)
     notes = [*streamed.notes, *([note] if note else [])]
+    measure: Measure = "both" if text_samples else "none"
     windows, held = read_texts(
-        source_path,
-        calibration,
-        samples,
-        length,
-        "first",
-        0,
-        text,
-        text_samples,
-        "both" if text_samples else "none",
-        notes,
+        source_path, calibration, samples, length, "first", 0, text, text_samples, measure, notes
     )
     for tokens in (windows.tokens, *([held.tokens] if held else [])):
         streamed.check(tokens)
@@ -184,24 +177,22 @@ def lowest(scores: Sequence[float], count: int) -> list[int]:
     return sorted(sorted(range(len(scores)), key=lambda index: scores[index])[:count])
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self, model: StreamedModel, cuts: list[Cut], record: Record, clock: Clock, progress: Progress
-    ) -> None:
-        self._model = model
-        self._cuts = cuts
-        self._record = record
-        self._clock = clock
-        self._progress = progress
+    model: StreamedModel
+    cuts: list[Cut]
+    record: Record
+    clock: Clock
+    progress: Progress
 
     def write(self, place: Workplace, windows: Windows, held: Windows | None, count: int) -> None:
         """All that is computed and written, up to the point where only the name is missing."""
-        model, record, clock, directory = self._model, self._record, self._clock, place.directory
+        model, record, clock, directory = self.model, self.record, self.clock, place.directory
         depth = len(model.blocks)
-        self._progress.begin(record, depth, (depth - count) * len(self._cuts))
+        self.progress.begin(record, depth, (depth - count) * len(self.cuts))
         if held:
             self._measure("before", model, held)
-        influence = influences(model, model.embed(windows.tokens), self._progress) if count else []
+        influence = influences(model, model.embed(windows.tokens), self.progress) if count else []
         clock.lap("influence")
         removed = lowest(influence, count)
         kept = [index for index in range(depth) if index not in removed]
@@ -210,8 +201,8 @@ class _Run:
         left = carry_over(model.checkpoint.path, directory, model.checkpoint.shards)
         if left:
             record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
-        self._write_config(directory, kept)
-        check_structure(model, directory, kept, self._cuts)
+        write_config(directory, configuration(model, kept, self.cuts), record)
+        check_structure(model, directory, kept, self.cuts)
         shards = Shards(directory, 1 + len(kept))
         shards.write({key: model.checkpoint.read(key) for key in outside})
         record.structure = StructureRecord({}, 0.0, influence, removed)
@@ -235,58 +226,45 @@ class _Run:
         write_json(directory / "niwaki.json", record.to_json())
         place.save(record=record.to_json(), complete=True)
 
-    def _write_config(self, directory: Path, kept: list[int]) -> None:
-        config = configuration(self._model, kept, self._cuts)
-        config["pruning_config"] = {
-            "library": "niwaki",
-            "version": __version__,
-            "method": self._record.method,
-            "solver": self._record.solver,
-            "pattern": self._record.pattern,
-        }
-        write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
-
     def _walk(
         self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards
     ) -> States:
         """Removes and writes; the states behind the last block of the large model, with zeros for what is gone."""
         tokens = windows.tokens
-        if not self._cuts:  # only to know what the outputs should be
+        if not self.cuts:  # only to know what the outputs should be
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
-        states = self._model.embed(tokens)
-        for block in self._model.stream():
+        states = self.model.embed(tokens)
+        for block in self.model.stream():
             if block.index in kept:
-                tensors = {key: self._model.checkpoint.read(key) for key in blocks[block.index]}
-                for cut in self._cuts:
+                tensors = {key: self.model.checkpoint.read(key) for key in blocks[block.index]}
+                for cut in self.cuts:
                     self._remove(block, cut, states, tensors)
                 number = kept.index(block.index)
                 shards.write({blocks[block.index][key].format(number): v for key, v in tensors.items()})
                 del tensors
-                self._clock.lap("write")
-                self._progress.stage(block.index, "advance", len(states.hidden))
-                block.advance(states, self._progress.step)
-                self._clock.lap("advance")
+                self.clock.lap("write")
+                self.progress.stage(block.index, "advance", len(states.hidden))
+                block.advance(states, self.progress.step)
+                self.clock.lap("advance")
             if block.index == kept[-1]:
                 break
         return states
 
     def _remove(self, block: Block, cut: Cut, states: States, tensors: dict[str, Tensor]) -> None:
         """Removes the units of ``cut`` from ``tensors``, and puts zeros into ``block`` for them."""
-        site, structure = cut.sites[block.index], self._record.structure
+        site, structure = cut.sites[block.index], self.record.structure
         matrix = site.matrix
-        self._progress.stage(block.index, "capture", len(states.hidden))
-        (inputs,) = block.input_grams(states, self._progress.step, matrices=[matrix])
-        self._clock.lap("capture")
-        self._progress.stage(block.index, "solve", 1)
+        self.progress.stage(block.index, "capture", len(states.hidden))
+        (inputs,) = block.input_grams(states, self.progress.step, matrices=[matrix])
+        self.clock.lap("capture")
+        self.progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
-        try:
+        with named(matrix):
             found = remove_units(LayerProblem(block.weight(matrix), inputs.H), cut.size, cut.count)
-        except NiwakiError as error:
-            raise type(error)(f"block {block.index} {matrix.name}: {error}") from error
-        tensors[matrix.key] = block.stored(matrix, found.W)
+            tensors[matrix.key] = block.stored(matrix, found.W)
         block.put(matrix, tensors[matrix.key])
         for part in site.parts:
-            key = self._model.layout.key(f"{self._model.path}.{block.index}.{part.name}")
+            key = self.model.layout.key(f"{self.model.path}.{block.index}.{part.name}")
             tensors[key] = part.without(tensors[key].cpu(), found.kept)
         assert structure is not None
         gone = structure.heads if cut.kind == "heads" else structure.neurons
@@ -302,14 +280,14 @@ class _Run:
             inputs.tokens,
             {"damping_asked": DAMPING, "damping": found.damping},
         )
-        self._record.matrices.append(done)
-        self._progress.solved(done)
-        self._clock.lap("solve")
+        self.record.matrices.append(done)
+        self.progress.solved(done)
+        self.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
-        found = perplexity(model, held, lambda block, _: self._progress.stage(block - 1, "perplexity", 1))
-        self._record.perplexity[name] = dataclasses.asdict(found)
-        self._clock.lap("perplexity")
+        found = perplexity(model, held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
+        self.record.perplexity[name] = dataclasses.asdict(found)
+        self.clock.lap("perplexity")
 
 
 def _sizes(checkpoint: Checkpoint, outside: Sequence[str]) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +86,7 @@ def neurons_cut(model: StreamedModel, fraction: float) -> Cut:
     names = [name for name in _WIDTHS if getattr(model.config, name, 0) in (width, None)]
     if not names:
         raise _refused(model, "neurons", f"its configuration has no entry for their number, {width}")
-    count = _rounded(fraction * width)
+    count = round(fraction * width)
     if not 0 < count < width:
         raise UsageError(f"--neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can go")
     return Cut("neurons", 1, width, count, dict.fromkeys(names, width - count), sites)
@@ -116,16 +115,15 @@ def heads_cut(model: StreamedModel, fraction: float) -> Cut:
             "head_dim": width // heads,
         }
 
-    count = _rounded(fraction * groups)
+    unit = "heads" if groups == heads else f"groups of {heads // groups} heads that share keys and values"
+    count = round(fraction * groups)
     allowed = [n for n in range(1, groups) if _accepted(model.config, config(n))]
     if not allowed:
-        raise _refused(
-            model, "heads", f"of its {groups} groups that share keys and values none can be spared"
-        )
+        raise _refused(model, "heads", f"none of its {groups} {unit} can be spared")
     if count not in allowed:
         raise UsageError(
-            f"--heads {fraction:g} of {heads} would be {count} of {groups} groups that share keys and values; its "
-            f"configuration allows {', '.join(f'{n / groups:.4g}' for n in allowed)}"
+            f"--heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
+            f"{', '.join(f'{n / groups:.4g}' for n in allowed)}"
         )
     return Cut("heads", width // groups, groups, count, config(count), sites)
 
@@ -184,10 +182,6 @@ def _only(model: StreamedModel, kind: str, widths: set[int]) -> int:
     if len(widths) != 1:
         raise _refused(model, kind, f"blocks differ: {', '.join(map(str, sorted(widths)))} columns")
     return widths.pop()
-
-
-def _rounded(number: float) -> int:
-    return math.floor(number + 0.5)
 
 
 def _refused(model: StreamedModel, kind: str, reason: str) -> UnsupportedModelError:
