@@ -177,6 +177,27 @@ def ablation() -> list[str]:
     return [*lines, f"Seconds of a whole run at 60 %, two cores, in brackets relative to the first: {shown}."]
 
 
+def structured() -> list[str]:
+    """For each text a method a row, and a fraction of the blocks' parameters a column."""
+    cells = record("structured")["cells"]
+    methods = ("blocks", "neurons", "heads and neurons", "zeros anywhere")
+    sizes = sorted({cell["size"] for cell in cells[1:]})
+    lines: list[str] = []
+    for text, dense in cells[0]["perplexity"].items():
+        found = {(cell["method"], cell["size"]): cell["perplexity"][text]["value"] for cell in cells[1:]}
+        rows = [
+            [method, *(f"{found[method, size]:.2f}" if (method, size) in found else "" for size in sizes)]
+            for method in methods
+        ]
+        lines += [
+            f"On {text}, dense {dense['value']:.2f} ± {dense['standard_error']:.2f}:",
+            "",
+            *markdown(["removed", *(f"{100 * size:.0f} %" for size in sizes)], rows),
+            "",
+        ]
+    return lines[:-1]
+
+
 def table3() -> list[str]:
     """Seconds of a run and of its solving."""
     cells = [cell for cell in record("table3")["cells"] if cell["pattern"]]
@@ -252,6 +273,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("README.md", "results", readme),
     ("docs/methods.md", "results", methods),
     ("docs/effort.md", "ablation", ablation),
+    ("docs/structured.md", "structured", structured),
     ("docs/benchmarks.md", "layer_error", layer_error),
     ("docs/benchmarks.md", "figure1", figure1),
     ("docs/benchmarks.md", "figure2", figure2),

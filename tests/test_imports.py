@@ -57,12 +57,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fitting": {"blocks", "distributed", "effort", "errors", "record", "states"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
+    "structured": {"errors", "linalg", "problem"},
+    "units": {"errors", "layout", "blocks"},
+    "smaller": {"errors", "checkpoint", "blocks", "record", "states", "units"},
 }
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
-    "pipeline": {"cli", "demo", "__init__"},
-    "walk": {"pipeline"},
+    "pipeline": {"cli", "demo", "shrinking", "__init__"},
+    "walk": {"pipeline", "shrinking"},
     "blocks": {
         *(
             "pipeline",
@@ -73,6 +76,9 @@ MAY_BE_IMPORTED_BY = {
             "sensitivity",
             "perplexity",
             "survey",
+            "units",
+            "smaller",
+            "shrinking",
             "__init__",
         ),
     },

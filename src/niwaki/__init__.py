@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LayerProblem", "Record", "Solution", "evaluate", "make_solver", "prune"]
+__all__ = ["LayerProblem", "Record", "Solution", "evaluate", "make_solver", "prune", "shrink"]
 
 if TYPE_CHECKING:
     from niwaki.perplexity import evaluate
     from niwaki.pipeline import prune
     from niwaki.problem import LayerProblem, Solution
     from niwaki.record import Record
+    from niwaki.shrinking import shrink
     from niwaki.solvers import make_solver
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "evaluate": "niwaki.perplexity",
     "make_solver": "niwaki.solvers",
     "prune": "niwaki.pipeline",
+    "shrink": "niwaki.shrinking",
 }
 
 

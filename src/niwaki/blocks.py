@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class StreamedModel:
         self.room = room or Room()
         self.device = _find_device(device)
         self.dtype = _find_dtype(dtype, self.device, checkpoint)
-        self.model = _structure(checkpoint, self.dtype)
+        self.model = structure(checkpoint.path, self.dtype)
         self.config = self.model.config.get_text_config()
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -642,13 +643,18 @@ def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         module.load_state_dict(empty, strict=False, assign=True)
 
 
-def _structure(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without memory for its parameters; buffers, which are computed and not read, are real."""
+def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
+
+    Raises:
+        UnsupportedModelError: it is not a decoder only.
+        CheckpointError: transformers refuses the configuration.
+    """
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"{checkpoint.path} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
+                f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
                 "are a decoder only"
             )
         with init_empty_weights(include_buffers=False):
@@ -660,9 +666,7 @@ def _structure(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # transformers checks some values and stumbles over others
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason.split(" Model type should be one of ")[0]  # and all of them
-        raise CheckpointError(
-            f"{checkpoint.path / 'config.json'} is refused by transformers: {reason}"
-        ) from error
+        raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
     model.eval().requires_grad_(False)
     return model
 

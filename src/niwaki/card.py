@@ -34,6 +34,8 @@ def write(directory: Path, record: Record) -> None:
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
+    where = f" in {record.part}" if record.part else ""
+    structure = record.structure
     tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
     data = ModelCardData(
         base_model=record.model if record.model.count("/") == 1 else name,
@@ -42,29 +44,48 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         license_name=inherited.get("license_name"),
         license_link=inherited.get("license_link"),
         language=inherited.get("language"),
-        tags=sorted({*tags, "niwaki", "pruned", "sparse"}),
+        tags=sorted({*tags, "niwaki", "pruned", *([] if structure else ["sparse"])}),
     )
-    where = f" in {record.part}" if record.part else ""
+    if structure:
+        before, after = structure.parameters["before"], structure.parameters["after"]
+        title = f"{100 * (1 - after / before):.1f} % smaller"
+        about = (
+            f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
+            "other model of its kind."
+        )
+        rows = [f"| removed | {record.pattern} |", f"| parameters | {structure} |"]
+    else:
+        title = f"{100 * record.sparsity:.4g} % sparse{where}"
+        about = (
+            f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
+            "Zeros are stored as such, so this loads wherever the dense model does."
+        )
+        rows = [
+            f"| pattern | {record.pattern} |",
+            *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
+            f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
+        ]
     lines = [
         "---",
         data.to_yaml(),
         "---",
         "",
-        f"# {name}, {100 * record.sparsity:.4g} % sparse{where}",
+        f"# {name}, {title}",
         "",
-        f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
-        "Zeros are stored as such, so this loads wherever the dense model does.",
+        about,
         "",
         "| | |",
         "|---|---|",
         f"| method | `{record.solver}` |",
         *([f"| effort | `{record.effort}` |"] if record.effort else []),
-        f"| pattern | {record.pattern} |",
-        *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
-        f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
+        *rows,
         f"| calibration | {record.calibration['samples']} windows of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
-        f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |",
+        *(
+            [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
+            if record.matrices
+            else []
+        ),
     ]
     for when, measured in record.perplexity.items():
         spread = measured["standard_error"]

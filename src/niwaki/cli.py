@@ -63,8 +63,15 @@ Length = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="What blocks run in: float32, bfloat16, float16 or auto.")]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
+Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
+TextSamples = Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")]
 RecordFile = Annotated[Path | None, typer.Option("--record", help="Also write the record to this JSON file.")]
 TEXT = "A text file, JSONL, data set (c4, wikitext2, REPO:CONFIG:SPLIT), or 'demo'."
+HeldText = Annotated[
+    str | None,
+    typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -77,9 +84,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def prune(
     model: Model,
-    output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")
-    ],
+    output: Output,
     solver: Annotated[
         str | None,
         typer.Option(
@@ -119,17 +124,14 @@ def prune(
         ),
     ] = None,
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
-    samples: Annotated[int, typer.Option(help="Windows of calibration text.")] = 128,
+    samples: Samples = 128,
     length: Length = None,
     windows: Annotated[
         Order, typer.Option(help="The first windows of the text, or random ones.")
     ] = Order.first,
     seed: Annotated[int, typer.Option(help="For random windows.")] = 0,
-    text: Annotated[
-        str | None,
-        typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),
-    ] = None,
-    text_samples: Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")] = 16,
+    text: HeldText = None,
+    text_samples: TextSamples = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
     tf32: Annotated[
@@ -197,6 +199,57 @@ def prune(
         )
         if team.first:
             out.print(f"written to {output}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def shrink(
+    model: Model,
+    output: Output,
+    blocks: Annotated[
+        int, typer.Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
+    ] = 0,
+    neurons: Annotated[
+        float, typer.Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
+    ] = 0.0,
+    heads: Annotated[
+        float,
+        typer.Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove."),
+    ] = 0.0,
+    calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
+    samples: Samples = 128,
+    length: Length = None,
+    text: HeldText = None,
+    text_samples: TextSamples = 16,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard what a run that was stopped has left for OUT.")
+    ] = False,
+) -> None:
+    """Remove blocks, attention heads or neurons of MODEL; write a smaller dense model to OUT."""
+    _quiet_libraries()
+    from niwaki.display import Display
+    from niwaki.shrinking import shrink as run
+
+    with Display(out) as display:
+        run(
+            model,
+            output,
+            blocks=blocks,
+            neurons=neurons,
+            heads=heads,
+            calibration=calibration,
+            samples=samples,
+            length=length,
+            text=text,
+            text_samples=text_samples,
+            device=device,
+            dtype=dtype,
+            restart=restart,
+            command=shlex.join(["niwaki", *sys.argv[1:]]),
+            progress=display,
+        )
+    out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 
 @app.command("eval")

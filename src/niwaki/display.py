@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from niwaki.demo import Cell
     from niwaki.survey import MatrixSurvey
 
-#: Stages of the look at the dense model.
-_PLANNING = ("sensitivity", "allocation", "synthesis")
+#: Stages that are a walk over all blocks before or after that which prunes.
+_PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")
 _DETAILS = {
     "sensitivity": "which outputs matter",
     "allocation": "what zeros cost",
     "synthesis": "text of its own",
+    "influence": "which blocks matter",
+    "perplexity": "perplexity",
     "capture": "inputs",
     "fit": "fitting the block",
     "advance": "outputs",
@@ -167,7 +169,8 @@ class Display(Progress):
         self._drawn = now
         if self._planning:
             part = min(1.0, self._done / max(1, self._steps))
-            fraction = (self._block + part) / self._blocks if self._stage == "allocation" else part
+            of_all = self._stage in ("sensitivity", "synthesis")
+            fraction = part if of_all else (self._block + part) / self._blocks
             self._bar.update(
                 self._task, completed=fraction, description="planning", left="", detail=self._detail
             )
@@ -222,8 +225,15 @@ def summary(record: Record) -> Table:
     sparsities = [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
     low, high = min(sparsities), max(sparsities)
     between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
-    table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices{between}")
-    table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
+    if record.structure:
+        table.add_row("removed", record.pattern)
+        table.add_row("parameters", str(record.structure))
+    else:
+        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices{between}")
+    if record.matrices:
+        table.add_row(
+            "error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)"
+        )
     if record.fits:
         before, after = (
             sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")

@@ -114,6 +114,10 @@ class Layout:
         (piece,) = self._pieces[name]
         return piece.key
 
+    def keys(self, name: str) -> list[str]:
+        """The checkpoint's keys of all tensors that a parameter or buffer is made from; none if it is not there."""
+        return [piece.key for piece in self._pieces.get(name, ())]
+
     def read(self, name: str) -> Tensor:
         """The parameter or buffer called ``name`` in the model, on the CPU, in the dtype that the model has it in."""
         like, pieces = self._parameters[name], self._pieces[name]

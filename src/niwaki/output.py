@@ -178,13 +178,13 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def write_config(directory: Path, checkpoint: Checkpoint, record: Record) -> None:
-    """``config.json`` with ``pruning_config``, an extra key that transformers keeps and ignores.
+def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
+    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
 
     Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
     """
     config = {
-        **checkpoint.config,
+        **values,
         "pruning_config": {
             "library": "niwaki",
             "version": __version__,

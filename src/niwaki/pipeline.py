@@ -159,7 +159,7 @@ def prune(
     used = tf32 if has_tf32(streamed.device) else "never"
     if tf32 == "always" and used == "never":
         notes.append(f"--tf32 always has no effect: {streamed.device} has no TF32, products are in float32")
-    windows, held = _texts(
+    windows, held = read_texts(
         source_path, calibration, samples, length, order, seed, text, text_samples, measure, notes
     )
     for tokens in (windows.tokens, *([held.tokens] if held else [])):
@@ -172,15 +172,8 @@ def prune(
         effort=repr(effort),
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
-        calibration={
-            "source": windows.source,
-            "samples": len(windows.tokens),
-            "sequence_length": windows.tokens.shape[1],
-            "order": windows.order,
-            "seed": seed,
-            "tokens_sha256": windows.fingerprint(),
-        },
-        device=_device_name(streamed.device, world),
+        calibration=described_windows(windows, seed),
+        device=device_name(streamed.device, world),
         dtype=str(streamed.dtype).removeprefix("torch."),
         tf32=used,
         blocks=[chosen.start, chosen.stop] if len(chosen) < len(streamed.blocks) else None,
@@ -260,7 +253,7 @@ def _write(
     left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
     if left:
         record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
-    write_config(place.directory, checkpoint, record)
+    write_config(place.directory, checkpoint.config, record)
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)
     clock.lap("check")
@@ -324,7 +317,7 @@ def _needed(model: StreamedModel, effort: Effort) -> int:
     return peak_memory(model.device).get("resident", 0) + max(grams + max(running, solving), fitting)
 
 
-def _texts(
+def read_texts(
     model: Path,
     calibration: str | Tensor,
     samples: int,
@@ -336,7 +329,10 @@ def _texts(
     measure: Measure,
     notes: list[str],
 ) -> tuple[Windows, Windows | None]:
-    """The windows to calibrate on and those to measure perplexity on."""
+    """The windows to calibrate on and those to measure perplexity on; see :func:`prune` for the arguments.
+
+    What a reader should know goes to ``notes``.
+    """
     tokenizer = load_tokenizer(model) if isinstance(calibration, str) or isinstance(text, str) else None
     spare = text_samples if measure != "none" and text is None else 0
     if isinstance(calibration, Tensor):
@@ -361,7 +357,20 @@ def _texts(
     return windows, None
 
 
-def _device_name(device: torch.device, world: World) -> str:
+def described_windows(windows: Windows, seed: int) -> dict[str, Any]:
+    """``Record.calibration``."""
+    return {
+        "source": windows.source,
+        "samples": len(windows.tokens),
+        "sequence_length": windows.tokens.shape[1],
+        "order": windows.order,
+        "seed": seed,
+        "tokens_sha256": windows.fingerprint(),
+    }
+
+
+def device_name(device: torch.device, world: World) -> str:
+    """``Record.device``."""
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
     else:

@@ -20,8 +20,9 @@ class Progress:
     def stage(self, block: int, name: str, steps: int) -> None:
         """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps.
 
-        Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block
-        and a "synthesis".
+        Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block and a
+        "synthesis", and of structured pruning an "influence" for each block; also there, a "perplexity" for each
+        block, before and after all others.
         """
 
     def step(self) -> None:

@@ -105,6 +105,32 @@ class FitRecord:
     seconds: float
 
 
+@dataclass(frozen=True)
+class StructureRecord:
+    """What structured pruning removed, see :mod:`niwaki.shrinking`.
+
+    Attributes:
+        parameters: Numbers in all tensors of the files, "before" and "after".
+        removed: Fraction of the blocks' parameters that is gone.
+        influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
+        blocks: Numbers of the blocks that went, from 0, as are all that follow.
+        heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
+        neurons: Likewise.
+    """
+
+    parameters: dict[str, int]
+    removed: float
+    influence: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    heads: list[list[int]] = field(default_factory=list)
+    neurons: list[list[int]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        before, after = self.parameters["before"], self.parameters["after"]
+        share = f"{100 * (1 - after / before):.1f} % fewer, of those in blocks {100 * self.removed:.1f} %"
+        return f"{after:,} of {before:,} ({share})"
+
+
 @dataclass
 class Record:
     """All that was done to a model: ``niwaki.json``.
@@ -135,6 +161,7 @@ class Record:
         notes: What a careful reader should know: damping raised, text left out, files left behind.
         resumed: After which numbers of blocks the run was stopped and gone on with.
         blocks: The first block that was pruned and the first one behind them; None for all blocks.
+        structure: What structured pruning removed; None where weights became zeros.
     """
 
     command: str
@@ -159,6 +186,7 @@ class Record:
     blocks: list[int] | None = None
     tf32: TF32 = "never"
     effort: str = ""
+    structure: StructureRecord | None = None
 
     @property
     def mean_error(self) -> float:
@@ -188,7 +216,10 @@ class Record:
             MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")
         ]
         fits = [FitRecord(**fit) for fit in values.pop("fits", [])]
-        return cls(**values, matrices=matrices, fits=fits)
+        structure = values.pop("structure", None)
+        return cls(
+            **values, matrices=matrices, fits=fits, structure=structure and StructureRecord(**structure)
+        )
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:
