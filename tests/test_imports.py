@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "linalg": {"errors", "precision"},
     "problem": {"errors", "linalg"},
     "settings": {"errors"},
+    "quantization": {"errors"},
+    "rounding": {"linalg", "precision", "problem", "quantization"},
     "solvers": {"errors", "patterns", "linalg", "problem", "settings"},
     "effort": {"errors", "settings"},
     "targets": {"linalg", "problem"},
@@ -40,7 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "states": {"errors", "checkpoint"},
     "inputs": {"errors", "layout", "distributed", "precision"},
     "blocks": {"errors", "families", "checkpoint", "layout", "inputs", "distributed", "states", "precision"},
-    "fitting": {"blocks", "distributed", "effort", "errors", "record", "states"},
+    "fitting": {"blocks", "distributed", "effort", "errors", "layout", "record", "states"},
+    "scales": {"errors", "checkpoint", "layout", "quantization"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
 }
@@ -49,7 +52,8 @@ MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
     "pipeline": {"cli", "demo", "__init__"},
     "walk": {"pipeline"},
-    "blocks": {"pipeline", "walk", "masks", "fitting", "perplexity", "survey", "__init__"},
+    "packing": {"cli"},
+    "blocks": {"pipeline", "walk", "masks", "fitting", "packing", "perplexity", "survey", "__init__"},
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}

@@ -61,6 +61,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| effort | `{record.effort}` |"] if record.effort else []),
         f"| pattern | {record.pattern} |",
         *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
+        *([f"| grid of the weights | {record.quantization} |"] if record.quantization else []),
         f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
         f"| calibration | {record.calibration['samples']} windows of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",

@@ -61,7 +61,8 @@ class Display(Progress):
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         calibration = record.calibration
-        self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {record.pattern}")
+        wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
+        self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {wanted}")
         self._line(record.solver)
         self._line(
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "

@@ -70,7 +70,8 @@ class MatrixRecord:
         shape: (out, in).
         sparsity: Fraction of zeros in the tensor that was written.
         error: Squared output error relative to the squared output, on the calibration text; with dense targets of
-            those, and in any case before the block is fitted.
+            those, and in any case before the block is fitted. On a grid, ``stats["error_before_rounding"]`` is the
+            solver's.
         seconds: That the solver took.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used.
@@ -116,6 +117,7 @@ class Record:
         method: The solver's name, or that of its class.
         solver: The solver with all its parameters.
         effort: What was done to blocks besides, with all its parameters.
+        quantization: The grid that weights are on, such as "int4:128"; None for none.
         pattern: Which weights may be non-zero.
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
@@ -125,7 +127,7 @@ class Record:
             products of float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
             those of products and factorisations, as if no two matrices had the same inputs, and without what the
-            effort asks for besides.
+            effort or the grid ask for besides.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
         fits: One entry for each block that was fitted.
@@ -159,6 +161,7 @@ class Record:
     blocks: list[int] | None = None
     tf32: TF32 = "never"
     effort: str = ""
+    quantization: str | None = None
 
     @property
     def mean_error(self) -> float:
