@@ -217,7 +217,10 @@ def test_what_is_told(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "out", quantize="int4:16")
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
-    assert "| grid of the weights | int4:16 |" in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "| grid of the weights | int4:16, with scales in `quantization/scales.safetensors` |"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pruning_config"]["quantization"] == "int4:16"
     assert "quantization_config" not in config
@@ -308,6 +311,7 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
             value.nbytes for value in tensors(tmp_path / "packed").values()
         )
     assert (tmp_path / "packed" / "notes.txt").read_text() == "notes"
+    assert "packed integers" in (tmp_path / "packed" / "README.md").read_text()
     assert not (tmp_path / "packed" / FILE).exists()
 
 

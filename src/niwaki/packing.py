@@ -19,6 +19,11 @@ from niwaki.quantization import Grid, parse_grid
 from niwaki.record import write_json
 from niwaki.scales import read_scales
 
+#: For the model card.
+_PACKED = (
+    "The weights here are packed integers in the format `pack-quantized` of compressed-tensors, which has to be "
+    "installed to load them in transformers."
+)
 #: What programs that compute with packed weights have kernels for.
 _BITS = (4, 8)
 
@@ -57,6 +62,11 @@ def pack(model: str | Path, out: str | Path) -> None:
             place.clear([])
             _write(checkpoint, packed, grid, place.directory)
             carry_over(path, place.directory, checkpoint.shards)
+            with (
+                output_errors(place.directory),
+                (place.directory / "README.md").open("a", encoding="utf-8") as card,
+            ):
+                card.write(f"\n{_PACKED}\n")
             write_json(place.directory / "config.json", json.dumps(config, indent=2) + "\n")
             place.save(complete=True)
         place.move()

@@ -89,8 +89,7 @@ class Grid:
             scales = usable(widest * ratio, dtype)
             errors = self.project(W, scales, dtype).sub_(W).square_().mul_(importance)
             error = errors.view_as(grouped).sum(dim=2)
-            better = error < least
-            chosen[better], least[better] = scales[better], error[better]
+            chosen, least = torch.where(error < least, scales, chosen), torch.minimum(error, least)
         return chosen
 
     def codes(self, W: Tensor, scales: Tensor) -> Tensor:
