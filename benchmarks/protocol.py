@@ -6,12 +6,16 @@
     python benchmarks/protocol.py --calibration train.txt --text held.txt --text wikitext2.test.txt
     python benchmarks/protocol.py --model MODEL --calibration c4 --text wikitext2 --length 2048 --samples 128
 
-Experiments, of Boza 2024:
+Experiments of Boza 2024:
 
     table1    every method at every pattern (the default)
     table2    mask x update at 60 %
     table3    total time of every method at 60 %; with --repeat 3, median of 3 rounds in turns
     figure2   perplexity against time for updates of 1 to 100 steps of Wanda's mask at 60 and 80 %
+
+and of niwaki:
+
+    ablation  each ingredient of --effort alone, and the efforts
 
 256 windows of 256 tokens to calibrate on and 200 to measure on; the model is converted to float32 before it
 is pruned, and so is the result; the calibration and held-out excerpts that ship with niwaki are the
@@ -41,6 +45,11 @@ from niwaki.display import perplexity_table
 
 STEPS = (1, 10, 20, 50, 100)
 RATES = (0.01, 0.03, 0.1)
+#: What is changed in the effort "fast", one at a time.
+INGREDIENTS = (
+    *("groups=true", "dense_targets=0.5", "epochs=4", "importance=0.5"),
+    *("allocation=owl", "allocation=error", "allocation=loss:per=block", "allocation=loss"),
+)
 #: Methods and patterns of each experiment. "A+magnitude" is the mask of A with the weights as they were.
 EXPERIMENTS: dict[str, tuple[list[str], list[str]]] = {
     "table1": (list(METHODS), list(PATTERNS)),
@@ -55,7 +64,8 @@ EXPERIMENTS: dict[str, tuple[list[str], list[str]]] = {
     "table3": (
         [
             *("magnitude", "wanda", "ria", "obs", "dsnot", "swaps", "sparsegpt", "alps", "admm-grad"),
-            *("continuation", "admm1", "adam", "sgd", "cg", "exact"),
+            *("continuation", "continuation@balanced", "continuation@best"),
+            *("admm1", "adam", "sgd", "cg", "exact"),
         ],
         ["60 %"],
     ),
@@ -68,6 +78,14 @@ EXPERIMENTS: dict[str, tuple[list[str], list[str]]] = {
             *("wanda+sparsegpt", "sparsegpt", "wanda+exact", "admm-grad", "continuation"),
         ],
         ["60 %", "80 %"],
+    ),
+    "ablation": (
+        [
+            *("admm-grad", "continuation"),
+            *(f"continuation@fast:{change}" for change in INGREDIENTS),
+            *("continuation@balanced", "continuation@best"),
+        ],
+        ["50 %", "60 %", "70 %", "80 %", "90 %", "2:4"],
     ),
 }
 

@@ -139,6 +139,44 @@ def table2() -> list[str]:
     return markdown(["mask", *shown], rows)
 
 
+def ablation() -> list[str]:
+    """For each text perplexities, and the part of ADMM-Grad's gap to the dense model."""
+    cells = record("ablation")["cells"]
+    found = {(cell["method"], cell["pattern"]): cell for cell in cells}
+    methods = list(dict.fromkeys(method for method, _ in found if method != "dense"))
+    patterns = list(dict.fromkeys(pattern for _, pattern in found if pattern))
+    lines: list[str] = []
+    for text in cells[0]["perplexity"]:
+        dense = cells[0]["perplexity"][text]
+
+        def gap(method: str, pattern: str, text: str = text, dense: float = dense["value"]) -> float:
+            return float(found[method, pattern]["perplexity"][text]["value"]) - dense
+
+        rows = []
+        for method in methods:
+            row = [method.removeprefix("continuation@").replace("fast:", "+ ")]
+            for pattern in patterns:
+                shown = ""  # n:m has no allocation
+                if (method, pattern) in found:
+                    share = gap(method, pattern) / gap(methods[0], pattern)
+                    shown = f"{gap(method, pattern) + dense['value']:.2f} ({share:.2f})"
+                row.append(shown)
+            rows.append(row)
+        lines += [
+            f"On {text}, dense {dense['value']:.2f} ± {dense['standard_error']:.2f}:",
+            "",
+            *markdown(["", *patterns], rows),
+            "",
+        ]
+    times = {cell["method"]: cell["seconds"] for cell in record("table3")["cells"]}
+    shown = ", ".join(
+        f"{method.removeprefix('continuation@')} {times[method]:.1f} ({times[method] / times[methods[0]]:.2f})"
+        for method in methods
+        if method in times
+    )
+    return [*lines, f"Seconds of a whole run at 60 %, two cores, in brackets relative to the first: {shown}."]
+
+
 def table3() -> list[str]:
     """Seconds of a run and of its solving."""
     cells = [cell for cell in record("table3")["cells"] if cell["pattern"]]
@@ -213,6 +251,7 @@ def _mean(values: Iterable[float]) -> float:
 TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("README.md", "results", readme),
     ("docs/methods.md", "results", methods),
+    ("docs/effort.md", "ablation", ablation),
     ("docs/benchmarks.md", "layer_error", layer_error),
     ("docs/benchmarks.md", "figure1", figure1),
     ("docs/benchmarks.md", "figure2", figure2),

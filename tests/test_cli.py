@@ -303,7 +303,9 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
 
 
 def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None:
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--blocks", " 1:2")
+    ran = niwaki_(
+        "prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--blocks", " 1:2", "--effort", "fast"
+    )
     assert (ran.code, ran.err) == (0, "")
     assert "note: only block 1 of 2, counted from 0: no other is pruned" in ran.out
     assert "50.00 % of 7 matrices" in ran.out
@@ -332,7 +334,7 @@ def test_a_budget_of_memory(model: Path, tmp_path: Path, niwaki_: Command) -> No
 def test_going_on_and_starting_over(
     model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL]
+    command = ["prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--effort", "fast"]
 
     def stop() -> Result:
         with monkeypatch.context() as changed:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from niwaki import display as module
 from niwaki.display import Display, duration, operations, summary
-from niwaki.record import MatrixRecord, Record
+from niwaki.record import FitRecord, MatrixRecord, Record
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}
@@ -148,6 +149,40 @@ def test_the_time_left(clock: Clock) -> None:
     # Two blocks of 9 seconds, less the first batch of 0.75 s; and one.
     assert later[0][2] == "17 s left"
     assert "8 s left" in [left for _, description, left, _ in later if description == "block 3/3"]
+
+
+def test_a_look_at_the_dense_model_before(clock: Clock) -> None:
+    """It has a bar of its own, and is no part of the time that blocks are expected to take."""
+    display = Watched(console(True))
+    finished = record()
+    begin = display.begin
+
+    def planned(*given: Any) -> None:
+        begin(*given)
+        for block, stage in ((0, "sensitivity"), (0, "allocation"), (1, "allocation")):
+            display.stage(block, stage, 10)
+            for _ in range(10):
+                clock.now += 7.0
+                display.step()
+
+    display.begin = planned  # type: ignore[method-assign, assignment]
+    with display:
+        play(display, clock, finished, blocks=2)
+    planning = [shown for shown in display.shown if shown[1] == "planning"]
+    assert {shown[3] for shown in planning} == {"which outputs matter", "what zeros cost"}
+    assert {shown[2] for shown in planning} == {""}
+    first, second = (
+        [s[0] for s in planning if s[3] == d] for d in ("which outputs matter", "what zeros cost")
+    )
+    assert sorted(set(first)) == pytest.approx([step / 10 for step in range(1, 11)])
+    assert sorted(set(second)) == pytest.approx([step / 20 for step in range(1, 21)])
+    assert (first, second) == (sorted(first), sorted(second))
+    # Blocks are as if nothing had been before them.
+    alone = Watched(console(True))
+    with alone:
+        play(alone, clock, record(), blocks=2)
+    blocks, expected = ([s for s in d.shown if s[1].startswith("block")] for d in (display, alone))
+    assert blocks == expected
 
 
 def test_what_the_solver_says(clock: Clock) -> None:
@@ -377,3 +412,16 @@ def test_the_summary() -> None:
         ["seconds", "1.5 (solve 1.2)"],
         ["peak memory", "300 MiB resident, 5,120 MiB device"],
     ]
+
+
+def test_the_summary_of_more_effort() -> None:
+    finished = record(seconds={"total": 1.0})
+    for name, sparsity in (("q_proj", 0.25), ("k_proj", 0.75)):
+        finished.matrices.append(MatrixRecord(0, name, (8, 8), sparsity, 0.01, 1.0, 64, {}))
+    for before, after in ((0.25, 0.125), (0.75, 0.375)):
+        finished.fits.append(FitRecord(0, before, after, 2, 1.0))
+    finished.sparsity = 0.5
+    shown = console(False)
+    shown.print(summary(finished))
+    assert "50.00 % of 2 matrices, 25.0 to 75.0 % in one" in text(shown)
+    assert "error of blocks' outputs 0.5 to 0.25 (mean, on held-out samples)" in text(shown)

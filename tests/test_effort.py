@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
 from niwaki.blocks import Block
-from niwaki.effort import DEFAULT_EFFORT, EFFORTS, Effort, make_effort
+from niwaki.effort import DEFAULT_EFFORT, EFFORTS, PLAIN_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.pipeline import prune
 from niwaki.progress import Progress
@@ -24,7 +24,10 @@ from test_prune import raw, tensors, zeros
 from test_resume import StopAt, files
 
 TOKENS = random_tokens(24, 24)
-BEST = "best:epochs=1:batch=48:rate=0.005"  # two samples in a step
+# Where every matrix has half of its weights; how zeros are shared out is for test_planning.
+UNIFORM = "fast:groups=true:dense_targets=0.5"
+BEST = f"{UNIFORM}:epochs=1:batch=48:rate=0.005"  # two samples in a step
+TARGETS = "fast:dense_targets=0.5"
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
@@ -50,12 +53,18 @@ def vectors(model: Path, out: Path, case: str = "llama") -> set[str]:
 
 
 def test_efforts_by_name() -> None:
-    assert make_effort("fast") == EFFORTS[DEFAULT_EFFORT] == Effort()
+    assert make_effort("fast") == EFFORTS[PLAIN_EFFORT] == Effort()
     assert not Effort().dense
-    assert make_effort("balanced").dense
-    assert not make_effort("balanced").groups
-    best = make_effort("best:epochs=8:norms=true:rate=0.1:dense_targets=1:groups=False:batch=7:ridge=1e-3")
-    assert best == Effort(False, 1.0, 0.001, 8, 0.1, 7, True)
+    assert not Effort().plans
+    assert make_effort(DEFAULT_EFFORT).plans
+    assert make_effort("fast:importance=0.5").plans
+    assert not make_effort("balanced").dense
+    assert make_effort("best").dense
+    best = make_effort(
+        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
+        "rate=0.1:batch=7:norms=true"
+    )
+    assert best == Effort("owl", "block", 0.25, 0.5, False, 1.0, 0.001, 8, 0.1, 7, True)
     assert make_effort("fast:epochs=1").dense
     assert not make_effort("fast:norms=true").fits_norms
     assert make_effort("best:norms=true").fits_norms
@@ -70,6 +79,10 @@ def test_efforts_by_name() -> None:
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants int here"),
         ("best:groups=1", "groups='1': best wants bool here"),
+        ("best:allocation=outliers", "allocation must be uniform or owl or error or loss; got 'outliers'"),
+        ("best:per=row", "per must be matrix or block; got 'row'"),
+        ("best:importance=2", "importance must be from 0 to 1; got 2.0"),
+        ("best:pilot=0", "pilot must be above 0, to 1; got 0.0"),
         ("best:epochs=-1", "epochs must be 0 or more; got -1"),
         ("best:dense_targets=1.5", "dense_targets must be from 0 to 1; got 1.5"),
         ("best:dense_targets=nan", "dense_targets must be from 0 to 1; got nan"),
@@ -83,6 +96,16 @@ def test_efforts_that_are_none(tmp_path: Path, name: str, said: str) -> None:
     assert message(lambda: run(tmp_path, tmp_path / "out", effort=name)) == said
     with pytest.raises(UnknownNameError if "called" in said else UsageError):
         make_effort(name)
+
+
+def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
+    assert usual_effort(None, None) == DEFAULT_EFFORT
+    assert usual_effort("wanda", None) == usual_effort(None, "wanda") == PLAIN_EFFORT
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "named", effort=None)
+    assert record.effort == repr(Effort())
+    record = run(model, tmp_path / "usual", effort=None, solver=None)
+    assert record.effort == repr(make_effort(DEFAULT_EFFORT))
 
 
 # What comes of it
@@ -134,7 +157,8 @@ def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
     """On the calibration text the outputs come nearer to the dense model's."""
     model, tokens = save_model(tmp_path / "model", case), random_tokens(64, 24)
     errors = []
-    for number, effort in enumerate(("fast", "balanced", "best:epochs=0", "best:epochs=3:batch=48")):
+    efforts = ("fast", TARGETS, f"{UNIFORM}:epochs=0", f"{UNIFORM}:epochs=3:batch=48")
+    for number, effort in enumerate(efforts):
         out = tmp_path / str(number)
         run(model, out, effort=effort, calibration=tokens)
         errors.append(block_errors(model, out, tokens)[-1])
@@ -147,7 +171,7 @@ def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
 def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None:
     """Of one batch, all is held out: the error in the record is that of the model on the disk."""
     model = save_model(tmp_path / "model")
-    record = run(model, tmp_path / "out", effort="best:epochs=3:batch=576")
+    record = run(model, tmp_path / "out", effort=f"{UNIFORM}:epochs=3:batch=576")
     errors = block_errors(model, tmp_path / "out", TOKENS)
     assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
 
@@ -195,11 +219,11 @@ def test_norms_and_biases(tmp_path: Path, case: str) -> None:
     assert len(inside) > 4
     assert vectors(model, tmp_path / "out", case) == inside
     # The record's error is that of all that is written.
-    whole = run(model, tmp_path / "whole", effort="best:epochs=2:batch=576:norms=true")
+    whole = run(model, tmp_path / "whole", effort=f"{UNIFORM}:epochs=2:batch=576:norms=true")
     errors = block_errors(model, tmp_path / "whole", TOKENS)
     assert [fit.after for fit in whole.fits] == pytest.approx(errors, rel=1e-3)
     # Without epochs they stay.
-    run(model, tmp_path / "unfitted", effort="best:epochs=0:norms=true")
+    run(model, tmp_path / "unfitted", effort=f"{UNIFORM}:epochs=0:norms=true")
     assert vectors(model, tmp_path / "unfitted", case) == set()
 
 
@@ -223,7 +247,7 @@ def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
             assert torch.equal(value, tensors(tmp_path / "both")[key])
 
 
-@pytest.mark.parametrize("effort", ["balanced", "best:epochs=0", BEST])
+@pytest.mark.parametrize("effort", [TARGETS, f"{UNIFORM}:epochs=0", BEST])
 def test_the_dense_model_does_not_run_behind_the_last_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str
 ) -> None:
@@ -243,7 +267,7 @@ def test_the_dense_model_does_not_run_behind_the_last_block(
 def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
     """Like a run over all of a model in which the blocks before have nothing to prune."""
     model = save_model(tmp_path / "model", "llama grouped")
-    record = run(model, tmp_path / "out", blocks=blocks, effort="best:epochs=2:batch=576")
+    record = run(model, tmp_path / "out", blocks=blocks, effort=f"{UNIFORM}:epochs=2:batch=576")
     assert [fit.block for fit in record.fits] == list(range(*blocks))
     before, after = tensors(model), tensors(tmp_path / "out")
     for key, value in after.items():
@@ -258,7 +282,7 @@ def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
-@pytest.mark.parametrize("effort", ["balanced", BEST, f"{BEST}:norms=true"])
+@pytest.mark.parametrize("effort", [TARGETS, BEST, f"{BEST}:norms=true"])
 def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str) -> None:
     """Twice; with little memory; stopped behind each block, with and without little memory."""
     model = save_model(tmp_path / "model", case, shards=True)

@@ -40,8 +40,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
     "states": {"errors", "checkpoint"},
-    "inputs": {"errors", "layout", "distributed", "precision"},
-    "blocks": {"errors", "families", "checkpoint", "layout", "inputs", "distributed", "states", "precision"},
+    "inputs": {"errors", "layout", "linalg", "distributed", "precision"},
+    "blocks": {
+        *(
+            "errors",
+            "families",
+            "checkpoint",
+            "layout",
+            "linalg",
+            "inputs",
+            "distributed",
+            "states",
+            "precision",
+        ),
+    },
+    "allocation": set(),
+    "sensitivity": {"errors", "layout", "blocks", "distributed", "states"},
     "fitting": {"blocks", "distributed", "effort", "errors", "layout", "record", "states"},
     "scales": {"errors", "checkpoint", "layout", "quantization"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
@@ -52,8 +66,21 @@ MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
     "pipeline": {"cli", "demo", "__init__"},
     "walk": {"pipeline"},
-    "packing": {"cli"},
-    "blocks": {"pipeline", "walk", "masks", "fitting", "packing", "perplexity", "survey", "__init__"},
+    "exporting": {"cli"},
+    "blocks": {
+        *(
+            "pipeline",
+            "walk",
+            "masks",
+            "fitting",
+            "exporting",
+            "planning",
+            "sensitivity",
+            "perplexity",
+            "survey",
+            "__init__",
+        ),
+    },
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}

@@ -16,7 +16,7 @@ from models import CASES, is_pruned, message, random_tokens, reference, save_mod
 from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import Checkpoint
 from niwaki.errors import OutputError, UnsupportedModelError
-from niwaki.packing import pack, packed_integers
+from niwaki.exporting import export, packed_integers
 from niwaki.pipeline import prune
 from niwaki.quantization import Grid
 from niwaki.record import Record
@@ -278,7 +278,7 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
     model = save_model(tmp_path / "model", dtype=torch.bfloat16, shards=shards)
     (model / "notes.txt").write_text("notes")
     run(model, tmp_path / "out", quantize=quantize, blocks=(1, 2))
-    pack(tmp_path / "out", tmp_path / "packed")
+    export(tmp_path / "out", tmp_path / "packed")
     before, after = tensors(tmp_path / "out"), tensors(tmp_path / "packed")
     scales = load_file(tmp_path / "out" / FILE)
     packed = {key.removesuffix("_scale") for key in scales}
@@ -322,7 +322,7 @@ def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case
     pytest.importorskip("compressed_tensors")
     model = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
     run(model, tmp_path / "out", quantize=quantize)
-    pack(tmp_path / "out", tmp_path / "packed")
+    export(tmp_path / "out", tmp_path / "packed")
     dense, packed = (reference(tmp_path / name, torch.bfloat16) for name in ("out", "packed"))
     assert torch.equal(dense(TOKENS).logits, packed(TOKENS).logits)
 
@@ -346,7 +346,7 @@ def test_what_cannot_be_packed(tmp_path: Path, case: str, quantize: str | None, 
     run(model, tmp_path / "out", quantize=quantize, measure="none")
     kind = UnsupportedModelError if case != "llama" else Exception
     with pytest.raises(kind) as caught:
-        pack(tmp_path / "out", tmp_path / "packed")
+        export(tmp_path / "out", tmp_path / "packed")
     assert said in str(caught.value)
     assert not (tmp_path / "packed").exists()
 
@@ -358,14 +358,14 @@ def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.packing.save_file", full)
-    assert "no space left" in message(lambda: pack(tmp_path / "out", tmp_path / "packed"), OutputError)
+    monkeypatch.setattr("niwaki.exporting.save_file", full)
+    assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
 def test_a_packed_model_is_not_pruned(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run(model, tmp_path / "out", measure="none")
-    pack(tmp_path / "out", tmp_path / "packed")
+    export(tmp_path / "out", tmp_path / "packed")
     said = message(lambda: run(tmp_path / "packed", tmp_path / "again"), UnsupportedModelError)
     assert "is quantised; prune the original" in said

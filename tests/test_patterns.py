@@ -594,7 +594,8 @@ class TestParse:
     )
     def test_no_pattern(self, text: str) -> None:
         examples = (
-            r"unstructured:0\.6 or per-row:0\.6, or transposable-2:4, block-4x4:0\.5 or 2:4\+per-row:0\.6"
+            r"unstructured:0\.6 or per-row:0\.6, or transposable-2:4, mixed-2:4, block-4x4:0\.5 "
+            r"or 2:4\+per-row:0\.6"
         )
         with pytest.raises(PatternError, match=f"is no pattern; try 2:4, {examples}"):
             parse_pattern(text)

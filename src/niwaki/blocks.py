@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from niwaki.errors import (
     WorkerError,
 )
 from niwaki.families import FAMILIES, Family
-from niwaki.inputs import InputGram, InputGrams
+from niwaki.inputs import InputGram, InputGrams, Product, Products
 from niwaki.layout import Layout, Matrix
+from niwaki.linalg import is_finite
 from niwaki.precision import TF32
 from niwaki.states import Batches, Room, States
 
@@ -161,14 +163,16 @@ class StreamedModel:
         return max(sum(value.nbytes for value in block.parameters()) for block in self.blocks)
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor, tokens_per_batch: int | None = None) -> States:
+    def embed(self, tokens: Tensor, tokens_per_batch: int | None = None, room: Room | None = None) -> States:
         """The inputs of the first block for ``tokens`` (samples, length), in batches of so many, or of one sample.
+
+        They go to ``room``, by default the model's.
 
         Raises:
             UnsupportedModelError: blocks get more from the tokens than their hidden states.
         """
         batches = list(tokens.split(max(1, (tokens_per_batch or TOKENS_PER_BATCH) // tokens.shape[1])))
-        states = States(batches, Batches(self.room))
+        states = States(batches, Batches(room or self.room))
         seen: list[Tensor] = []
 
         def record(index: int) -> Callable[..., Any]:
@@ -239,12 +243,11 @@ class StreamedModel:
         ``states`` are those after the last block.
         """
         losses = []
-        with self._outer_weights():
+        with self.head() as head:
             for batch, ends in zip(states.tokens, states.hidden, strict=True):
                 samples = max(1, LOGITS_PER_BATCH // (batch.shape[1] * self.config.vocab_size))
                 for tokens, hidden in zip(batch.split(samples), ends.split(samples), strict=True):
-                    with self._replaced_blocks(self._constant(hidden)):
-                        logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+                    logits = head(hidden, tokens)
                     loss = nn.functional.cross_entropy(
                         logits[:, :-1].flatten(0, 1).float(),
                         tokens[:, 1:].flatten().to(self.device),
@@ -256,17 +259,35 @@ class StreamedModel:
             raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
         return found
 
-    def stream(self) -> Generator[Block]:
-        """The blocks in order, each with its weights until the next one is asked for.
+    @contextlib.contextmanager
+    def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """What makes logits (samples, length, vocabulary) of hidden states behind the last block and their tokens.
+
+        It computes in ``dtype``, by default the model's.
+        """
+
+        def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
+            """``hidden`` (samples, length, width), ``tokens`` (samples, length)."""
+            with self._replaced_blocks(self._constant(hidden.to(dtype or hidden.dtype))):
+                found: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+            return found
+
+        with self._outer_weights(dtype):
+            yield logits
+
+    def stream(self, backwards: bool = False) -> Generator[Block]:
+        """The blocks in order, or the last one first, each with its weights until the next one is asked for.
 
         For a GPU those of the next block are read and copied meanwhile.
         """
+        order = range(len(self.blocks))[:: -1 if backwards else 1]
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
             coming: Future[dict[str, Tensor]] | None = None
-            for index, module in enumerate(self.blocks):
+            for index, after in zip_longest(order, order[1:]):
+                module = self.blocks[index]
                 weights = coming.result() if coming else self._read(module, f"{self.path}.{index}.")
-                if reader and index + 1 < len(self.blocks):
-                    coming = reader.submit(self._read, self.blocks[index + 1], f"{self.path}.{index + 1}.")
+                if reader and after is not None:
+                    coming = reader.submit(self._read, self.blocks[after], f"{self.path}.{after}.")
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
                     block = Block(index, module, self)
@@ -301,9 +322,16 @@ class StreamedModel:
         return weights
 
     @contextlib.contextmanager
-    def _outer_weights(self) -> Iterator[None]:
-        """Everything outside the blocks: embeddings, last norm, head."""
-        with _holding(self.model, self._read(self.model, "", skip=self.path + ".")):
+    def _outer_weights(self, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Everything outside the blocks: embeddings, last norm, head; in the model's dtype or another."""
+        weights = self._read(self.model, "", skip=self.path + ".")
+        if dtype is not None:
+            weights = {
+                name: value.to(dtype) if value.is_floating_point() else value
+                for name, value in weights.items()
+            }
+        with _holding(self.model, weights):
+            del weights
             head = self.model.get_output_embeddings()
             own = head.weight
             if own.is_meta:  # not in the checkpoint: tied to the embeddings, for as long as they are here
@@ -571,6 +599,26 @@ class Block:
         """What the block computes with as the parameter ``name`` of ``vectors``; what is copied into it counts."""
         return self._module.get_parameter(name).data
 
+    @torch.enable_grad()
+    def pull(
+        self, hidden: Tensor, gradient: Tensor, states: States, inputs: Product, outputs: Product
+    ) -> Tensor:
+        """(samples, length, width): the gradient with respect to ``hidden``, given that with respect to the outputs.
+
+        Args:
+            hidden: One of the batches of inputs of ``states``.
+            gradient: Likewise, in the same dtype.
+            states: What else the block is called with.
+            inputs: Is told of the inputs of each matrix, in the forward pass; see :class:`niwaki.inputs.Products`.
+            outputs: Is told of the gradients with respect to the outputs of each matrix, in the backward pass.
+        """
+        parameters = dict(self._module.named_parameters())
+        hidden = hidden.detach().requires_grad_()
+        with Products(self.matrices, parameters, inputs):
+            out = self._run(hidden, states)
+        with Products(self.matrices, parameters, outputs, backward=True):
+            return torch.autograd.grad(out, hidden, gradient)[0]
+
     def run(self, hidden: Tensor, states: States) -> Tensor:
         """The outputs for ``hidden``, one of the batches of ``states``, with gradients where they are wanted.
 
@@ -587,7 +635,7 @@ class Block:
 
 
 def _finite(key: str, stored: Tensor) -> Tensor:
-    if not torch.isfinite(stored).all():
+    if not is_finite(stored):
         raise NumericalError(f"{key}: a pruned weight is too large for {stored.dtype}")
     return stored
 

@@ -26,7 +26,7 @@ from rich.text import Text
 
 import niwaki
 from niwaki.display import Display, duration, perplexity_table, survey_tables
-from niwaki.effort import DEFAULT_EFFORT
+from niwaki.effort import usual_effort
 from niwaki.errors import NiwakiError, UsageError
 from niwaki.record import write_json
 
@@ -91,14 +91,21 @@ def prune(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
     ] = None,
     effort: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="fast, balanced or best: what is done for matrices and blocks to fit together; with parameters as in "
-            "best:epochs=8."
+            help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; "
+            "with parameters as in best:epochs=8. \\[default: balanced; with --solver or --mask-from "
+            "fast, methods as they were published]"
         ),
-    ] = DEFAULT_EFFORT,
+    ] = None,
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="How zeros are shared out among matrices: uniform, or by loss, error or owl. \\[default: the effort's]"
+        ),
+    ] = None,
     sparsity: Annotated[
-        float | None, typer.Option(help="Fraction of zeros in every matrix, such as 0.6.")
+        float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")
     ] = None,
     pattern: Annotated[
         str | None,
@@ -164,6 +171,9 @@ def prune(
     from niwaki.states import parse_size
 
     name = solver or DEFAULT_SOLVER
+    effort = effort or usual_effort(solver, mask_from)
+    if allocation is not None:
+        effort += f":allocation={allocation}"
     with world(device) as (team, device), Display(out) as display:
         run(
             model,
@@ -237,7 +247,7 @@ def evaluate(
 
 
 @app.command()
-def pack(
+def export(
     model: Annotated[str, typer.Argument(help="A directory that 'prune --quantize' wrote.")],
     output: Annotated[
         Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")
@@ -245,9 +255,9 @@ def pack(
 ) -> None:
     """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
     _quiet_libraries()
-    from niwaki.packing import pack as run
+    from niwaki.exporting import export as run
 
-    with out.status("packing"):
+    with out.status("exporting"):
         run(model, output)
     out.print(f"written to {output}", soft_wrap=True, markup=False)
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from niwaki.calibration import load_tokenizer, read_windows
 from niwaki.checkpoint import locate_model
+from niwaki.effort import PLAIN_EFFORT
 from niwaki.perplexity import Perplexity, evaluate
 from niwaki.pipeline import prune
 
 #: Boza 2024, table 1.
 PATTERNS = ("50 %", "60 %", "70 %", "80 %", "2:4")
-#: The methods of that table, and the default of niwaki.
-METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation")
+#: The methods of that table, and niwaki's solver, alone and as it is by default.
+METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Cell:
     """One method at one pattern.
 
     Attributes:
-        method: A name that ``make_solver`` knows, or "dense".
+        method: A name that ``make_solver`` knows, or that and an effort, as "continuation@best"; or "dense".
         pattern: Such as "50 %" or "2:4"; "" for the dense model.
         perplexity: Of the result, by the name of the text.
         seconds: That pruning took, from the model directory to the pruned one.
@@ -60,7 +61,8 @@ def table(
         samples: Windows of ``calibration``.
         text_samples: Windows of each of ``texts``.
         length: Tokens in a window.
-        methods: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact".
+        methods: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact"; with another effort than
+            "fast" behind it, as in "continuation@best:epochs=3".
         patterns: Percentages such as "50 %", or n:m.
         done: Called with each cell as it is done.
 
@@ -78,12 +80,14 @@ def table(
     for pattern in patterns:
         sparsity = float(pattern.rstrip(" %")) / 100 if pattern.endswith("%") else None
         for method in methods:
+            solver, _, effort = method.partition("@")
             with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
                 out = Path(scratch) / "pruned"
                 record = prune(
                     model,
                     out,
-                    solver=method,
+                    solver=solver,
+                    effort=effort or PLAIN_EFFORT,
                     sparsity=sparsity,
                     pattern=pattern if sparsity is None else None,
                     calibration=windows.tokens,

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from niwaki.demo import Cell
     from niwaki.survey import MatrixSurvey
 
+#: Stages of the look at the dense model.
+_PLANNING = ("sensitivity", "allocation")
+_DETAILS = {
+    "sensitivity": "which outputs matter",
+    "allocation": "what zeros cost",
+    "capture": "inputs",
+    "fit": "fitting the block",
+    "advance": "outputs",
+}
+
 
 class Display(Progress):
     """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
@@ -47,6 +57,7 @@ class Display(Progress):
         self._began = self._stage_began = self._drawn = time.monotonic()
         self._blocks = self._block = 0
         self._stage, self._steps, self._done = "", 1, 0
+        self._planning = False
         self._detail = ""
         self._solved: list[MatrixRecord] = []
         self._names: list[str] = []
@@ -79,11 +90,14 @@ class Display(Progress):
 
     def stage(self, block: int, name: str, steps: int) -> None:
         self._close_stage()
-        if block != self._block:
+        if block != self._block or self._planning != (name in _PLANNING):
             self._close_block()
+        if self._planning and name not in _PLANNING:
+            self._began = time.monotonic()  # the time so far says nothing of what comes
+        self._planning = name in _PLANNING
         self._block, self._stage, self._steps, self._done = block, name, steps, 0
         self._stage_began = time.monotonic()
-        self._detail = {"capture": "inputs", "advance": "outputs", "fit": "fitting the block"}.get(name, "")
+        self._detail = _DETAILS.get(name, "")
         self._draw()
 
     def step(self) -> None:
@@ -151,6 +165,13 @@ class Display(Progress):
         if self._live is None or now - self._drawn < 0.1:
             return
         self._drawn = now
+        if self._planning:
+            part = min(1.0, self._done / max(1, self._steps))
+            fraction = part if self._stage == "sensitivity" else (self._block + part) / self._blocks
+            self._bar.update(
+                self._task, completed=fraction, description="planning", left="", detail=self._detail
+            )
+            return
         part = sum(self._shares[: len(self._spent)])
         part += sum(self._shares[len(self._spent) :][:1]) * min(1.0, self._done / max(1, self._steps))
         fraction = (self._block + part) / self._blocks
@@ -198,8 +219,18 @@ def summary(record: Record) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices")
+    sparsities = [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
+    low, high = min(sparsities), max(sparsities)
+    between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
+    table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices{between}")
     table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
+    if record.fits:
+        before, after = (
+            sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")
+        )
+        table.add_row(
+            "fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)"
+        )
     for when, measured in record.perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(Perplexity(**measured))))  # Text: no markup in paths
     parts = ", ".join(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from niwaki.errors import UsageError
 from niwaki.settings import choose
+
+Allocation = Literal["uniform", "owl", "error", "loss"]
+ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,13 @@ class Effort:
     """How matrices and blocks are made to fit together. The default is the plain layer-wise method.
 
     Attributes:
+        allocation: How zeros are shared out among matrices whose pattern leaves it open: the same sparsity for all
+            ("uniform"), or by "loss", "error" or "owl", see :mod:`niwaki.planning`.
+        per: Whether each "matrix" has a sparsity of its own then, or all of a "block" have the same ("owl" does).
+        importance: How far squared errors of outputs count by how sensitive the model's loss is to them, when the
+            weights of a matrix are chosen: its power, 0 for not at all, 1 in full. It makes a difference where rows
+            compete with each other, as in unstructured patterns.
+        pilot: The share of the calibration text that is looked at for these, at least one sample of each process.
         groups: Whether inputs are computed anew after each group of matrices with the same inputs (q, k, v; o; gate,
             up; down; those of all experts together), so that each group is solved for what the pruned ones before it
             give.
@@ -30,16 +41,24 @@ class Effort:
         UsageError: a value is out of its range.
     """
 
+    allocation: Allocation = "uniform"
+    per: Literal["matrix", "block"] = "matrix"
+    importance: float = 0.0
+    pilot: float = 0.0625
     groups: bool = False
     dense_targets: float = 0.0
     ridge: float = 0.01
     epochs: int = 0
-    rate: float = 0.02
+    rate: float = 0.03
     batch: int = 2048
     norms: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted, range_ in (
+            ("allocation", self.allocation in ALLOCATIONS, " or ".join(ALLOCATIONS)),
+            ("per", self.per in ("matrix", "block"), "matrix or block"),
+            ("importance", 0 <= self.importance <= 1, "from 0 to 1"),
+            ("pilot", 0 < self.pilot <= 1, "above 0, to 1"),
             ("dense_targets", 0 <= self.dense_targets <= 1, "from 0 to 1"),
             ("ridge", 0 < self.ridge < math.inf, "above 0"),
             ("epochs", self.epochs >= 0, "0 or more"),
@@ -48,6 +67,11 @@ class Effort:
         ):
             if not accepted:
                 raise UsageError(f"{name} must be {range_}; got {getattr(self, name)!r}")
+
+    @property
+    def plans(self) -> bool:
+        """Whether the dense model is looked at before."""
+        return self.allocation != "uniform" or self.importance > 0
 
     @property
     def dense(self) -> bool:
@@ -63,11 +87,18 @@ class Effort:
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
-    "balanced": Effort(dense_targets=0.5),
-    "best": Effort(groups=True, dense_targets=0.5, epochs=5),
+    "balanced": Effort(allocation="loss", importance=0.5),
+    "best": Effort(allocation="loss", importance=0.5, epochs=4),
 }
 
-DEFAULT_EFFORT = "fast"
+DEFAULT_EFFORT = "balanced"
+#: Methods as they were published.
+PLAIN_EFFORT = "fast"
+
+
+def usual_effort(*methods: object) -> str:
+    """The effort where none is asked for: the plain one if any of ``methods`` is, and not None."""
+    return DEFAULT_EFFORT if all(method is None for method in methods) else PLAIN_EFFORT
 
 
 def make_effort(name: str) -> Effort:

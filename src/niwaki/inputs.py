@@ -20,12 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from niwaki.distributed import World
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layout import Matrix
+from niwaki.linalg import is_finite
 from niwaki.precision import TF32, gram_in_tf32, products
 
 _ATEN = torch.ops.aten
 #: Where the first of the two factors is among the arguments.
 _PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
 
+#: What :class:`Products` calls.
+Product = Callable[[str, int | None, Tensor, bool], None]
 
 #: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
 _STRIP = 512
@@ -82,8 +85,6 @@ class InputGrams:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
         for matrix in self.matrices:
             self._by_expert.setdefault((matrix.parameter, matrix.expert), []).append(matrix)
-        self._transposed = {matrix.parameter: matrix.transposed for matrix in self.matrices}
-        self._by_memory: dict[int, str] = {}
 
     def watch(self, run: Callable[[], object], dense: dict[str, Tensor] | None = None) -> None:
         """Calls ``run``, which is one forward pass of the block.
@@ -118,12 +119,9 @@ class InputGrams:
 
     @contextlib.contextmanager
     def _pass(self, run: Callable[[], object]) -> Iterator[None]:
-        # Each time: between two passes a parameter may have got other memory.
-        self._by_memory = {
-            self.parameters[name].untyped_storage().data_ptr(): name for name in self._transposed
-        }
         try:
-            with contextlib.suppress(_EnoughError), _Products(self._product):
+            # Each time: between two passes a parameter may have got other memory.
+            with contextlib.suppress(_EnoughError), Products(self.matrices, self.parameters, self._product):
                 run()
             self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
             yield
@@ -162,7 +160,7 @@ class InputGrams:
             gram.mean.div_(max(1, gram.tokens + gram.borrowed))
             if gram.cross is not None:
                 gram.cross.div_(max(1, gram.tokens))
-            if not all(torch.isfinite(M).all() for M in (gram.H, gram.cross) if M is not None):
+            if not all(is_finite(M) for M in (gram.H, gram.cross) if M is not None):
                 raise NumericalError(
                     f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; "
                     "try --dtype float32, or another text"
@@ -180,26 +178,9 @@ class InputGrams:
             gram.names, gram.tokens = names, count
         return grams
 
-    def _product(self, weight: Tensor, X: Tensor, inner: int) -> None:
-        """A product of X (.., rows, in) with a weight whose dimension ``inner`` is summed over."""
-        parameter = self._by_memory.get(weight.untyped_storage().data_ptr())
-        if parameter is None:
-            return
-        whole = self.parameters[parameter]
-        stacked = whole.ndim == 3
-        transposed = weight.stride(inner) != whole.stride(-1)
-        if transposed != self._transposed[parameter] and 1 not in weight.shape[-2:]:
-            raise UnsupportedModelError(
-                f"{parameter} is used as the transpose of what its module suggests; please report this model"
-            )
-        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
-        if weight.ndim == 2 or weight.stride(0) == 0:
-            self._add(parameter, first if stacked else None, X.flatten(0, -2), X)
-            return
-        step = weight.stride(0) // whole.stride(0) if stacked else 0
-        for i, rows in enumerate(X):
-            # Where all experts run on as many rows, those of other experts' tokens are zero.
-            self._add(parameter, first + i * step if stacked else None, rows[rows.any(dim=1)], rows)
+    def _product(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
+        # Where all experts run on as many rows, those of other experts' tokens are zero.
+        self._add(parameter, expert, X[X.any(dim=1)] if together else X.flatten(0, -2), X)
 
     def _add(self, parameter: str, expert: int | None, X: Tensor, origin: Tensor) -> None:
         names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]
@@ -274,12 +255,32 @@ class _EnoughError(Exception):
     """The rest of a pass is not needed."""
 
 
-class _Products(TorchDispatchMode):
-    """Tells ``product`` of both factors of each matrix product, each as the weight that it may be."""
+class Products(TorchDispatchMode):
+    """Tells what known weights are multiplied with.
 
-    def __init__(self, product: Callable[[Tensor, Tensor, int], None]) -> None:
+    In a forward pass that is a matrix's inputs, in a backward pass the gradient with respect to its outputs.
+
+    Args:
+        matrices: The matrices to know.
+        parameters: Their parameters by path, with the memory that the passes use.
+        found: Called with the parameter's path, which expert's part of it (None outside of experts), the other factor
+            (.., rows, in or out), and whether all experts run together on as many rows each.
+        backward: Whether it is a backward pass.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[Matrix],
+        parameters: Mapping[str, Tensor],
+        found: Product,
+        backward: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._product = product
+        # In a backward pass weights are the transposes of what they were in the forward pass.
+        self._transposed = {matrix.parameter: matrix.transposed != backward for matrix in matrices}
+        self._parameters = parameters
+        self._by_memory = {parameters[name].untyped_storage().data_ptr(): name for name in self._transposed}
+        self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = _PRODUCTS.get(func)
@@ -288,3 +289,23 @@ class _Products(TorchDispatchMode):
             self._product(right, left, -2)
             self._product(left, right.mT, -1)
         return func(*args, **(kwargs or {}))
+
+    def _product(self, weight: Tensor, X: Tensor, inner: int) -> None:
+        """A product of X (.., rows, in) with what may be a weight whose dimension ``inner`` is summed over."""
+        parameter = self._by_memory.get(weight.untyped_storage().data_ptr())
+        if parameter is None:
+            return
+        whole = self._parameters[parameter]
+        stacked = whole.ndim == 3
+        transposed = weight.stride(inner) != whole.stride(-1)
+        if transposed != self._transposed[parameter] and 1 not in weight.shape[-2:]:
+            raise UnsupportedModelError(
+                f"{parameter} is used as the transpose of what its module suggests; please report this model"
+            )
+        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
+        if weight.ndim == 2 or weight.stride(0) == 0:
+            self._found(parameter, first if stacked else None, X, False)
+            return
+        step = weight.stride(0) // whole.stride(0) if stacked else 0
+        for i, rows in enumerate(X):
+            self._found(parameter, first + i * step if stacked else None, rows, True)

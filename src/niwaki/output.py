@@ -87,7 +87,7 @@ class Workplace:
 
     def clear(self, shards: list[str]) -> None:
         """Removes what an earlier run left, except the shards, or folders, that hold the blocks it has done."""
-        kept = set(shards) if self.journal.blocks else set()
+        kept = {*shards, self.plan.name} if self.journal.blocks else set()
         with output_errors(self._out):
             for path in self.directory.iterdir():
                 if path.name in kept:
@@ -102,6 +102,11 @@ class Workplace:
         journal = dataclasses.replace(self.journal, **changes)
         write_json(self._path, json.dumps(dataclasses.asdict(journal)) + "\n", sync=True)
         vars(self.journal).update(changes)
+
+    @property
+    def plan(self) -> Path:
+        """Where the plan is kept until the run is done, see :mod:`niwaki.planning`."""
+        return self.directory / "plan.safetensors"
 
     @property
     def has_more_to_come(self) -> bool:

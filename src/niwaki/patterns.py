@@ -79,6 +79,13 @@ class Pattern(abc.ABC):
             never cross a multiple of ``width`` that is a multiple of ``group``.
         """
 
+    def at(self, sparsity: float) -> Pattern | None:
+        """This kind of pattern with another sparsity, or the nearest that it can have.
+
+        None if it has one only: n:m is what hardware takes, and a mask that is given is that mask.
+        """
+        return None
+
     @property
     def group(self) -> int:
         """The number of columns that stand or fall together: m for n:m, a block's columns, otherwise 1."""
@@ -178,6 +185,9 @@ class Unstructured(_ByRows):
             for count, part in zip(kept, scores, strict=True)
         ]
 
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, sparsity=sparsity)
+
     def partial(self, fraction: float) -> Pattern:
         return replace(self, sparsity=self.sparsity * fraction)
 
@@ -211,6 +221,9 @@ class PerRow(_ByRows):
     def threshold(self, scores: Tensor) -> Tensor | None:
         zeros = _zeros(self.sparsity, self.weights(scores)) // self.rows.of(scores.shape[0])
         return kth_smallest_per_row(scores, zeros) if zeros else None
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, sparsity=sparsity)
 
     def partial(self, fraction: float) -> Pattern:
         return replace(self, sparsity=self.sparsity * fraction)
@@ -275,6 +288,21 @@ class NM(_NOfM):
 
     def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         return [self] * len(scores)
+
+
+@dataclass(frozen=True)
+class MixedNM(NM):
+    """n:m, or another number than n of every m, the same in a matrix: so that all have that sparsity together.
+
+    Of itself it is n:m; see :mod:`niwaki.planning` for which matrix gets which number.
+    """
+
+    def __str__(self) -> str:
+        return f"mixed-{self.n}:{self.m}"
+
+    def at(self, sparsity: float) -> Pattern | None:
+        kept = math.floor((1 - sparsity) * self.m + 1e-9)
+        return NM(min(self.m, max(1, kept)), self.m, rows=self.rows)
 
 
 class _Tiled(Pattern):
@@ -385,6 +413,9 @@ class Quota(_ByRows):
     def mask(self, scores: Tensor) -> Tensor:
         return self.quota.mask(_left_by(self.within, scores))
 
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, quota=replace(self.quota, sparsity=max(sparsity, self.within.sparsity)))
+
     def partial(self, fraction: float) -> Pattern:
         return _Partial(self, fraction)
 
@@ -431,6 +462,9 @@ class Block(_Tiled):
         self.check((scores.shape[0], scores.shape[1]))
         blocks = scores.numel() // math.prod(self.shape)
         return keep_highest_blocks(scores, self.shape, _zeros(self.sparsity, blocks))
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, sparsity=sparsity)
 
     def partial(self, fraction: float) -> Pattern:
         return Block(self.sparsity * fraction, self.shape)
@@ -493,8 +527,8 @@ class Fixed(_ByRows):
 def parse_pattern(text: str) -> Pattern:
     """A pattern from what its ``str`` is.
 
-    ``"2:4"``, ``"unstructured:0.6"``, ``"per-row:0.6"``, ``"transposable-2:4"``, ``"block-4x4:0.5"``,
-    ``"2:4+per-row:0.6"`` or ``"2:4+unstructured:0.6"``.
+    ``"2:4"``, ``"unstructured:0.6"``, ``"per-row:0.6"``, ``"transposable-2:4"``, ``"mixed-2:4"``,
+    ``"block-4x4:0.5"``, ``"2:4+per-row:0.6"`` or ``"2:4+unstructured:0.6"``.
 
     Raises:
         PatternError: it is none of these, or its numbers are out of range.
@@ -506,8 +540,15 @@ def parse_pattern(text: str) -> Pattern:
             nm, rest = parse_pattern(within), parse_pattern(quota)
             if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
                 return Quota(nm, rest)
-        elif match := re.fullmatch(r"(transposable-)?(\d+):(\d+)", within):
-            return (TransposableNM if match[1] else NM)(int(match[2]), int(match[3]))
+        elif match := re.fullmatch(r"(transposable-|mixed-)?(\d+):(\d+)", within):
+            n, m = int(match[2]), int(match[3])
+            return (
+                TransposableNM(n, m)
+                if match[1] == "transposable-"
+                else MixedNM(n, m)
+                if match[1]
+                else NM(n, m)
+            )
         elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
             return Block(float(number), (int(match[1]), int(match[2])))
         elif kind in ("unstructured", "per-row"):
@@ -517,7 +558,7 @@ def parse_pattern(text: str) -> Pattern:
             raise
     raise PatternError(
         f"{text!r} is no pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
-        "or transposable-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
+        "or transposable-2:4, mixed-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
     )
 
 

@@ -23,7 +23,7 @@ from niwaki.checkpoint import (
     verify,
 )
 from niwaki.distributed import World
-from niwaki.effort import DEFAULT_EFFORT, Effort, make_effort
+from niwaki.effort import Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.fitting import COPIES
 from niwaki.masks import described, patterns_of, wanted_pattern
@@ -46,9 +46,9 @@ def prune(
     model: str | Path,
     out: str | Path,
     *,
-    solver: str | Solver = DEFAULT_SOLVER,
+    solver: str | Solver | None = None,
     method: str | None = None,
-    effort: str | Effort = DEFAULT_EFFORT,
+    effort: str | Effort | None = None,
     sparsity: float | None = None,
     pattern: str | Pattern | None = None,
     mask_from: str | None = None,
@@ -81,11 +81,12 @@ def prune(
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
-        solver: A name of ``niwaki.solvers.SOLVERS``, or a solver.
+        solver: A name of ``niwaki.solvers.SOLVERS``, or a solver; by default continuation.
         method: What to call the solver in the record; by default its name.
         effort: A name of ``niwaki.effort.EFFORTS``, with parameters as in "best:epochs=8", or an effort: what is
-            done for matrices and blocks to fit together.
-        sparsity: Fraction of zeros in every matrix, in the pattern that the solver's paper uses.
+            done for the whole model, and for matrices and blocks to fit together. By default "balanced", and where
+            a solver or a mask is given "fast": methods as they were published.
+        sparsity: Fraction of zeros in the matrices, in the pattern that the solver's paper uses.
         pattern: A pattern instead, such as "2:4" or ``PerRow(0.6)``.
         mask_from: The name of another solver, or a pruned model, whose mask is to be used. Of a pruned model
             the mask is kept as it is, whatever its pattern. A sparsity or a pattern besides has to be one
@@ -127,9 +128,13 @@ def prune(
     clock = Clock()
     world = world or World()
     progress = progress if progress and world.first else Progress()
+    if effort is None:
+        effort = usual_effort(solver, mask_from)
+    effort = make_effort(effort) if isinstance(effort, str) else effort
+    if solver is None:
+        solver = DEFAULT_SOLVER
     method = method or (solver if isinstance(solver, str) else type(solver).__name__.lower())
     solver = make_solver(solver) if isinstance(solver, str) else solver
-    effort = make_effort(effort) if isinstance(effort, str) else effort
     grid = parse_grid(quantize) if isinstance(quantize, str) else quantize
     if order not in ("first", "random"):
         raise UsageError(f"the order of windows is first or random; got {order!r}")
@@ -263,6 +268,7 @@ def _write(
     place.clear([*checkpoint.shards, FOLDER])
     with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as writer:
         run.blocks(*shares, measure, writer, place)
+    place.plan.unlink(missing_ok=True)
     clock.lap("write")
     left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
     if left:

@@ -18,7 +18,10 @@ class Progress:
         """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps."""
+        """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps.
+
+        Before all of them come, where the effort asks for it, one "sensitivity" and an "allocation" for each block.
+        """
 
     def step(self) -> None:
         """One step of the stage is done."""

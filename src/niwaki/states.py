@@ -101,6 +101,12 @@ class Room:
                 done += self._file.readinto(view[done:])  # type: ignore[attr-defined]
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[Room]:
+        """What is left of it, as a room of its own with a file of its own, which is given back at the end."""
+        with contextlib.closing(Room(self._left, self._directory)) as room:
+            yield room
+
     def close(self) -> None:
         """Lets go of the file."""
         if self._file is not None:

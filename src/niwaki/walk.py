@@ -23,7 +23,9 @@ from niwaki.inputs import InputGram
 from niwaki.layout import Matrix
 from niwaki.masks import PatternOf, named
 from niwaki.output import Journal, Workplace
+from niwaki.patterns import Pattern
 from niwaki.perplexity import Perplexity
+from niwaki.planning import Plan, plan
 from niwaki.problem import Gram, LayerProblem, Monitor, Solution, relative
 from niwaki.progress import Progress
 from niwaki.quantization import Grid, scale_dtype
@@ -62,7 +64,8 @@ class Walk:
         self._model = model
         self._solver = solver
         self._effort = effort
-        self._pattern_of = pattern_of
+        self._usual = pattern_of
+        self._plan = Plan()
         self._grid = grid
         #: Of the present block's matrices, by name.
         self._scales: dict[str, Tensor] = {}
@@ -86,6 +89,8 @@ class Walk:
         self._writer = writer
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if held else stop, len(model.matrices()))
+        self._plan = self._planned(windows, place)
+        clock.lap("plan")
         # Each process takes its part of a step.
         batch = max(1, self._effort.batch // self._world.size) if self._effort.epochs else None
         states = model.embed(windows.tokens, batch)
@@ -136,6 +141,28 @@ class Walk:
             where: max(found[where] for found in self._world.collected(peak_memory(model.device)))
             for where in peak_memory(model.device)
         }
+
+    def _planned(self, windows: Windows, place: Workplace | None) -> Plan:
+        """The plan for all processes: of a run that was stopped the one that it had."""
+        if not self._effort.plans:
+            return Plan()
+        if self._journal.blocks:
+            return self._world.told(Plan.load(place.plan) if place else Plan())
+        made = plan(
+            self._model,
+            self._effort,
+            self._usual,
+            windows.tokens,
+            self.record.tf32,
+            self._world,
+            self._progress,
+        )
+        if place:
+            made.save(place.plan)
+        return made
+
+    def _pattern_of(self, matrix: Matrix) -> Pattern:
+        return self._plan.pattern(matrix, self._usual(matrix))
 
     def _restore(self, block: Block, matrices: list[Matrix], vectors: bool = False) -> None:
         """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
@@ -295,6 +322,10 @@ class Walk:
             W = rows.own(block.weight(matrix))
             if inputs.cross is not None:
                 W = dense_targets(W, gram, inputs.cross, self._effort.dense_targets, self._effort.ridge)
+            weights = self._plan.importance.get((matrix.block, matrix.name))
+            if weights is not None:
+                weights = rows.own(weights).unsqueeze(1).to(W.device)
+                W = W.mul_(weights)
             problem = LayerProblem(W, gram)
             del W
             pattern, monitor = self._pattern_of(matrix), self._monitor(matrix.name)
@@ -304,9 +335,12 @@ class Walk:
                 # For a monitor solvers may ask the pattern more, and only the first process has one.
                 pattern, monitor = among, None
             solution = self._solver(problem, pattern, monitor)
+            if weights is not None:
+                problem = LayerProblem(problem.W.div_(weights), gram)
+                solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
             error, stats, scales = _error(problem, solution, rows), solution.stats, None
             stored_as = block.dtype(matrix)
-            if self._grid:
+            if self._grid:  # the weights themselves are on it, not what importance makes of them
                 stats = {**stats, "error_before_rounding": error}
                 solution, scales = onto_grid(problem, solution, self._grid, scale_dtype(stored_as))
                 scales = rows.joined(scales).to(scale_dtype(stored_as))

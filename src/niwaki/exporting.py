@@ -28,7 +28,7 @@ _PACKED = (
 _BITS = (4, 8)
 
 
-def pack(model: str | Path, out: str | Path) -> None:
+def export(model: str | Path, out: str | Path) -> None:
     """Writes the model in directory ``model``, whose weights ``prune`` put on a grid, with packed weights to ``out``.
 
     Each matrix becomes three tensors: ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and
@@ -57,7 +57,7 @@ def pack(model: str | Path, out: str | Path) -> None:
         streamed.limit(range(*pruning["blocks"]))
     packed = {matrix.key: matrix for matrix in streamed.matrices()}
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
-    with workplace(target, {"pack": fingerprint(checkpoint)}) as place:
+    with workplace(target, {"export": fingerprint(checkpoint)}) as place:
         if not place.journal.complete:
             place.clear([])
             _write(checkpoint, packed, grid, place.directory)

@@ -1,0 +1,153 @@
+"""How sparse each matrix may be, so that all together have a given number of zeros and lose the least.
+
+Nothing here knows of models: a curve says what each sparsity would cost a matrix, and the zeros go where the next one
+costs least.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: No matrix is made sparser than that.
+MOST = 0.99
+#: Between the points where it was measured a curve is read at so many sparsities.
+_STEPS = 256
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What sparsity costs a matrix, or several that have the same one.
+
+    Attributes:
+        weights: The number of weights.
+        points: (sparsity, loss), both increasing, from the lowest sparsity that is allowed to the highest.
+        divisible: Whether it can have any number of zeros, or only those of ``points``, as n:m has.
+    """
+
+    weights: int
+    points: tuple[tuple[float, float], ...]
+    divisible: bool = True
+
+
+def smooth(
+    weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0
+) -> Curve:
+    """The curve through a few points.
+
+    Logarithms of losses are interpolated; below the first point a loss goes to 0 as a power of the sparsity, and above
+    the last one it goes to ``all_zero``.
+
+    Args:
+        weights: The number of weights.
+        measured: (sparsity, loss) at increasing sparsities above 0.
+        all_zero: The loss without any weights.
+        least: The lowest sparsity that the pattern allows.
+    """
+    sparsities = [sparsity for sparsity, _ in measured]
+    tiny = 1e-30  # of a matrix whose inputs are all 0
+    losses = list(itertools.accumulate((max(loss, tiny) for _, loss in measured), max))
+    sparsities.append(1.0)
+    losses.append(max(all_zero, losses[-1]))
+    power = 1.0
+    if len(measured) > 1:
+        power = max(power, math.log(losses[1] / losses[0]) / math.log(sparsities[1] / sparsities[0]))
+
+    def loss_at(sparsity: float) -> float:
+        i = bisect.bisect_left(sparsities, sparsity)
+        if i == 0:
+            return losses[0] * math.pow(sparsity / sparsities[0], power)
+        share = (sparsity - sparsities[i - 1]) / (sparsities[i] - sparsities[i - 1])
+        return math.exp((1 - share) * math.log(losses[i - 1]) + share * math.log(losses[i]))
+
+    grid = [least, *(step / _STEPS for step in range(_STEPS) if least < step / _STEPS < MOST), MOST]
+    return Curve(weights, tuple((sparsity, loss_at(sparsity)) for sparsity in grid))
+
+
+def together(curves: Sequence[Curve]) -> Curve:
+    """The curve of several matrices that have the same sparsity; their points are at the same ones."""
+    points = zip(*(curve.points for curve in curves), strict=True)
+    return Curve(
+        sum(curve.weights for curve in curves),
+        tuple((point[0][0], math.fsum(loss for _, loss in point)) for point in points),
+        all(curve.divisible for curve in curves),
+    )
+
+
+def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
+    """The number of zeros in each matrix: ``zeros`` in all, where they cost least.
+
+    Where losses rise ever more steeply, as they nearly do, no other distribution costs less; of other curves the
+    greatest convex one below is taken. If all are divisible the total is exact, as far as the curves go, and otherwise
+    it is the next greater one that their points allow.
+    """
+    chosen = [round(curve.points[0][0] * curve.weights) for curve in curves]
+    pieces = [
+        ((after[1] - before[1]) / ((after[0] - before[0]) * curve.weights), i, after[0])
+        for i, curve in enumerate(curves)
+        for before, after in itertools.pairwise(_convex(curve.points))
+    ]
+    missing = zeros - sum(chosen)
+    for _, i, sparsity in sorted(pieces):  # of one matrix in order, because the slopes of convex curves grow
+        if missing <= 0:
+            break
+        more = round(sparsity * curves[i].weights) - chosen[i]
+        if curves[i].divisible:
+            more = min(more, missing)
+        chosen[i] += more
+        missing -= more
+    return chosen
+
+
+def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int) -> list[int]:
+    """The number of zeros of each block by OWL, ``zeros`` in all.
+
+    Densities differ from their mean in proportion to the ``ratios`` of outliers, by 0.16 from the lowest to the highest
+    one.
+
+    Reference: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
+
+    Args:
+        ratios: The share of outliers among the weights of each block.
+        weights: The number of weights of each block.
+        zeros: The number of zeros in all.
+    """
+    low, high = min(ratios), max(ratios)
+    spread = 2 * 0.08 / (high - low) if high > low else 0.0
+    wishes = [-spread * ratio for ratio in ratios]
+
+    def of(shift: float) -> list[float]:
+        return [
+            min(MOST, max(0.0, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)
+        ]
+
+    below, above = min(0.0, -max(wishes)), 1 - min(wishes)
+    for _ in range(100):
+        middle = (below + above) / 2
+        below, above = (middle, above) if sum(of(middle)) < zeros else (below, middle)
+    return rounded(of(above), zeros)
+
+
+def rounded(values: Sequence[float], total: int) -> list[int]:
+    """Whole numbers next to ``values`` with the sum ``total``; those that are cut off most get one more."""
+    floors = [math.floor(value) for value in values]
+    order = sorted(range(len(values)), key=lambda i: (floors[i] - values[i], i))
+    for i in order[: max(0, total - sum(floors))]:
+        floors[i] += 1
+    return floors
+
+
+def _convex(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the greatest convex function that is nowhere above the points."""
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x1) < (y - y1) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull

@@ -1,0 +1,133 @@
+"""How zeros are shared out, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from niwaki.allocation import MOST, Curve, allocate, outlier_ratios, rounded, smooth, together
+
+
+def _loss(curve: Curve, zeros: int) -> float:
+    """By linear interpolation."""
+    sparsity = zeros / curve.weights
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve.points):
+        if x0 <= sparsity <= x1:
+            return y0 + (y1 - y0) * (sparsity - x0) / (x1 - x0)
+    raise AssertionError(sparsity)
+
+
+def test_no_other_distribution_costs_less() -> None:
+    curves = [
+        Curve(8, ((0.0, 0.0), (0.25, 0.1), (0.5, 0.5), (0.75, 2.0), (1.0, 9.0))),
+        Curve(4, ((0.0, 0.0), (0.5, 0.3), (1.0, 1.5))),
+        Curve(6, ((0.0, 0.0), (1 / 3, 1.0), (2 / 3, 2.5), (1.0, 5.0))),
+    ]
+    for zeros in range(19):
+        found = allocate(curves, zeros)
+        assert sum(found) == zeros
+        best = min(
+            sum(_loss(curve, count) for curve, count in zip(curves, counts, strict=True))
+            for counts in itertools.product(*(range(curve.weights + 1) for curve in curves))
+            if sum(counts) == zeros
+        )
+        assert sum(_loss(c, n) for c, n in zip(curves, found, strict=True)) == pytest.approx(best)
+
+
+def test_what_cannot_be_divided_goes_as_a_whole_and_never_below_the_total() -> None:
+    nm = tuple((1 - n / 4, cost) for n, cost in ((4, 0.0), (3, 1.0), (2, 3.0), (1, 7.0)))
+    curves = [Curve(40, nm, divisible=False), Curve(40, tuple((s, 3 * c) for s, c in nm), divisible=False)]
+    assert allocate(curves, 40) == [30, 10]  # 7 + 3, and twenty each would cost 3 + 9
+    assert allocate(curves, 35) == [30, 10]
+    assert allocate(curves, 30) == [20, 10]  # marginal costs 1, 2, 3, 4, ...: of equal ones the first matrix
+
+
+def test_limits_hold_where_the_total_is_out_of_reach() -> None:
+    curves = [Curve(100, ((0.5, 0.1), (0.6, 1.0)))]
+    assert allocate(curves, 10) == [50]
+    assert allocate(curves, 90) == [60]
+
+
+def test_a_curve_that_is_not_convex_is_taken_from_below() -> None:
+    bumpy = Curve(10, ((0.0, 0.0), (0.4, 5.0), (0.5, 5.1), (1.0, 9.0)))
+    straight = Curve(10, ((0.0, 0.0), (0.5, 4.0), (1.0, 12.0)))
+    assert allocate([bumpy, straight], 10) == [5, 5]
+
+
+def test_points_that_were_measured_are_on_the_curve() -> None:
+    measured = [(0.25, 0.01), (0.5, 0.2), (0.75, 3.0)]
+    curve = smooth(1000, measured, all_zero=40.0)
+    points = dict(curve.points)
+    assert [points[s] for s, _ in measured] == pytest.approx([loss for _, loss in measured])
+    assert curve.points[0] == (0.0, 0.0)
+    assert curve.points[-1][0] == MOST
+    assert points[0.375] == pytest.approx(math.sqrt(0.01 * 0.2))
+    assert points[0.875] == pytest.approx(math.sqrt(3.0 * 40.0))
+    # A power law: 0.25 -> 0.01 with the exponent log2(20).
+    assert points[0.125] == pytest.approx(0.01 / 20)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 0.98), st.floats(0, 1e6)), min_size=1, max_size=5, unique_by=lambda p: p[0]
+    ),
+    st.floats(0, 1e6),
+    st.sampled_from([0.0, 0.25, 0.5]),
+)
+@settings(max_examples=100, deadline=None)
+def test_curves_increase_and_are_finite(
+    measured: list[tuple[float, float]], all_zero: float, least: float
+) -> None:
+    curve = smooth(100, sorted(measured), all_zero, least)
+    sparsities, losses = zip(*curve.points, strict=True)
+    assert sparsities[0] == least
+    assert list(sparsities) == sorted(set(sparsities))
+    assert all(math.isfinite(loss) for loss in losses)
+    assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(losses))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 500), st.floats(0.5, 20), st.floats(0.001, 100)), min_size=1, max_size=8
+    ),
+    st.floats(0, 0.9),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_total_is_exact(shapes: list[tuple[int, float, float]], sparsity: float) -> None:
+    curves = [
+        smooth(n, [(0.3, scale * 0.3**power), (0.6, scale * 0.6**power)], scale) for n, power, scale in shapes
+    ]
+    zeros = round(sparsity * sum(n for n, _, _ in shapes))
+    found = allocate(curves, zeros)
+    assert sum(found) == zeros
+    assert all(0 <= count <= n for count, (n, _, _) in zip(found, shapes, strict=True))
+
+
+def test_matrices_with_one_sparsity_have_one_curve() -> None:
+    a, b = Curve(10, ((0.0, 0.0), (0.5, 1.0), (1.0, 4.0))), Curve(30, ((0.0, 0.0), (0.5, 2.0), (1.0, 3.0)))
+    assert together([a, b]) == Curve(40, ((0.0, 0.0), (0.5, 3.0), (1.0, 7.0)))
+
+
+def test_blocks_with_more_outliers_stay_denser() -> None:
+    # Densities 0.4 + 0.16 (r - mean) / (max - min), from the paper's own normalisation.
+    found = outlier_ratios([0.01, 0.02, 0.05], [1000, 1000, 1000], 1800)
+    mean = (0.01 + 0.02 + 0.05) / 3
+    wanted = [1000 * (0.6 - 0.16 * (r - mean) / 0.04) for r in (0.01, 0.02, 0.05)]
+    assert found == pytest.approx(wanted, abs=1)
+    assert sum(found) == 1800
+    assert outlier_ratios([0.3, 0.3], [100, 300], 100) == [25, 75]
+
+
+def test_no_block_is_denser_than_it_was() -> None:
+    found = outlier_ratios([0.0, 0.0, 0.0, 1.0], [100] * 4, 8)
+    assert sum(found) == 8
+    assert found[3] == 0
+
+
+def test_rounding_keeps_the_sum() -> None:
+    assert rounded([1.5, 2.5, 3.0], 7) == [2, 2, 3]
+    assert rounded([0.9, 0.2, 0.9], 2) == [1, 0, 1]
