@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from models import message
 from niwaki.errors import UsageError
+from niwaki.linalg import inverse_of_damped
 from niwaki.patterns import NM, Block, Pattern, PerRow, Unstructured
 from niwaki.problem import Gram, LayerProblem, Solution
 from niwaki.quantization import Grid, parse_grid, scale_dtype, usable
@@ -116,7 +118,7 @@ def test_the_best_of_some_scales(bits: int) -> None:
     cut_off = 0
     for i, k in itertools.product(range(7), range(3)):
         group, weights = W[i, 4 * k : 4 * k + 4], importance[4 * k : 4 * k + 4]
-        errors = {}
+        errors: dict[float, float] = {}
         for step in range(11):
             s = float(group.abs().max()) / (2**bits - 1) * 2 * (1 - 0.05 * step)
             s = float(torch.tensor(s, dtype=F64).to(torch.bfloat16))
@@ -354,17 +356,19 @@ def test_scales_that_would_be_negative_stay() -> None:
 
 
 def test_matrices_with_the_same_inputs_share_a_factorisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    inverse = "niwaki.rounding.inverse_of_damped"
-    import niwaki.rounding
+    calls = 0
 
-    real = niwaki.rounding.inverse_of_damped
-    monkeypatch.setattr(inverse, lambda *a: calls.append(a) or real(*a))
+    def counted(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
+        nonlocal calls
+        calls += 1
+        return inverse_of_damped(copy, damping)
+
+    monkeypatch.setattr("niwaki.rounding.inverse_of_damped", counted)
     shared = Gram(gram(inputs("correlated", 16, 0)))
     for seed in range(3):
         problem = LayerProblem(normal(4, 16, seed=seed), shared)
         onto_grid(problem, Magnitude()(problem, PerRow(0.5)), Grid(4), F64)
-    assert len(calls) == 1
+    assert calls == 1
 
 
 def test_the_group_has_to_fit() -> None:

@@ -566,13 +566,15 @@ class Block:
 
         Weights are as before at the end, with the gradients of those that it computed with meanwhile.
         """
-        names = {matrix.parameter for matrix in self.matrices} if project else ()
-        parameters = {name: self._module.get_parameter(name) for name in names}
+        if project is None:
+            yield
+            return
+        parameters = {m.parameter: self._module.get_parameter(m.parameter) for m in self.matrices}
         before = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for parameter in parameters.values():
                 parameter.data = parameter.data.clone()
-            for matrix in self.matrices if project else ():
+            for matrix in self.matrices:
                 weights = matrix.within(parameters[matrix.parameter].data)
                 weights.copy_(project(matrix, weights))
             yield

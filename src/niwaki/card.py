@@ -11,7 +11,6 @@ from huggingface_hub import ModelCardData, metadata_load
 from niwaki.checkpoint import output_errors
 from niwaki.record import Record
 
-_SCALES = ", with scales in `quantization/scales.safetensors`"
 #: The dense model's own card, which the new one takes the place of.
 BASE_CARD = "README.base.md"
 
@@ -62,7 +61,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| effort | `{record.effort}` |"] if record.effort else []),
         f"| pattern | {record.pattern} |",
         *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
-        *([f"| grid of the weights | {record.quantization}{_SCALES} |"] if record.quantization else []),
+        *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
         f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
         f"| calibration | {record.calibration['samples']} windows of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",

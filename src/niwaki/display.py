@@ -224,6 +224,8 @@ def summary(record: Record) -> Table:
     between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
     table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices{between}")
     table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
+    if record.quantization:
+        table.add_row("grid", record.rounding)
     if record.fits:
         before, after = (
             sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")

@@ -60,8 +60,8 @@ def export(model: str | Path, out: str | Path) -> None:
     with workplace(target, {"export": fingerprint(checkpoint)}) as place:
         if not place.journal.complete:
             place.clear([])
-            _write(checkpoint, packed, grid, place.directory)
             carry_over(path, place.directory, checkpoint.shards)
+            _write(checkpoint, packed, grid, place.directory)
             with (
                 output_errors(place.directory),
                 (place.directory / "README.md").open("a", encoding="utf-8") as card,

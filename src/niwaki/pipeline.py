@@ -33,7 +33,7 @@ from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.quantization import Grid, parse_grid
 from niwaki.record import Record, versions, write_json
-from niwaki.scales import FOLDER, places, verify_grid
+from niwaki.scales import FILE, FOLDER, places, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 from niwaki.states import Room
 from niwaki.walk import Clock, Measure, Walk, peak_memory
@@ -198,6 +198,11 @@ def prune(
         versions=versions(),
         notes=notes,
     )
+    if grid:
+        notes.append(
+            f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
+            f"does; their scales are in {FILE}, and 'niwaki export' packs 4 and 8 bits"
+        )
     if record.part:
         notes.append(f"only {record.part} of {len(streamed.blocks)}, counted from 0: no other is pruned")
     asked = {

@@ -102,9 +102,15 @@ class Grid:
         grouped: Tensor = codes.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)
         return grouped.flatten(1).to(dtype).to(codes.dtype)
 
-    def project(self, W: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """(out, in), the numbers of the grid nearest to W (out, in), in its dtype; what is zero stays so."""
-        return self.values(self.codes(W, scales), scales, dtype)
+    def project(self, W: Tensor, scales: Tensor, dtype: torch.dtype, same_zeros: bool = False) -> Tensor:
+        """(out, in), the numbers of the grid nearest to W (out, in), in its dtype; what is zero stays so.
+
+        With ``same_zeros`` nothing else becomes zero.
+        """
+        codes = self.codes(W, scales)
+        if same_zeros:
+            codes = torch.where((W != 0) & (codes == 0), W.sign(), codes)
+        return self.values(codes, scales, dtype)
 
 
 def usable(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ class MatrixRecord:
         sparsity: Fraction of zeros in the tensor that was written.
         error: Squared output error relative to the squared output, on the calibration text; with dense targets of
             those, and in any case before the block is fitted. On a grid, ``stats["error_before_rounding"]`` is the
-            solver's.
+            solver's, and ``stats["rounded_to_zero"]`` the number of weights that the solver kept and the grid did not.
         seconds: That the solver took.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used.
@@ -166,10 +166,20 @@ class Record:
     @property
     def mean_error(self) -> float:
         """The geometric mean of the matrices' errors; 0 where one is 0."""
-        errors = [matrix.error for matrix in self.matrices]
-        if not errors or min(errors) <= 0:
-            return 0.0
-        return math.exp(sum(map(math.log, errors)) / len(errors))
+        return _geometric_mean([matrix.error for matrix in self.matrices])
+
+    @property
+    def rounding(self) -> str:
+        """What the grid did to the matrices, in words; nothing if there is none."""
+        if not self.quantization:
+            return ""
+        before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
+        lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)
+        kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in self.matrices) + lost
+        return (
+            f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "
+            f"{100 * lost / max(1, kept):.2g} % of the remaining weights became 0"
+        )
 
     @property
     def part(self) -> str:
@@ -192,6 +202,13 @@ class Record:
         ]
         fits = [FitRecord(**fit) for fit in values.pop("fits", [])]
         return cls(**values, matrices=matrices, fits=fits)
+
+
+def _geometric_mean(values: list[float]) -> float:
+    """0 where one is 0, or there is none."""
+    if not values or min(values) <= 0:
+        return 0.0
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:

@@ -255,13 +255,13 @@ class Walk:
             return
         for name in names:  # in the order of computation, whoever was first
             matrix, mine_, source = matrices[name], name in found, owner[name]
-            solved = found.pop(name) if mine_ else None
+            result = found.pop(name) if mine_ else None
             if source is not None:
-                solved = self._sent(block, matrix, solved, source)
-            assert solved is not None
+                result = self._sent(block, matrix, result, source)
+            assert result is not None
             if not mine_:
                 self._progress.step()
-            self._keep(block, matrix, solved)
+            self._keep(block, matrix, result)
 
     def _sent(self, block: Block, matrix: Matrix, solved: _Solved | None, source: int) -> _Solved:
         """What process ``source`` has as ``solved``."""
@@ -306,12 +306,10 @@ class Walk:
         return self._solver.flops(rows, columns) + (flops(rows, columns) if self._grid else 0.0)
 
     def _nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """(out, in), W on the grid that ``matrix`` has in the present block."""
+        """(out, in), W on the grid that ``matrix`` has in the present block, with the same zeros."""
         assert self._grid is not None
-        kept, scales = W != 0, self._scales[matrix.name]
-        codes = self._grid.codes(W, scales.float())
-        codes = torch.where(kept & (codes == 0), torch.ones_like(W).copysign(W), codes)
-        return self._grid.values(codes, scales.float(), scales.dtype)
+        scales = self._scales[matrix.name]
+        return self._grid.project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def _solve(
         self, block: Block, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL
@@ -341,8 +339,10 @@ class Walk:
             error, stats, scales = _error(problem, solution, rows), solution.stats, None
             stored_as = block.dtype(matrix)
             if self._grid:  # the weights themselves are on it, not what importance makes of them
-                stats = {**stats, "error_before_rounding": error}
+                kept = int(solution.W.count_nonzero())
                 solution, scales = onto_grid(problem, solution, self._grid, scale_dtype(stored_as))
+                lost = rows.total(kept - int(solution.W.count_nonzero()))
+                stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
                 scales = rows.joined(scales).to(scale_dtype(stored_as))
                 error = _error(problem, solution, rows)
             stored = block.stored(matrix, rows.joined(solution.W))
