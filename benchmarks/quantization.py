@@ -1,13 +1,11 @@
 """Perplexity of models that are pruned and put on a grid, together or one after the other.
 
-    python benchmarks/quantization.py --record benchmarks/results/quantization.json
     python benchmarks/quantization.py --text demo-held --text wikitext2.test.txt
 
-256 windows of 256 tokens to calibrate on and 200 to measure on. A row is what this does, or with
---pattern 2:4:
+256 windows of 256 tokens to calibrate on and 200 to measure on. A row is what this does, or with --pattern 2:4:
 
     niwaki prune demo OUT --sparsity SPARSITY --effort EFFORT [--quantize GRID]
-        --calibration demo --samples 256 --length 256 --text TEXT --text-samples 200
+        --calibration demo --samples 256 --seqlen 256 --text TEXT --text-samples 200
 
 "nearest" rounds the weights of the model without a grid afterwards, with nothing of niwaki's: scales put the largest
 weight of a group at the end of the grid.
@@ -16,13 +14,12 @@ weight of a group at the end of the grid.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import shutil
 import tempfile
 from pathlib import Path
 
-import common  # first: it sets what OpenMP reads when torch is loaded
+import common  # noqa: F401 - first: it sets what OpenMP reads when torch is loaded
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -36,7 +33,6 @@ RUNS = (
     ("50 %", "balanced", ("int4:64",)),
     ("50 %", "best", ("int4:64",)),
     ("2:4", "fast", ("int4:64",)),
-    ("2:4", "best", ("int4:64",)),
 )
 
 
@@ -54,34 +50,21 @@ def nearest(model: Path, out: Path, bits: int, group: int) -> None:
 
 
 def main() -> None:
-    """Runs all, prints the results and writes them as JSON."""
+    """Runs all and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", action="append")
-    parser.add_argument("--record", type=Path, help="write JSON there")
-    arguments = parser.parse_args()
-    texts = arguments.text or ["demo-held"]
-    cells = []
+    texts = parser.parse_args().text or ["demo-held"]
 
-    def measured(model: str | Path, pattern: str, effort: str, grid: str, how: str, seconds: float) -> None:
-        found = {text: evaluate(model, text, length=256, samples=200) for text in texts}
-        values = ", ".join(f"{value.value:.2f}" for value in found.values())
-        print(f"{pattern} {effort} {grid} {how}: {values}; {seconds:.1f} s", flush=True)
-        # Where a file lies on this machine is nobody else's business.
-        perplexity = {
-            Path(text).name: {**dataclasses.asdict(value), "text": Path(text).name}
-            for text, value in found.items()
-        }
-        cells.append(
-            {"pattern": pattern, "effort": effort, "grid": grid, "how": how, "seconds": seconds}
-            | {"perplexity": perplexity}
-        )
+    def measured(model: str | Path, *what: str) -> None:
+        values = ", ".join(f"{evaluate(model, text, length=256, samples=200).value:.2f}" for text in texts)
+        print(f"{' '.join(what)}: {values}", flush=True)
 
-    measured("demo", "", "", "", "dense", 0.0)
+    measured("demo", "dense")
     for pattern, effort, grids in RUNS:
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             for grid in ("", *grids):
                 out = Path(scratch) / (grid or "plain")
-                record = prune(
+                prune(
                     "demo",
                     out,
                     sparsity=float(pattern[:-2]) / 100 if pattern.endswith("%") else None,
@@ -93,15 +76,12 @@ def main() -> None:
                     length=256,
                     measure="none",
                 )
-                seconds = record.seconds["total"]
-                measured(out, pattern, effort, grid, "joint" if grid else "", seconds)
+                measured(out, pattern, effort, grid and f"{grid} together")
             for grid in grids:
                 bits, group = re.findall(r"\d+", grid)
                 rounded = Path(scratch) / f"{grid} nearest"
                 nearest(Path(scratch) / "plain", rounded, int(bits), int(group))
-                measured(rounded, pattern, effort, grid, "nearest", 0.0)
-    if arguments.record:
-        common.save(arguments.record, samples=256, text_samples=200, length=256, cells=cells)
+                measured(rounded, pattern, effort, grid, "nearest")
 
 
 if __name__ == "__main__":

@@ -366,7 +366,7 @@ def test_rows_of_one_matrix_in_all_processes(
     assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
 
 
-@pytest.mark.parametrize("effort", ["fast", "best:epochs=2:batch=192"])
+@pytest.mark.parametrize("effort", ["fast", "fast:epochs=2:batch=192"])
 def test_weights_on_a_grid(start: Team, wide: Path, text: Path, tmp_path: Path, effort: str) -> None:
     """Also of the matrix whose rows are shared out; that what is written is on the grid each run sees for itself."""
 

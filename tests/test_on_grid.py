@@ -282,6 +282,7 @@ def test_weights_off_the_grid_are_found(tmp_path: Path, what: str) -> None:
     path.write_bytes(data)
     said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), OutputError)
     assert "'model.layers.1.mlp.up_proj.weight' has weights on disk that are not on its grid int4" in said
+    assert message(lambda: export(out, tmp_path / "packed"), OutputError) == said
 
 
 # Packed

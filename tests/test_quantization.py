@@ -275,13 +275,13 @@ def best_codes(w: Tensor, H: Tensor, kept: list[int], scales: Tensor, bits: int)
     choices = torch.tensor(list(itertools.product(codes, repeat=len(kept))), dtype=F64)
     D = w.expand(len(choices), -1).clone()
     D[:, kept] -= choices * scales[kept]
-    return float(torch.einsum("ij,jk,ik->i", D, H, D).min())
+    return float((D @ H).mul_(D).sum(dim=1).min())
 
 
 def test_it_comes_near_the_best_codes() -> None:
     """Brute force over all codes of 6 kept weights of each row, with the scales that were found."""
     grid, ratios, nearest = Grid(3, 4), [], []
-    for seed in range(6):
+    for seed in range(3):
         W, H = normal(8, 12, seed=seed), gram(inputs("correlated", 12, seed))
         problem = LayerProblem(W, H)
         before = solved(problem, PerRow(0.5), "sparsegpt")

@@ -17,12 +17,12 @@ from niwaki.layout import Matrix
 from niwaki.output import check_output, fingerprint, workplace
 from niwaki.quantization import Grid, parse_grid
 from niwaki.record import write_json
-from niwaki.scales import read_scales
+from niwaki.scales import read_scales, verify_grid
 
 #: For the model card.
 _PACKED = (
-    "The weights here are packed integers in the format `pack-quantized` of compressed-tensors, which has to be "
-    "installed to load them in transformers."
+    "Exported since: here the weights are packed integers in the format `pack-quantized` of compressed-tensors, which "
+    "has to be installed to load them in transformers."
 )
 #: What programs that compute with packed weights have kernels for.
 _BITS = (4, 8)
@@ -39,7 +39,8 @@ def export(model: str | Path, out: str | Path) -> None:
         out: A directory that does not exist or is empty.
 
     Raises:
-        UsageError: the weights are on no grid, or on one of other than 4 or 8 bits.
+        OutputError: weights are not on their grid any more.
+        UsageError: there is no grid, or one of other than 4 or 8 bits.
         UnsupportedModelError: a matrix is not the weight of a linear layer of its own, with the same name in the files.
         NiwakiError: see :mod:`niwaki.errors`.
     """
@@ -56,6 +57,7 @@ def export(model: str | Path, out: str | Path) -> None:
     if "blocks" in pruning:
         streamed.limit(range(*pruning["blocks"]))
     packed = {matrix.key: matrix for matrix in streamed.matrices()}
+    verify_grid(path, streamed.matrices(), grid)
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
     with workplace(target, {"export": fingerprint(checkpoint)}) as place:
         if not place.journal.complete:

@@ -51,7 +51,9 @@ def onto_grid(
     Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
 
-    What else was tried, with figures, is in docs/quantization.md.
+    References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
+    2024, arXiv 2401.02938, there for masks. GPTQ (arXiv 2210.17323) goes over the columns once instead, and SparseGPT
+    (arXiv 2301.00774, section 3.5) prunes in the same pass.
 
     Args:
         problem: The layer problem; its W are the targets. Not changed.
