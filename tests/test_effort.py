@@ -61,10 +61,10 @@ def test_efforts_by_name() -> None:
     assert not make_effort("balanced").dense
     assert make_effort("best").dense
     best = make_effort(
-        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
+        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
         "rate=0.1:batch=7:norms=true"
     )
-    assert best == Effort("owl", "block", 0.25, 0.5, False, 1.0, 0.001, 8, 0.1, 7, True)
+    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, False, 1.0, 0.001, 8, 0.1, 7, True)
     assert make_effort("fast:epochs=1").dense
     assert not make_effort("fast:norms=true").fits_norms
     assert make_effort("best:norms=true").fits_norms

@@ -296,6 +296,20 @@ class StreamedModel:
                     finally:
                         block.forget()  # likewise
 
+    @property
+    def size(self) -> int:
+        """Bytes of all weights while the whole model runs."""
+        return sum(value.nbytes for value in self.model.parameters())
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[PreTrainedModel]:
+        """The model with all its weights, as a model of transformers."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._outer_weights())
+            for index, block in enumerate(self.blocks):
+                held.enter_context(_holding(block, self._read(block, f"{self.path}.{index}.")))
+            yield self.model
+
     def parameter(self, block: int, name: str) -> Tensor:
         """The original weights of a parameter of a block, on the device."""
         return self.layout.read(f"{self.path}.{block}.{name}").to(self.device)

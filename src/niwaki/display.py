@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from niwaki.survey import MatrixSurvey
 
 #: Stages of the look at the dense model.
-_PLANNING = ("sensitivity", "allocation")
+_PLANNING = ("sensitivity", "allocation", "synthesis")
 _DETAILS = {
     "sensitivity": "which outputs matter",
     "allocation": "what zeros cost",
+    "synthesis": "text of its own",
     "capture": "inputs",
     "fit": "fitting the block",
     "advance": "outputs",
@@ -167,7 +168,7 @@ class Display(Progress):
         self._drawn = now
         if self._planning:
             part = min(1.0, self._done / max(1, self._steps))
-            fraction = part if self._stage == "sensitivity" else (self._block + part) / self._blocks
+            fraction = (self._block + part) / self._blocks if self._stage == "allocation" else part
             self._bar.update(
                 self._task, completed=fraction, description="planning", left="", detail=self._detail
             )

@@ -25,6 +25,9 @@ class Effort:
             weights of a matrix are chosen: its power, 0 for not at all, 1 in full. It makes a difference where rows
             compete with each other, as in unstructured patterns.
         pilot: The share of the calibration text that is looked at for these, at least one sample of each process.
+        synthetic: Windows of text that the dense model writes itself, for each one of the calibration text, to which
+            they are added, see :mod:`niwaki.synthetic`. For that the whole model has to fit in memory; where it does
+            not, there are none, and the record says so.
         groups: Whether inputs are computed anew after each group of matrices with the same inputs (q, k, v; o; gate,
             up; down; those of all experts together), so that each group is solved for what the pruned ones before it
             give.
@@ -45,6 +48,7 @@ class Effort:
     per: Literal["matrix", "block"] = "matrix"
     importance: float = 0.0
     pilot: float = 0.0625
+    synthetic: float = 0.0
     groups: bool = False
     dense_targets: float = 0.0
     ridge: float = 0.01
@@ -59,6 +63,7 @@ class Effort:
             ("per", self.per in ("matrix", "block"), "matrix or block"),
             ("importance", 0 <= self.importance <= 1, "from 0 to 1"),
             ("pilot", 0 < self.pilot <= 1, "above 0, to 1"),
+            ("synthetic", 0 <= self.synthetic < math.inf, "0 or more"),
             ("dense_targets", 0 <= self.dense_targets <= 1, "from 0 to 1"),
             ("ridge", 0 < self.ridge < math.inf, "above 0"),
             ("epochs", self.epochs >= 0, "0 or more"),
@@ -71,7 +76,7 @@ class Effort:
     @property
     def plans(self) -> bool:
         """Whether the dense model is looked at before."""
-        return self.allocation != "uniform" or self.importance > 0
+        return self.allocation != "uniform" or self.importance > 0 or self.synthetic > 0
 
     @property
     def dense(self) -> bool:

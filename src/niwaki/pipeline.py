@@ -245,7 +245,9 @@ def prune(
                     f"going on behind block {journal.blocks} of {len(streamed.blocks)}, where an earlier run was "
                     "stopped; the blocks before it run again for their outputs"
                 )
-            run = Walk(streamed, solver, effort, pattern_of, grid, record, progress, clock, world, journal)
+            run = Walk(
+                streamed, solver, effort, pattern_of, grid, memory, record, progress, clock, world, journal
+            )
             if place:
                 _write(run, place, streamed, grid, shares, measure)
             else:

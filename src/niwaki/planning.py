@@ -43,6 +43,10 @@ _SOLVER = Wanda()
 _OUTLIER = 5.0
 
 
+#: The key of the dense model's text in the file of a plan.
+_SYNTHETIC = "synthetic"
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What was found.
@@ -50,10 +54,12 @@ class Plan:
     Attributes:
         zeros: The number of zeros of each matrix, by block and name; none where all have the same pattern.
         importance: (out,) for each matrix, what the squared error of an output counts; likewise.
+        synthetic: (samples, length) int64, text that the dense model wrote, if any.
     """
 
     zeros: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
     importance: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
+    synthetic: Tensor | None = None
 
     def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
         """The pattern of a matrix."""
@@ -63,6 +69,8 @@ class Plan:
     def save(self, path: Path) -> None:
         """Writes it, in safetensors."""
         tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
+        if self.synthetic is not None:
+            tensors[_SYNTHETIC] = self.synthetic
         zeros = json.dumps([[block, name, count] for (block, name), count in self.zeros.items()])
         with output_errors(path), path.open("wb") as file:
             file.write(save(tensors, metadata={"zeros": zeros}))
@@ -74,9 +82,11 @@ class Plan:
         """The inverse of :meth:`save`."""
         with safe_open(path, "pt") as file:
             zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
-            places = {key: key.partition(" ") for key in file.keys()}  # noqa: SIM118 - it is no dict
-            found = {(int(block), name): file.get_tensor(key) for key, (block, _, name) in places.items()}
-            return cls(zeros, found)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+        synthetic = tensors.pop(_SYNTHETIC, None)
+        places = {key: key.partition(" ") for key in tensors}
+        found = {(int(block), name): tensors[key] for key, (block, _, name) in places.items()}
+        return cls(zeros, found, synthetic)
 
 
 def plan(

@@ -20,7 +20,8 @@ class Progress:
     def stage(self, block: int, name: str, steps: int) -> None:
         """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps.
 
-        Before all of them come, where the effort asks for it, one "sensitivity" and an "allocation" for each block.
+        Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block
+        and a "synthesis".
         """
 
     def step(self) -> None:

@@ -35,6 +35,7 @@ from niwaki.rows import ALL, Rows
 from niwaki.scales import scale_key
 from niwaki.solvers import Solver
 from niwaki.states import States
+from niwaki.synthetic import steps, synthesize
 from niwaki.targets import dense_targets
 
 Measure = Literal["both", "after", "none"]
@@ -55,6 +56,7 @@ class Walk:
         effort: Effort,
         pattern_of: PatternOf,
         grid: Grid | None,
+        memory: int | None,
         record: Record,
         progress: Progress,
         clock: Clock,
@@ -65,6 +67,7 @@ class Walk:
         self._solver = solver
         self._effort = effort
         self._usual = pattern_of
+        self._memory = memory
         self._plan = Plan()
         self._grid = grid
         #: Of the present block's matrices, by name.
@@ -90,6 +93,9 @@ class Walk:
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if held else stop, len(model.matrices()))
         self._plan = self._planned(windows, place)
+        if self._plan.synthetic is not None:
+            own = self._world.share(self._plan.synthetic)
+            windows = dataclasses.replace(windows, tokens=torch.cat([windows.tokens, own]))
         clock.lap("plan")
         # Each process takes its part of a step.
         batch = max(1, self._effort.batch // self._world.size) if self._effort.epochs else None
@@ -157,9 +163,27 @@ class Walk:
             self._world,
             self._progress,
         )
+        if self._effort.synthetic:
+            made = dataclasses.replace(made, synthetic=self._synthesized(windows))
         if place:
             made.save(place.plan)
         return made
+
+    def _synthesized(self, windows: Windows) -> Tensor | None:
+        """Text of the dense model's own for all processes, if there is memory for it."""
+        given = sum(self._world.collected(len(windows.tokens)))
+        count = max(self._world.size, round(self._effort.synthetic * given))
+        mine = math.ceil(count / self._world.size)
+        length = windows.tokens.shape[1]
+        self._progress.stage(0, "synthesis", steps(self._model, length, mine, self._memory))
+        found = synthesize(self._model, windows.tokens, count, self._memory, self._world, self._progress.step)
+        self.record.calibration["synthetic"] = 0 if found is None else count
+        if found is None:
+            self._note(
+                f"the dense model wrote no text to calibrate on: its {self._model.size / 2**30:,.1f} GiB do not fit in "
+                "memory; more --samples of real text do as well"
+            )
+        return found
 
     def _pattern_of(self, matrix: Matrix) -> Pattern:
         return self._plan.pattern(matrix, self._usual(matrix))
