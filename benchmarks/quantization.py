@@ -2,7 +2,7 @@
 
     python benchmarks/quantization.py --text demo-held --text wikitext2.test.txt
 
-256 windows of 256 tokens to calibrate on and 200 to measure on. A row is what this does, or with --pattern 2:4:
+256 windows of 256 tokens to calibrate on and 200 to measure on. A row is what this does:
 
     niwaki prune demo OUT --sparsity SPARSITY --effort EFFORT [--quantize GRID]
         --calibration demo --samples 256 --seqlen 256 --text TEXT --text-samples 200
@@ -26,13 +26,12 @@ from safetensors.torch import load_file, save_file
 from niwaki import prune
 from niwaki.perplexity import evaluate
 
-#: Pattern, effort and grids.
+#: Sparsity, effort and grids.
 RUNS = (
-    ("0 %", "fast", ("int4:64", "int3:64")),
-    ("50 %", "fast", ("int4:64",)),
-    ("50 %", "balanced", ("int4:64",)),
-    ("50 %", "best", ("int4:64",)),
-    ("2:4", "fast", ("int4:64",)),
+    (0.0, "fast", ("int4:64", "int3:64")),
+    (0.5, "fast", ("int4:64",)),
+    (0.5, "balanced", ("int4:64",)),
+    (0.5, "best", ("int4:64",)),
 )
 
 
@@ -60,15 +59,14 @@ def main() -> None:
         print(f"{' '.join(what)}: {values}", flush=True)
 
     measured("demo", "dense")
-    for pattern, effort, grids in RUNS:
+    for sparsity, effort, grids in RUNS:
         with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
             for grid in ("", *grids):
                 out = Path(scratch) / (grid or "plain")
                 prune(
                     "demo",
                     out,
-                    sparsity=float(pattern[:-2]) / 100 if pattern.endswith("%") else None,
-                    pattern=None if pattern.endswith("%") else pattern,
+                    sparsity=sparsity,
                     effort=effort,
                     quantize=grid or None,
                     calibration="demo",
@@ -76,12 +74,12 @@ def main() -> None:
                     length=256,
                     measure="none",
                 )
-                measured(out, pattern, effort, grid and f"{grid} together")
+                measured(out, str(sparsity), effort, grid and f"{grid} together")
             for grid in grids:
                 bits, group = re.findall(r"\d+", grid)
                 rounded = Path(scratch) / f"{grid} nearest"
                 nearest(Path(scratch) / "plain", rounded, int(bits), int(group))
-                measured(rounded, pattern, effort, grid, "nearest")
+                measured(rounded, str(sparsity), effort, grid, "nearest")
 
 
 if __name__ == "__main__":
