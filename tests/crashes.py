@@ -28,7 +28,16 @@ TOKENS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0
 
 
 def run(model: Path, out: Path) -> None:
-    prune(model, out, solver="wanda", sparsity=0.5, calibration=TOKENS, text=TOKENS[:2], device="cpu")
+    prune(
+        model,
+        out,
+        solver="wanda",
+        sparsity=0.5,
+        quantize="int4:16",
+        calibration=TOKENS,
+        text=TOKENS[:2],
+        device="cpu",
+    )
 
 
 def child(work: Callable[[], None]) -> int:
@@ -73,7 +82,7 @@ def die_at(point: int) -> None:
     def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, part: int | None = None) -> None:
         left[0] -= 1
         if left[0] == 0:
-            entry = self._source.entries[key]
+            entry = self._entries[key]
             file = self._files[entry.shard]
             file.seek(entry.offset)
             file.write(b"x" * (entry.size // 2))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import edit_json, reference, save_model, weight
@@ -28,6 +28,7 @@ from niwaki.checkpoint import (
     CheckpointWriter,
     carry_over,
     locate_model,
+    new_shard,
     verify,
 )
 from niwaki.errors import CheckpointError, OutputError, UsageError
@@ -403,6 +404,40 @@ def test_changed_tensors_in_place_and_all_else_byte_for_byte(directory: Path, ou
             if entry.shard == shard:
                 expected[entry.offset : entry.offset + entry.size] = value.numpy().tobytes()
         assert (out / shard).read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", ["added.safetensors", "folder/added.safetensors"])
+def test_tensors_in_a_file_besides(directory: Path, out: Path, name: str) -> None:
+    """As the safetensors library reads them; written in parts and in any order, also by two writers."""
+    checkpoint = Checkpoint(directory)
+    values = {
+        "one": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "of each": torch.arange(24, dtype=torch.float16).view(4, 2, 3),
+        'a name with " and é': torch.tensor([1.5]),
+    }
+    added = new_shard(name, {key: (value.dtype, tuple(value.shape)) for key, value in values.items()})
+    with CheckpointWriter(checkpoint, out, added=added) as writer:
+        writer.write("of each", values["of each"][2], 2)
+        writer.write("of each", values["of each"][0], 0)
+        writer.write("one", values["one"])
+        assert torch.equal(writer.read("one"), values["one"])
+    with CheckpointWriter(checkpoint, out, resume=True, added=added) as writer:
+        for key, value in values.items():
+            if key != "of each":
+                writer.write(key, value)
+        writer.write("of each", values["of each"][1], 1)
+        writer.write("of each", values["of each"][3], 3)
+        writer.sync()
+    found = load_file(out / name)
+    assert found.keys() == values.keys()
+    for key, value in values.items():
+        assert found[key].dtype == value.dtype
+        assert torch.equal(found[key], value)
+    for shard in checkpoint.shards:
+        assert (out / shard).read_bytes() == (directory / shard).read_bytes()
+    (out / name).unlink()
+    said = message(CheckpointWriter(checkpoint, out, resume=True, added=added).__enter__, OutputError)
+    assert "of an unfinished run is gone; start over with --restart" in said
 
 
 def test_without_changes_files_are_equal(directory: Path, out: Path) -> None:

@@ -370,6 +370,20 @@ def test_going_on_and_starting_over(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
+def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    out, packed = tmp_path / "out", tmp_path / "packed"
+    ran = niwaki_("prune", model, out, "--sparsity", "0.5", "--quantize", "int4:16", *SMALL)
+    assert (ran.code, ran.err) == (0, "")
+    assert re.search(r"^grid +int4:16: error 0\.\d+ before rounding, 0\.\d+ after; ", ran.out, re.M)
+    ran = niwaki_("export", out, packed)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.split() == ["written", "to", str(packed)]
+    assert "quantization_config" in (packed / "config.json").read_text()
+    ran = niwaki_("export", model, tmp_path / "other")
+    assert (ran.code, ran.out) == (2, "")
+    assert "has no weights on a grid; prune the dense model with --quantize int4:128" in ran.err
+
+
 def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--text-samples", "0")
     assert (ran.code, ran.err) == (0, "")

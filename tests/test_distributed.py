@@ -32,6 +32,7 @@ from models import (
 from niwaki.distributed import World, world
 from niwaki.errors import UsageError
 from niwaki.record import MatrixRecord, Record
+from niwaki.scales import FILE as SCALES
 
 PROCESSES = Path(__file__).with_name("processes.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -131,7 +132,11 @@ def prune(start: Team, size: int, arguments: list[str], hook: dict[str, Any] | N
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "niwaki.json"}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "niwaki.json"
+    }
 
 
 def matrices(directory: Path, case: str = "llama") -> dict[str, Tensor]:
@@ -359,6 +364,32 @@ def test_rows_of_one_matrix_in_all_processes(
     again = prune(start, 3, asked("again"))
     assert files(tmp_path / "again") == files(tmp_path / "out")
     assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
+
+
+@pytest.mark.parametrize("effort", ["fast", "fast:epochs=2:batch=192"])
+def test_weights_on_a_grid(start: Team, wide: Path, text: Path, tmp_path: Path, effort: str) -> None:
+    """Also of the matrix whose rows are shared out; that what is written is on the grid each run sees for itself."""
+
+    def asked(name: str) -> list[str]:
+        return command(wide, tmp_path / name, text, "--quantize", "int4:16", "--effort", effort)
+
+    expected, record = prune(start, 1, asked("alone")), prune(start, 3, asked("out"))
+    for one, other in zip(by_name(record), by_name(expected), strict=True):
+        assert (one.block, one.name) == (other.block, other.name)
+        assert one.error == pytest.approx(other.error, rel=0.05 if one.block else 1e-2), one
+        assert one.sparsity == pytest.approx(other.sparsity, abs=0.02)
+        assert one.stats.keys() == other.stats.keys()
+    found, alone = (load_file(tmp_path / name / SCALES) for name in ("out", "alone"))
+    assert found.keys() == alone.keys()
+    for key, value in found.items():
+        assert value.shape == alone[key].shape
+        if ".layers.0." in key:  # a code that rounding changes changes the scales of its row
+            assert (value.isclose(alone[key], rtol=1e-3)).double().mean() > 0.9, key
+    # The same bytes again, and gone on with behind the first block.
+    hook = {"rank": 1, "block": 1, "how": "error"}
+    assert all(result.code for result in start(*[asked("again")] * 3, hook=hook))
+    assert prune(start, 3, asked("again")).resumed == [1]
+    assert files(tmp_path / "again") == files(tmp_path / "out")
 
 
 def test_what_one_process_draws_is_no_question_to_the_others(

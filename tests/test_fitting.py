@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,22 @@ class Loop:
     errors: list[float]
 
 
-def loop(model: StreamedModel, directory: Path, states: States, targets: States, effort: Effort) -> Loop:
-    """Over the first layer of the whole model as transformers has it, with the pruned weights in ``model``."""
+def unrounded(W: Tensor) -> Tensor:
+    return W
+
+
+def loop(
+    model: StreamedModel,
+    directory: Path,
+    states: States,
+    targets: States,
+    effort: Effort,
+    rounded: Callable[[Tensor], Tensor] = unrounded,
+) -> Loop:
+    """Over the first layer of the whole model as transformers has it, with the pruned weights in ``model``.
+
+    It computes with ``rounded`` weights, as if the rounding had the gradient 1.
+    """
     whole: Any = reference(directory)
     layer = copy.deepcopy(decoder_blocks(whole)[0])
     layer.load_state_dict(weights(model))
@@ -99,8 +113,11 @@ def loop(model: StreamedModel, directory: Path, states: States, targets: States,
     held = [i for i in range(len(inputs)) if i % 16 == 0]
     rest = [i for i in range(len(inputs)) if i % 16] or held
 
+    def used() -> dict[str, Tensor]:
+        return {name: value + (rounded(value) - value).detach() for name, value in parameters.items()}
+
     def output(i: int) -> Tensor:
-        out: Tensor = layer(inputs[i], position_embeddings=rotary)
+        out: Tensor = torch.func.functional_call(layer, used(), (inputs[i],), {"position_embeddings": rotary})
         return out
 
     @torch.no_grad()
@@ -109,7 +126,9 @@ def loop(model: StreamedModel, directory: Path, states: States, targets: States,
         return wrong / sum(float(outputs[i].double().square().sum()) for i in held)
 
     def now() -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in layer.named_parameters()}
+        return {name: value.detach().clone() for name, value in layer.named_parameters()} | {
+            name: value.detach().clone() for name, value in used().items()
+        }
 
     found, order, step = Loop([now()], [error()]), torch.Generator().manual_seed(0), 0
     steps = round(effort.epochs * len(rest))
@@ -165,6 +184,48 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -
     for name, value in weights(model).items():
         assert torch.equal(value, before[name]) == (value.ndim == 1 and not norms), name
     assert all(torch.equal(a, b) for a, b in zip(kept, (*states.hidden, *targets.hidden), strict=True))
+
+
+def test_weights_on_a_grid(tmp_path: Path) -> None:
+    """Gradients of rounded weights move weights that are not: some end at another number of the grid."""
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 18)
+
+    def rounded(W: Tensor) -> Tensor:
+        steps = (W.abs() / 0.04).round().clamp(min=1)
+        return torch.where(W == 0, 0.0, steps.copysign(W) * 0.04)
+
+    for matrix in block.matrices:
+        weights_of = matrix.within(model.blocks[0].get_parameter(matrix.parameter).data)
+        weights_of.copy_(rounded(weights_of))
+    before, effort = weights(model), Effort(epochs=3)
+    expected = loop(model, directory, states, targets, effort, rounded)
+    called: list[str] = []
+    found = fit(
+        block,
+        states,
+        targets,
+        effort,
+        World(),
+        lambda: None,
+        lambda matrix, W: called.append(matrix.name) or rounded(W),  # type: ignore[func-returns-value]
+    )
+    assert set(called) == {matrix.name for matrix in block.matrices}
+    assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
+    best = expected.errors.index(min(expected.errors))
+    assert found.epochs == best > 0
+    assert found.after == pytest.approx(expected.errors[best], rel=1e-2)
+    assert found.after < 0.98 * found.before
+    moved = 0.0
+    for name, value in weights(model).items():
+        if value.ndim == 2:
+            assert torch.equal(value, rounded(value)), name
+            assert torch.equal(value == 0, before[name] == 0), name
+            differs = (value - expected.weights[best][name]).abs() > 1e-6
+            assert differs.double().mean() < 0.01, name
+            moved += float((value != before[name]).double().mean())
+    assert moved > 0.1
 
 
 def test_the_best_epoch_stays(tmp_path: Path) -> None:

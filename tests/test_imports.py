@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "linalg": {"errors", "precision"},
     "problem": {"errors", "linalg"},
     "settings": {"errors"},
+    "quantization": {"errors"},
+    "rounding": {"linalg", "precision", "problem", "quantization"},
     "solvers": {"errors", "patterns", "linalg", "problem", "settings"},
     "effort": {"errors", "settings"},
     "targets": {"linalg", "problem"},
@@ -54,7 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "allocation": set(),
     "sensitivity": {"errors", "layout", "blocks", "distributed", "states"},
-    "fitting": {"blocks", "distributed", "effort", "errors", "record", "states"},
+    "synthetic": {"errors", "blocks", "distributed"},
+    "fitting": {"blocks", "distributed", "effort", "errors", "layout", "record", "states"},
+    "scales": {"errors", "checkpoint", "layout", "quantization"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
     "structured": {"errors", "linalg", "problem"},
@@ -66,12 +70,14 @@ MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
     "pipeline": {"cli", "demo", "shrinking", "__init__"},
     "walk": {"pipeline", "shrinking"},
+    "exporting": {"cli"},
     "blocks": {
         *(
             "pipeline",
             "walk",
             "masks",
             "fitting",
+            "exporting",
             "planning",
             "sensitivity",
             "perplexity",
@@ -79,12 +85,13 @@ MAY_BE_IMPORTED_BY = {
             "units",
             "smaller",
             "shrinking",
+            "synthetic",
             "__init__",
         ),
     },
 }
-#: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
-TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}
+#: The insides of models are known to ``blocks`` only, how files name them to ``layout``; ``synthetic`` lets them write.
+TRANSFORMERS_AT_IMPORT = dict.fromkeys(("blocks", "layout", "synthetic"), "transformers")
 #: Loaded where it is needed: for its tokenizers, and to silence its logging.
 TRANSFORMERS_LATER = {"calibration": "transformers", "cli": "transformers.utils"}
 

@@ -516,14 +516,18 @@ class Block:
         Raises:
             NumericalError: a weight is too large for that dtype.
         """
-        stored = W.to(self._model.checkpoint.dtype(matrix.key)).add_(0.0)  # rounding can leave -0.0
+        stored = W.to(self.dtype(matrix)).add_(0.0)  # rounding can leave -0.0
         _finite(matrix.key, stored)
         return stored.T.contiguous() if matrix.transposed else stored
+
+    def dtype(self, matrix: Matrix) -> torch.dtype:
+        """What the checkpoint has it in."""
+        return self._model.checkpoint.dtype(matrix.key)
 
     def empty(self, matrix: Matrix) -> Tensor:
         """Memory for ``matrix`` in the layout and dtype of the checkpoint."""
         shape = matrix.shape[::-1] if matrix.transposed else matrix.shape
-        return torch.empty(shape, dtype=self._model.checkpoint.dtype(matrix.key), device=self._model.device)
+        return torch.empty(shape, dtype=self.dtype(matrix), device=self._model.device)
 
     def put(self, matrix: Matrix, stored: Tensor) -> None:
         """Computes with ``stored``, in the layout of the checkpoint, in the place of ``matrix`` from now on."""
@@ -542,7 +546,7 @@ class Block:
     @property
     def smallest(self) -> float:
         """A magnitude that is not rounded to 0 in the dtype of the block, nor in that of the checkpoint."""
-        dtypes = {self._model.dtype, *(self._model.checkpoint.dtype(matrix.key) for matrix in self.matrices)}
+        dtypes = {self._model.dtype, *(self.dtype(matrix) for matrix in self.matrices)}
         return max(torch.finfo(dtype).tiny for dtype in dtypes)
 
     @contextlib.contextmanager
@@ -570,6 +574,28 @@ class Block:
                 value.requires_grad_(False)
                 value.grad = None
                 value.data = value.data.to(dtype)
+
+    @contextlib.contextmanager
+    def projected(self, project: Callable[[Matrix, Tensor], Tensor] | None) -> Iterator[None]:
+        """While in :meth:`training`, the block with ``project(matrix, its weights)``, if that is given.
+
+        Weights are as before at the end, with the gradients of those that it computed with meanwhile.
+        """
+        if project is None:
+            yield
+            return
+        parameters = {m.parameter: self._module.get_parameter(m.parameter) for m in self.matrices}
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for parameter in parameters.values():
+                parameter.data = parameter.data.clone()
+            for matrix in self.matrices:
+                weights = matrix.within(parameters[matrix.parameter].data)
+                weights.copy_(project(matrix, weights))
+            yield
+        finally:
+            for name, value in before.items():
+                parameters[name].data = value
 
     def trained(self, vectors: bool) -> Iterator[tuple[str, int | None, Tensor]]:
         """(key, part, tensor) as the checkpoint has them, of each matrix, and of ``vectors`` if asked for.

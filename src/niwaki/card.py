@@ -79,6 +79,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         f"| method | `{record.solver}` |",
         *([f"| effort | `{record.effort}` |"] if record.effort else []),
         *rows,
+        *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
         f"| calibration | {record.calibration['samples']} windows of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
         *(

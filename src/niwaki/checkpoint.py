@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -159,13 +160,22 @@ class CheckpointWriter:
         source: The checkpoint to follow.
         directory: Where the shards go; it exists and holds none of them, except to resume.
         resume: Go on with the shards that an earlier writer left there.
+        added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
 
     Raises:
         OutputError: no space, or the directory cannot be written.
     """
 
-    def __init__(self, source: Checkpoint, directory: Path, resume: bool = False) -> None:
+    def __init__(
+        self,
+        source: Checkpoint,
+        directory: Path,
+        resume: bool = False,
+        added: Mapping[str, Entry] | None = None,
+    ) -> None:
         self._source = source
+        self._added = dict(added or {})
+        self._entries = {**source.entries, **self._added}
         self._directory = directory
         self._resume = resume
         self._files: dict[str, BinaryIO] = {}
@@ -194,14 +204,21 @@ class CheckpointWriter:
         with output_errors(self._directory):
             for shard in self._source.shards:
                 original = self._source.path / shard
-                path = self._directory / shard
-                if self._resume and not path.exists():
-                    raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
-                file = self._files[shard] = path.open("r+b" if self._resume else "w+b")
-                size = original.stat().st_size
-                _reserve(file, size)
+                file = self._reserved(shard, original.stat().st_size)
                 with original.open("rb") as read:
                     _copy(read, file, 0, _header_end(read, original))
+            for shard in {entry.shard for entry in self._added.values()}:
+                (self._directory / shard).parent.mkdir(exist_ok=True)
+                end = max(entry.offset + entry.size for entry in self._added.values())
+                self._reserved(shard, end).write(_header(self._added))
+
+    def _reserved(self, shard: str, size: int) -> BinaryIO:
+        path = self._directory / shard
+        if self._resume and not path.exists():
+            raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
+        file = self._files[shard] = path.open("r+b" if self._resume else "w+b")
+        _reserve(file, size)
+        return file
 
     def write(self, key: str, tensor: Tensor, part: int | None = None) -> None:
         """Writes ``tensor`` in the place of ``key``, or of its part at that index.
@@ -209,7 +226,7 @@ class CheckpointWriter:
         Raises:
             OutputError: it has another dtype or shape than the original, or cannot be written.
         """
-        entry = self._source.entries[key]
+        entry = self._entries[key]
         if part is not None:
             entry = entry.part(part)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != _DTYPES[entry.dtype]:
@@ -230,7 +247,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: it is not there, or not finite.
         """
-        entry = self._source.entries[key]
+        entry = self._entries[key]
         with output_errors(self._directory):
             self._files[entry.shard].flush()
         found = _tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
@@ -261,7 +278,8 @@ class CheckpointWriter:
                 raise failed
 
     def _copy_the_rest(self) -> None:
-        for shard, file in self._files.items():
+        for shard in self._source.shards:
+            file = self._files[shard]
             with (self._source.path / shard).open("rb") as read:
                 # Straight from the file's own header: tensors that the index does not name move along.
                 for key, entry in _read_header(self._source.path / shard).items():
@@ -404,6 +422,30 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return value
+
+
+def new_shard(shard: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+    """Places for ``tensors`` (dtype and shape by key) in a file of this name, for :class:`CheckpointWriter`."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    entries: dict[str, Entry] = {}
+    end = 0
+    for key, (dtype, shape) in tensors.items():
+        entries[key] = Entry(shard, names[dtype], shape, end, math.prod(shape) * dtype.itemsize)
+        end += entries[key].size
+    start = len(_header(entries))
+    return {key: replace(entry, offset=start + entry.offset) for key, entry in entries.items()}
+
+
+def _header(entries: Mapping[str, Entry]) -> bytes:
+    """The header of a safetensors file that has ``entries`` and nothing else."""
+    start = min(entry.offset for entry in entries.values())
+    values = {}
+    for key, entry in entries.items():
+        ends = [entry.offset - start, entry.offset - start + entry.size]
+        values[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": ends}
+    text = json.dumps(values).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _header_end(file: BinaryIO, path: Path) -> int:

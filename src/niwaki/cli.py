@@ -123,6 +123,14 @@ def prune(
             "swaps and dsnot refine the mask of a model; others keep it."
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GRID",
+            help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, "
+            "int8 a scale for each row. With --sparsity 0 that alone.",
+        ),
+    ] = None,
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
     samples: Samples = 128,
     length: Length = None,
@@ -178,6 +186,7 @@ def prune(
             sparsity=sparsity,
             pattern=pattern,
             mask_from=mask_from,
+            quantize=quantize,
             calibration=calibration,
             samples=samples,
             length=length,
@@ -288,6 +297,22 @@ def evaluate(
             "versions": versions(),
         }
         write_json(record, json.dumps(values, indent=2) + "\n")
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="A directory that 'prune --quantize' wrote.")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")
+    ],
+) -> None:
+    """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
+    _quiet_libraries()
+    from niwaki.exporting import export as run
+
+    with out.status("exporting"):
+        run(model, output)
+    out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -75,7 +75,8 @@ class Display(Progress):
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         calibration = record.calibration
-        self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {record.pattern}")
+        wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
+        self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {wanted}")
         self._line(record.solver)
         self._line(
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
@@ -234,6 +235,8 @@ def summary(record: Record) -> Table:
         table.add_row(
             "error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)"
         )
+    if record.quantization:
+        table.add_row("grid", record.rounding)
     if record.fits:
         before, after = (
             sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")

@@ -13,6 +13,7 @@ from niwaki.blocks import Block
 from niwaki.distributed import World
 from niwaki.effort import Effort
 from niwaki.errors import NumericalError
+from niwaki.layout import Matrix
 from niwaki.record import FitRecord
 from niwaki.states import States
 
@@ -24,7 +25,13 @@ COPIES = 5
 
 
 def fit(
-    block: Block, states: States, targets: States, effort: Effort, world: World, done: Callable[[], None]
+    block: Block,
+    states: States,
+    targets: States,
+    effort: Effort,
+    world: World,
+    done: Callable[[], None],
+    on_grid: Callable[[Matrix, Tensor], Tensor] | None = None,
 ) -> FitRecord:
     """Changes the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
 
@@ -45,6 +52,8 @@ def fit(
         effort: How long, and with which rate.
         world: The processes of which each has some of the states; a step takes one batch of each.
         done: Called after each batch, see :func:`batches`.
+        on_grid: (out, in), the weights of a matrix rounded to its grid, with none that becomes zero. The block computes
+            with these, in the end too; steps are made by weights that are not rounded, with the gradients of these.
 
     Raises:
         NumericalError: the error is not finite.
@@ -70,10 +79,11 @@ def fit(
 
         def error() -> float:
             mine = 0.0
-            for i in held:
-                with torch.no_grad():  # in float64 a few huge activations do not hide the rest
-                    mine += float(squares(i).sum(dtype=torch.float64))
-                done()
+            with block.projected(on_grid):
+                for i in held:
+                    with torch.no_grad():  # in float64 a few huge activations do not hide the rest
+                        mine += float(squares(i).sum(dtype=torch.float64))
+                    done()
             found = sum(world.collected(mine))
             if not math.isfinite(found):
                 raise NumericalError(
@@ -88,7 +98,7 @@ def fit(
         for step in range(steps):
             if step % len(rest) == 0:
                 epoch = torch.randperm(len(rest), generator=order).tolist()
-            with torch.enable_grad():
+            with block.projected(on_grid), torch.enable_grad():
                 squares(rest[epoch[step % len(rest)]]).sum().backward()
             gradients = [_gradient(value) for value in parameters]
             world.sum(gradients)
@@ -108,6 +118,10 @@ def fit(
                     old.copy_(value.detach())
         for old, value, mask in zip(kept, parameters, masks, strict=True):
             value.data = _off_zero(old, mask, block.smallest) if value.ndim > 1 else old
+        with block.projected(on_grid):
+            rounded = [value.data for value in parameters]
+        for value, data in zip(parameters, rounded, strict=True):
+            value.data = data
     return FitRecord(block.index, before, best, at, time.perf_counter() - began)
 
 

@@ -86,13 +86,15 @@ class Workplace:
         self.journal = journal
 
     def clear(self, shards: list[str]) -> None:
-        """Removes what an earlier run left, except the shards that hold the blocks it has done."""
+        """Removes what an earlier run left, except the shards, or folders, that hold the blocks it has done."""
         kept = {*shards, self.plan.name} if self.journal.blocks else set()
         with output_errors(self._out):
             for path in self.directory.iterdir():
+                if path.name in kept:
+                    continue
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
-                elif path.name not in kept:
+                else:
                     path.unlink()
 
     def save(self, **changes: Any) -> None:
@@ -194,6 +196,7 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
             "mask_from": record.mask_from,
             "pattern": record.pattern,
             "sparsity": round(record.sparsity, 6),
+            **({"quantization": record.quantization} if record.quantization else {}),
             **({"blocks": record.blocks} if record.blocks else {}),
         },
     }

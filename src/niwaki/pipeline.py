@@ -31,7 +31,9 @@ from niwaki.output import Journal, Workplace, check_output, fingerprint, workpla
 from niwaki.patterns import Pattern
 from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
+from niwaki.quantization import Grid, parse_grid
 from niwaki.record import Record, versions, write_json
+from niwaki.scales import FILE, FOLDER, places, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 from niwaki.states import Room
 from niwaki.walk import Clock, Measure, Walk, peak_memory
@@ -50,6 +52,7 @@ def prune(
     sparsity: float | None = None,
     pattern: str | Pattern | None = None,
     mask_from: str | None = None,
+    quantize: str | Grid | None = None,
     calibration: str | Tensor = "c4",
     samples: int = 128,
     length: int | None = None,
@@ -88,6 +91,9 @@ def prune(
         mask_from: The name of another solver, or a pruned model, whose mask is to be used. Of a pruned model
             the mask is kept as it is, whatever its pattern. A sparsity or a pattern besides has to be one
             that the mask satisfies: solvers that refine masks (swaps, dsnot) start from it and keep to that.
+        quantize: A grid that the remaining weights are put on, such as "int4:128": whole numbers of 4 bits, with a
+            scale for each row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros
+            besides those of the pattern. Scales are in ``out/quantization/scales.safetensors``.
         calibration: A text (see :mod:`niwaki.calibration`), or (samples, length) int64 tokens.
         samples: Windows of calibration text.
         length: Tokens in a window; by default 2,048, or what the model has positions for if fewer.
@@ -129,6 +135,7 @@ def prune(
         solver = DEFAULT_SOLVER
     method = method or (solver if isinstance(solver, str) else type(solver).__name__.lower())
     solver = make_solver(solver) if isinstance(solver, str) else solver
+    grid = parse_grid(quantize) if isinstance(quantize, str) else quantize
     if order not in ("first", "random"):
         raise UsageError(f"the order of windows is first or random; got {order!r}")
     check_tf32(tf32)
@@ -152,7 +159,9 @@ def prune(
     chosen = _chosen(blocks, len(streamed.blocks))
     streamed.limit(chosen)
     if memory is not None:
-        room.limit(max(0, memory - _needed(streamed, effort)))
+        room.limit(max(0, memory - _needed(streamed, effort, grid)))
+    if grid:
+        grid.check(matrix.shape[1] for matrix in streamed.matrices())
     pattern_of = patterns_of(wanted, mask_model, streamed)
     length, note = streamed.window_length(length)
     notes = [*streamed.notes, *([note] if note else [])]
@@ -170,6 +179,7 @@ def prune(
         method=method,
         solver=repr(solver),
         effort=repr(effort),
+        quantization=str(grid) if grid else None,
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
         calibration=described_windows(windows, seed),
@@ -181,6 +191,11 @@ def prune(
         versions=versions(),
         notes=notes,
     )
+    if grid:
+        notes.append(
+            f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
+            f"does; their scales are in {FILE}, and 'niwaki export' packs 4 and 8 bits"
+        )
     if record.part:
         notes.append(f"only {record.part} of {len(streamed.blocks)}, counted from 0: no other is pruned")
     asked = {
@@ -189,6 +204,7 @@ def prune(
         and (fingerprint(Checkpoint(locate_model(mask_model))) if mask_model else mask_from),
         "solver": repr(solver),
         "effort": repr(effort),
+        "quantize": record.quantization,
         "pattern": str(wanted),
         "calibration": windows.fingerprint(),
         "text": held and held.fingerprint(),
@@ -222,9 +238,11 @@ def prune(
                     f"going on behind block {journal.blocks} of {len(streamed.blocks)}, where an earlier run was "
                     "stopped; the blocks before it run again for their outputs"
                 )
-            run = Walk(streamed, solver, effort, pattern_of, memory, record, progress, clock, world, journal)
+            run = Walk(
+                streamed, solver, effort, pattern_of, grid, memory, record, progress, clock, world, journal
+            )
             if place:
-                _write(run, place, checkpoint, shares, measure)
+                _write(run, place, streamed, grid, shares, measure)
             else:
                 run.blocks(*shares, measure)
         record = world.told(record)
@@ -239,14 +257,16 @@ def prune(
 def _write(
     run: Walk,
     place: Workplace,
-    checkpoint: Checkpoint,
+    model: StreamedModel,
+    grid: Grid | None,
     shares: tuple[Windows, Windows | None],
     measure: Measure,
 ) -> None:
     """The walk over the blocks and all that is written."""
-    record, clock, journal = run.record, run.clock, place.journal
-    place.clear(checkpoint.shards)
-    with CheckpointWriter(checkpoint, place.directory, resume=journal.blocks > 0) as writer:
+    record, clock, journal, checkpoint = run.record, run.clock, place.journal, model.checkpoint
+    added = places(checkpoint, model.matrices(), grid) if grid else None
+    place.clear([*checkpoint.shards, FOLDER])
+    with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as writer:
         run.blocks(*shares, measure, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
@@ -256,6 +276,8 @@ def _write(
     write_config(place.directory, checkpoint.config, record)
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)
+    if grid:
+        verify_grid(place.directory, model.matrices(), grid)
     clock.lap("check")
     record.seconds = {**clock.seconds, "total": clock.total()}
     write_json(place.directory / "niwaki.json", record.to_json())
@@ -300,7 +322,7 @@ def _chosen(blocks: tuple[int, int] | None, count: int) -> range:
     return range(start, stop)
 
 
-def _needed(model: StreamedModel, effort: Effort) -> int:
+def _needed(model: StreamedModel, effort: Effort, grid: Grid | None) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
     largest = max(model.matrices(), key=lambda matrix: matrix.shape[0] * matrix.shape[1])
     rows, columns = largest.shape
@@ -313,7 +335,8 @@ def _needed(model: StreamedModel, effort: Effort) -> int:
     # weights once more.
     running = (3 if effort.dense else 2) * model.block_size
     weights = max(sum(math.prod(matrix.shape) for matrix in matrices) for matrices in blocks)
-    fitting = model.block_size + COPIES * 4 * weights if effort.epochs else 0
+    copies = COPIES + 1 if grid else COPIES  # on the grid
+    fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
     return peak_memory(model.device).get("resident", 0) + max(grams + max(running, solving), fitting)
 
 

@@ -70,7 +70,8 @@ class MatrixRecord:
         shape: (out, in).
         sparsity: Fraction of zeros in the tensor that was written.
         error: Squared output error relative to the squared output, on the calibration text; with dense targets of
-            those, and in any case before the block is fitted.
+            those, and in any case before the block is fitted. On a grid, ``stats["error_before_rounding"]`` is the
+            solver's, and ``stats["rounded_to_zero"]`` the number of weights that the solver kept and the grid did not.
         seconds: That the solver took.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used.
@@ -142,6 +143,7 @@ class Record:
         method: The solver's name, or that of its class.
         solver: The solver with all its parameters.
         effort: What was done to blocks besides, with all its parameters.
+        quantization: The grid that weights are on, such as "int4:128"; None for none.
         pattern: Which weights may be non-zero.
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
@@ -151,7 +153,7 @@ class Record:
             products of float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
             those of products and factorisations, as if no two matrices had the same inputs, and without what the
-            effort asks for besides.
+            effort or the grid ask for besides.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
         fits: One entry for each block that was fitted.
@@ -187,14 +189,25 @@ class Record:
     tf32: TF32 = "never"
     effort: str = ""
     structure: StructureRecord | None = None
+    quantization: str | None = None
 
     @property
     def mean_error(self) -> float:
         """The geometric mean of the matrices' errors; 0 where one is 0."""
-        errors = [matrix.error for matrix in self.matrices]
-        if not errors or min(errors) <= 0:
-            return 0.0
-        return math.exp(sum(map(math.log, errors)) / len(errors))
+        return _geometric_mean([matrix.error for matrix in self.matrices])
+
+    @property
+    def rounding(self) -> str:
+        """What the grid did to the matrices, in words; nothing if there is none."""
+        if not self.quantization:
+            return ""
+        before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
+        lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)
+        kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in self.matrices) + lost
+        return (
+            f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "
+            f"{100 * lost / max(1, kept):.2g} % of the remaining weights became 0"
+        )
 
     @property
     def part(self) -> str:
@@ -220,6 +233,13 @@ class Record:
         return cls(
             **values, matrices=matrices, fits=fits, structure=structure and StructureRecord(**structure)
         )
+
+
+def _geometric_mean(values: list[float]) -> float:
+    """0 where one is 0, or there is none."""
+    if not values or min(values) <= 0:
+        return 0.0
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:

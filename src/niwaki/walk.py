@@ -28,8 +28,11 @@ from niwaki.perplexity import Perplexity
 from niwaki.planning import Plan, plan
 from niwaki.problem import Gram, LayerProblem, Monitor, Solution, relative
 from niwaki.progress import Progress
+from niwaki.quantization import Grid, scale_dtype
 from niwaki.record import MatrixRecord, Record
+from niwaki.rounding import flops, onto_grid
 from niwaki.rows import ALL, Rows
+from niwaki.scales import scale_key
 from niwaki.solvers import Solver
 from niwaki.states import States
 from niwaki.synthetic import steps, synthesize
@@ -52,6 +55,7 @@ class Walk:
         solver: Solver,
         effort: Effort,
         pattern_of: PatternOf,
+        grid: Grid | None,
         memory: int | None,
         record: Record,
         progress: Progress,
@@ -65,6 +69,9 @@ class Walk:
         self._usual = pattern_of
         self._memory = memory
         self._plan = Plan()
+        self._grid = grid
+        #: Of the present block's matrices, by name.
+        self._scales: dict[str, Tensor] = {}
         self.record = record
         self._progress = progress
         self.clock = clock
@@ -229,7 +236,8 @@ class Walk:
             clock.lap("advance")
         if origin and effort.epochs:
             progress.stage(block.index, "fit", batches(len(states.hidden), effort.epochs))
-            self.record.fits.append(fit(block, states, origin, effort, self._world, progress.step))
+            on_grid = self._nearest if self._grid else None
+            self.record.fits.append(fit(block, states, origin, effort, self._world, progress.step, on_grid))
             for key, part, stored in block.trained(effort.norms):
                 if self._writer:
                     self._writer.write(key, stored, part)
@@ -242,10 +250,10 @@ class Walk:
         """
         names = [name for inputs in grams for name in inputs.names]
         matrices = {matrix.name: matrix for matrix in block.matrices if matrix.name in names}
-        costs = [self._solver.flops(*matrices[name].shape) for name in names]
+        costs = [self._flops(*matrices[name].shape) for name in names]
         owners = self._world.owners(costs, lambda i: self._cost_together(matrices[names[i]]))
         owner = dict(zip(names, owners, strict=True))
-        found: dict[str, tuple[Tensor, MatrixRecord]] = {}
+        found: dict[str, _Solved] = {}
         block.release(matrices.values())
         for inputs in grams:
             shared = [matrices[name] for name in inputs.names if owner[name] is None]
@@ -263,7 +271,7 @@ class Walk:
                 solved = self._solve(block, matrix, gram, inputs)
                 self._progress.step()
                 if self._world.size == 1:
-                    self._keep(block, matrix, *solved)
+                    self._keep(block, matrix, solved)
                 else:
                     found[matrix.name] = solved
                 del solved
@@ -271,21 +279,39 @@ class Walk:
             return
         for name in names:  # in the order of computation, whoever was first
             matrix, mine_, source = matrices[name], name in found, owner[name]
-            stored, done = found.pop(name) if mine_ else (block.empty(matrix), None)
+            result = found.pop(name) if mine_ else None
             if source is not None:
-                stored, done = self._world.send(stored, source), self._world.told(done, source)
-            assert done is not None
+                result = self._sent(block, matrix, result, source)
+            assert result is not None
             if not mine_:
                 self._progress.step()
-            self._keep(block, matrix, stored, done)
+            self._keep(block, matrix, result)
 
-    def _keep(self, block: Block, matrix: Matrix, stored: Tensor, done: MatrixRecord) -> None:
+    def _sent(self, block: Block, matrix: Matrix, solved: _Solved | None, source: int) -> _Solved:
+        """What process ``source`` has as ``solved``."""
+        done = self._world.told(solved and solved.record, source)
+        assert done is not None
+        stored = self._world.send(solved.stored if solved else block.empty(matrix), source)
+        if not self._grid:
+            return _Solved(stored, None, done)
+        rows, columns = matrix.shape
+        shape, dtype = (rows, self._grid.groups(columns)), scale_dtype(stored.dtype)
+        scales = solved.scales if solved else torch.empty(shape, dtype=dtype, device=stored.device)
+        assert scales is not None
+        return _Solved(stored, self._world.send(scales, source), done)
+
+    def _keep(self, block: Block, matrix: Matrix, solved: _Solved) -> None:
         """Writes a matrix as it is solved, and what was found."""
+        stored, scales, done = solved
         self._progress.solved(done)
         if not block.released:
             block.put(matrix, stored)
         if self._writer:
             self._writer.write(matrix.key, stored, matrix.part)
+        if scales is not None:
+            self._scales[matrix.name] = scales
+            if self._writer:
+                self._writer.write(scale_key(matrix), scales, matrix.part)
         zeros = stored.numel() - int(stored.count_nonzero())
         self._journal.zeros[matrix.key] = self._journal.zeros.get(matrix.key, 0) + zeros
         self._note_damping(done)
@@ -298,12 +324,21 @@ class Walk:
             return None
         if self._pattern_of(matrix).among(self._world.rows(rows)) is None:
             return None
-        return self._solver.flops(math.ceil(rows / self._world.size), columns)
+        return self._flops(math.ceil(rows / self._world.size), columns)
+
+    def _flops(self, rows: int, columns: int) -> float:
+        return self._solver.flops(rows, columns) + (flops(rows, columns) if self._grid else 0.0)
+
+    def _nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
+        """(out, in), W on the grid that ``matrix`` has in the present block, with the same zeros."""
+        assert self._grid is not None
+        scales = self._scales[matrix.name]
+        return self._grid.project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def _solve(
         self, block: Block, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL
-    ) -> tuple[Tensor, MatrixRecord]:
-        """What is stored, and the record: of the whole matrix, also where ``rows`` are only some of it."""
+    ) -> _Solved:
+        """Of the whole matrix, also where ``rows`` are only some of it."""
         began = time.perf_counter()
         with named(matrix):
             W = rows.own(block.weight(matrix))
@@ -325,17 +360,22 @@ class Walk:
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
                 solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
-            error = solution.error if rows is ALL else _error(problem, solution, rows)
-            if not math.isfinite(error):
-                raise NumericalError(
-                    f"the error of its outputs is {error}; its weights or inputs are too large, or not finite"
-                )
+            error, stats, scales = _error(problem, solution, rows), solution.stats, None
+            stored_as = block.dtype(matrix)
+            if self._grid:  # the weights themselves are on it, not what importance makes of them
+                kept = int(solution.W.count_nonzero())
+                solution, scales = onto_grid(problem, solution, self._grid, scale_dtype(stored_as))
+                lost = rows.total(kept - int(solution.W.count_nonzero()))
+                stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
+                scales = rows.joined(scales).to(scale_dtype(stored_as))
+                error = _error(problem, solution, rows)
             stored = block.stored(matrix, rows.joined(solution.W))
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began
-        return stored, MatrixRecord(
-            block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, solution.stats
+        done = MatrixRecord(
+            block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats
         )
+        return _Solved(stored, scales, done)
 
     def _monitor(self, name: str) -> Monitor | None:
         if not self._progress.wants_steps:
@@ -366,6 +406,14 @@ class Walk:
         self._progress.note(text)
 
 
+class _Solved(NamedTuple):
+    """A matrix as it is stored, with its scales (out, groups) in their dtype if it is on a grid."""
+
+    stored: Tensor
+    scales: Tensor | None
+    record: MatrixRecord
+
+
 class _Counts(NamedTuple):
     """What is noted of the inputs of an expert's matrices."""
 
@@ -384,10 +432,21 @@ def _counts(grams: list[InputGram], experts: set[str]) -> list[_Counts]:
 
 
 def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
-    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``."""
-    power = problem.power
-    loss = solution.error * power if power > 0 else problem.loss(solution.W)
-    return relative(*rows.sum(torch.tensor([loss, power], dtype=torch.float64)).tolist())
+    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``.
+
+    Raises:
+        NumericalError: it is not finite.
+    """
+    error = solution.error
+    if rows is not ALL:
+        power = problem.power
+        loss = error * power if power > 0 else problem.loss(solution.W)
+        error = relative(*rows.sum(torch.tensor([loss, power], dtype=torch.float64)).tolist())
+    if not math.isfinite(error):
+        raise NumericalError(
+            f"the error of its outputs is {error}; its weights or inputs are too large, or not finite"
+        )
+    return error
 
 
 class Clock:
