@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {"errors"},
     "record": {"errors", "precision"},
     "report": {"errors", "record"},
+    "table": {"errors", "record"},
+    "progress": {"record", "table"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
@@ -61,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
-    "pipeline": {"cli", "demo", "__init__"},
+    "pipeline": {"cli", "comparison", "__init__"},
     "walk": {"pipeline"},
     "blocks": {
         *(
@@ -73,6 +75,7 @@ MAY_BE_IMPORTED_BY = {
             "sensitivity",
             "perplexity",
             "survey",
+            "comparison",
             "__init__",
         ),
     },

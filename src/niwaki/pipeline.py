@@ -33,8 +33,8 @@ from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.record import Record, versions, write_json
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
-from niwaki.states import Room
-from niwaki.walk import Clock, Measure, Walk, peak_memory
+from niwaki.states import Room, resident
+from niwaki.walk import Clock, Measure, Walk
 
 #: Windows for the perplexity before and after, behind those of the calibration.
 DEFAULT_TEXT_SAMPLES = 16
@@ -50,7 +50,7 @@ def prune(
     sparsity: float | None = None,
     pattern: str | Pattern | None = None,
     mask_from: str | None = None,
-    calibration: str | Tensor = "c4",
+    calibration: str | Tensor | Windows = "c4",
     samples: int = 128,
     length: int | None = None,
     order: Order = "first",
@@ -88,7 +88,7 @@ def prune(
         mask_from: The name of another solver, or a pruned model, whose mask is to be used. Of a pruned model
             the mask is kept as it is, whatever its pattern. A sparsity or a pattern besides has to be one
             that the mask satisfies: solvers that refine masks (swaps, dsnot) start from it and keep to that.
-        calibration: A text (see :mod:`niwaki.calibration`), or (samples, length) int64 tokens.
+        calibration: A text (see :mod:`niwaki.calibration`), windows of one, or (samples, length) int64 tokens.
         samples: Windows of calibration text.
         length: Tokens in a window; by default 2,048, or what the model has positions for if fewer.
         order: "first" or "random" windows of the text.
@@ -172,14 +172,7 @@ def prune(
         effort=repr(effort),
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
-        calibration={
-            "source": windows.source,
-            "samples": len(windows.tokens),
-            "sequence_length": windows.tokens.shape[1],
-            "order": windows.order,
-            "seed": seed,
-            "tokens_sha256": windows.fingerprint(),
-        },
+        calibration=windows.described(seed),
         device=_device_name(streamed.device, world),
         dtype=str(streamed.dtype).removeprefix("torch."),
         tf32=used,
@@ -321,12 +314,12 @@ def _needed(model: StreamedModel, effort: Effort) -> int:
     running = (3 if effort.dense else 2) * model.block_size
     weights = max(sum(math.prod(matrix.shape) for matrix in matrices) for matrices in blocks)
     fitting = model.block_size + COPIES * 4 * weights if effort.epochs else 0
-    return peak_memory(model.device).get("resident", 0) + max(grams + max(running, solving), fitting)
+    return resident() + max(grams + max(running, solving), fitting)
 
 
 def _texts(
     model: Path,
-    calibration: str | Tensor,
+    calibration: str | Tensor | Windows,
     samples: int,
     length: int,
     order: Order,
@@ -339,7 +332,9 @@ def _texts(
     """The windows to calibrate on and those to measure perplexity on."""
     tokenizer = load_tokenizer(model) if isinstance(calibration, str) or isinstance(text, str) else None
     spare = text_samples if measure != "none" and text is None else 0
-    if isinstance(calibration, Tensor):
+    if isinstance(calibration, Windows):
+        windows = calibration
+    elif isinstance(calibration, Tensor):
         windows = Windows(calibration, "given tokens")
     else:
         assert tokenizer is not None

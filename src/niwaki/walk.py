@@ -31,7 +31,7 @@ from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record
 from niwaki.rows import ALL, Rows
 from niwaki.solvers import Solver
-from niwaki.states import States
+from niwaki.states import States, most_resident
 from niwaki.targets import dense_targets
 
 Measure = Literal["both", "after", "none"]
@@ -392,11 +392,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     """Bytes, so far."""
     found = {}
     if sys.platform != "win32":
-        import resource
-
-        # Kilobytes on Linux, bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        found["resident"] = most_resident()
     if device.type == "cuda":
         found["device"] = torch.cuda.max_memory_allocated(device)
     return found
