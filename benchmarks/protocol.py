@@ -30,7 +30,6 @@ import json
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import common  # first: it sets what OpenMP reads when torch is loaded
@@ -40,8 +39,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from niwaki.checkpoint import locate_model
-from niwaki.demo import METHODS, PATTERNS, Cell, table
+from niwaki.comparison import compare
 from niwaki.display import perplexity_table
+from niwaki.progress import TableProgress
+from niwaki.table import METHODS, PATTERNS, Cell, Comparison
 
 STEPS = (1, 10, 20, 50, 100)
 RATES = (0.01, 0.03, 0.1)
@@ -99,33 +100,44 @@ def float32_copy(model: str, out: Path) -> str:
     return str(out)
 
 
-def measure(
-    arguments: argparse.Namespace, texts: list[str], model: str, done: Callable[[Cell], None]
-) -> list[Cell]:
+class Lines(TableProgress):
+    """A line for each cell."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def done(self, cell: Cell) -> None:
+        if cell.perplexity or cell.stages:
+            stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell.stages.items())
+            self._console.print(f"{cell}; {cell.seconds:.2f} s ({stages})", soft_wrap=True)
+
+
+def measure(arguments: argparse.Namespace, texts: list[str], model: str, progress: Lines) -> Comparison:
     """The table as the arguments want it: times are medians of its rounds, all else is of the first."""
     methods, patterns = EXPERIMENTS[arguments.experiment]
     rounds = [
-        table(
+        compare(
             model,
+            solvers=arguments.methods or methods,
+            sparsities=arguments.patterns or patterns,
             calibration=arguments.calibration,
-            texts=texts if round_ == 0 else (),
             samples=arguments.samples,
-            text_samples=arguments.text_samples,
             length=arguments.length,
-            methods=arguments.methods or methods,
-            patterns=arguments.patterns or patterns,
-            done=done,
+            texts=texts if round_ == 0 else (),
+            text_samples=arguments.text_samples,
+            progress=progress,
         )
         for round_ in range(arguments.repeat)
     ]
-    return [
+    cells = [
         dataclasses.replace(
             cells[0],
             seconds=statistics.median(cell.seconds for cell in cells),
             stages={name: statistics.median(cell.stages[name] for cell in cells) for name in cells[0].stages},
         )
-        for cells in zip(*rounds, strict=True)
+        for cells in zip(*(round_.cells for round_ in rounds), strict=True)
     ]
+    return dataclasses.replace(rounds[0], cells=cells)
 
 
 def main() -> None:
@@ -148,19 +160,13 @@ def main() -> None:
     logging.disable_progress_bar()
     console = Console(width=120, highlight=False, emoji=False)
 
-    def done(cell: Cell) -> None:
-        values = ", ".join(f"{p.value:.2f}" for p in cell.perplexity.values())
-        stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in cell.stages.items())
-        if values or stages:
-            line = f"{cell.method} {cell.pattern}: {values}; {cell.seconds:.2f} s ({stages})"
-            console.print(line, soft_wrap=True)
-
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
-        cells = measure(arguments, texts, float32_copy(arguments.model, Path(scratch) / "float32"), done)
+        model = float32_copy(arguments.model, Path(scratch) / "float32")
+        comparison = measure(arguments, texts, model, Lines(console))
     for text in texts:
-        console.print(perplexity_table(cells, text))
+        console.print(perplexity_table(comparison, text))
     if arguments.record:
-        cells_ = [dataclasses.asdict(cell) for cell in cells]
+        cells_ = [dataclasses.asdict(cell) for cell in comparison.cells]
         for cell in cells_:
             # Where a file lies on this machine is nobody else's business.
             cell["perplexity"] = {Path(text).name: value for text, value in cell["perplexity"].items()}

@@ -24,9 +24,9 @@ from models import edit_json, reference, save_model_with_tokenizer, weight
 from niwaki import cli
 from niwaki.blocks import Block
 from niwaki.checkpoint import Checkpoint
-from niwaki.demo import METHODS
 from niwaki.record import Record
 from niwaki.solvers import SOLVERS
+from niwaki.table import METHODS
 
 NIWAKI = Path(sys.executable).with_name("niwaki")
 #: A run of a moment.
@@ -455,7 +455,7 @@ def test_version_and_help(niwaki_: Command) -> None:
     assert niwaki_("--version") == Result(0, f"niwaki {niwaki.__version__}\n", "")
     helped = niwaki_("--help")
     assert helped.code == 0
-    for command in ("prune", "eval", "inspect", "demo"):
+    for command in ("prune", "eval", "inspect", "compare", "demo"):
         assert re.search(rf"\b{command}\b", helped.out)
     options = niwaki_("prune", "--help").out
     for option in (
@@ -570,6 +570,8 @@ def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: st
         "inspect",
         "purge",
         "demo --samples few",
+        "compare demo",
+        "compare demo -o out --keep yes",
     ],
 )
 def test_arguments_that_do_not_parse(
@@ -774,6 +776,61 @@ def test_an_interruption(
     assert listing(tmp_path) == before
 
 
+# Comparisons
+
+
+def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped by Ctrl-C in its second run, gone on with, and added to."""
+    out = tmp_path / "out"
+    command = ["compare", model, "-o", out, *SMALL, "--text", "demo-held", "--text", "demo", "--keep"]
+    real, runs = Block.input_grams, []
+
+    def interrupt(self: Block, *arguments: Any) -> Any:
+        runs.append(self.index)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Block, "input_grams", interrupt)
+        ran = niwaki_(*command, "--solvers", "wanda, magnitude", "--sparsity", "0.5")
+    assert ran.code not in (0, 2)
+    said = "1 of 2 runs are done and stay, and 1 of 2 blocks of the one that was on its way; the same command"
+    assert said in ran.err
+    ran = niwaki_(*command, "--solvers", "magnitude,wanda@best:epochs=1", "--sparsity", "50%,2:4")
+    assert (ran.code, ran.err) == (0, "")
+    there = json.loads((out / "compare.json").read_text())
+    cells = [(cell["method"], cell["pattern"]) for cell in there["cells"]]
+    again = [
+        (method, pattern) for pattern in ("50 %", "2:4") for method in ("magnitude", "wanda@best:epochs=1")
+    ]
+    assert cells == [("dense", ""), ("wanda", "50 %"), *again]
+    assert there["command"].startswith(f"niwaki compare {model} -o {out}")
+    for cell in there["cells"]:
+        for text in ("demo-held", "demo"):
+            shown = (
+                f"{cell['perplexity'][text]['value']:.2f} ±{cell['perplexity'][text]['standard_error']:.2f}"
+            )
+            assert shown in ran.out
+    assert f"written to {out}" in ran.out
+    assert len(list((out / "models").iterdir())) == 5
+    assert "\x1b" not in ran.out
+
+
+def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Command) -> None:
+    for arguments, said in (
+        (["--budget", "soon"], "--budget takes a time such as 2h"),
+        (["--solvers", ","], "which solvers"),
+        (["--sparsity", "0.5,2:"], "'2:' is no pattern"),
+        (["--memory", "much"], "no size of memory"),
+    ):
+        ran = niwaki_("compare", model, "-o", tmp_path / "out", *SMALL, *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert said in ran.err
+        assert len(ran.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 # The demonstration
 
 
@@ -795,7 +852,8 @@ def test_demo(tmp_path: Path, niwaki_: Command) -> None:
     assert float(rows["dense"][1]) == pytest.approx(dense, abs=0.005)
     for method in METHODS:
         values = [found[method, pattern]["value"] for pattern in patterns]
-        assert [float(shown) for shown in rows[method][1:6]] == pytest.approx(values, abs=0.005)
+        # A standard error behind each.
+        assert [float(shown) for shown in rows[method][1:11:2]] == pytest.approx(values, abs=0.005)
         assert dense < values[0] < values[1] < values[2] < values[3]
     for pattern in patterns:
         assert found["continuation", pattern]["value"] < found["magnitude", pattern]["value"]

@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {"errors"},
     "record": {"errors", "precision"},
     "report": {"errors", "record"},
+    "table": {"errors", "record"},
+    "progress": {"record", "table"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
@@ -68,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
-    "pipeline": {"cli", "demo", "shrinking", "__init__"},
+    "pipeline": {"cli", "comparison", "shrinking", "__init__"},
     "walk": {"pipeline", "shrinking"},
     "exporting": {"cli"},
     "blocks": {
@@ -86,6 +88,7 @@ MAY_BE_IMPORTED_BY = {
             "smaller",
             "shrinking",
             "synthetic",
+            "comparison",
             "__init__",
         ),
     },

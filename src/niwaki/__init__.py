@@ -5,20 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LayerProblem", "Record", "Solution", "evaluate", "make_solver", "prune", "shrink"]
+__all__ = [
+    *("Comparison", "LayerProblem", "Record", "Solution"),
+    *("compare", "evaluate", "make_solver", "prune", "shrink"),
+]
 
 if TYPE_CHECKING:
+    from niwaki.comparison import compare
     from niwaki.perplexity import evaluate
     from niwaki.pipeline import prune
     from niwaki.problem import LayerProblem, Solution
     from niwaki.record import Record
     from niwaki.shrinking import shrink
     from niwaki.solvers import make_solver
+    from niwaki.table import Comparison
 
 _HOMES = {
+    "Comparison": "niwaki.table",
     "LayerProblem": "niwaki.problem",
     "Record": "niwaki.record",
     "Solution": "niwaki.problem",
+    "compare": "niwaki.comparison",
     "evaluate": "niwaki.perplexity",
     "make_solver": "niwaki.solvers",
     "prune": "niwaki.pipeline",

@@ -65,6 +65,17 @@ class Windows:
     order: Order = "first"
     dropped: int = 0
 
+    def described(self, seed: int = 0) -> dict[str, Any]:
+        """What a record has of calibration windows; ``seed`` is that of random ones."""
+        return {
+            "source": self.source,
+            "samples": len(self.tokens),
+            "sequence_length": self.tokens.shape[1],
+            "order": self.order,
+            "seed": seed,
+            "tokens_sha256": self.fingerprint(),
+        }
+
     def fingerprint(self) -> str:
         """SHA-256 of the tokens: whether two runs saw the same text."""
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()

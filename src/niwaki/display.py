@@ -12,13 +12,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from niwaki.progress import Progress
+from niwaki.progress import Progress, TableProgress
 from niwaki.record import MatrixRecord, Perplexity, Record
+from niwaki.table import CAPTION, Cell, Comparison, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from niwaki.demo import Cell
     from niwaki.survey import MatrixSurvey
 
 #: Stages that are a walk over all blocks before or after that which prunes.
@@ -191,6 +191,101 @@ class Display(Progress):
         )
 
 
+class TableDisplay(TableProgress):
+    """Draws a comparison: a line for each run as it is done, on a terminal one for the run on its way, and the tables.
+
+    The time left is that of like runs: those of the same method if there are any.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("reading")
+        self._notes: set[str] = set()
+        self._what = self._where = ""
+        self._blocks = 0
+        self._began = time.monotonic()
+        self._expected: Sequence[float] = ()
+        self._stopped = ""
+
+    def __enter__(self) -> TableDisplay:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def table(self, comparison: Comparison, runs: int) -> None:
+        calibration = comparison.calibration
+        there = f", {len(comparison.cells) - 1} are there already" if comparison.cells else ""
+        self._line(
+            f"{comparison.model}: {runs} runs{there}; calibration: {calibration['samples']} x "
+            f"{calibration['sequence_length']} tokens of {calibration['source']}"
+        )
+
+    def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
+        number = f"run {done + 1} of {runs}: " if pattern else ""
+        self._what, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
+        self._began = time.monotonic()
+        self._draw()
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._blocks = blocks
+        for note in record.notes:
+            self.note(note)
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._where = f"planning, block {block + 1}" if name in _PLANNING else f"block {block + 1}"
+        self._where += f" of {self._blocks}"
+        self._draw()
+
+    def step(self) -> None:
+        self._draw()
+
+    def measured(self, block: int, blocks: int) -> None:
+        self._where = f"measuring, block {block} of {blocks}"
+        self._draw()
+
+    def note(self, text: str) -> None:
+        if text not in self._notes:  # runs have most of them in common
+            self._notes.add(text)
+            self._line(f"note: {text}", style="yellow")
+
+    def done(self, cell: Cell) -> None:
+        self._line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
+
+    def stopped(self, done: int, blocks: int) -> None:
+        self._stopped = f", and {done} of {blocks} blocks of the one that was on its way"
+
+    def paused(self, done: int, missing: int) -> None:
+        self.__exit__()
+        Console(stderr=True, highlight=False).print(
+            f"{done} of {done + missing} runs are done and stay{self._stopped}; the same command does the others",
+            soft_wrap=True,
+        )
+
+    def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
+        self.__exit__()
+        for text in comparison.texts:
+            self._console.print()
+            self._console.print(perplexity_table(comparison, text))
+        if left_out:
+            self._line(
+                f"left out, for want of time: {listed(left_out)}; the same command without a budget does them",
+                style="yellow",
+            )
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    def _draw(self) -> None:
+        left = ""
+        if self._expected and self._expected[0] > 0:
+            now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
+            left = f"about {duration(now + sum(self._expected[1:]))} left"
+        self._status.update(Text(", ".join(part for part in (self._what, self._where, left) if part)))
+
+
 def kind(name: str) -> str:
     """What matrices of different experts have in common: "mlp.experts.*.up_proj"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -297,32 +392,18 @@ def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
     return [by_kind, by_block]
 
 
-def perplexity_table(cells: Sequence[Cell], text: str) -> Table:
+def perplexity_table(comparison: Comparison, text: str) -> Table:
     """The paper's table 1: a row for each method, a column for each pattern, the best in bold."""
-    dense, found = cells[0].perplexity[text], {(cell.method, cell.pattern): cell for cell in cells[1:]}
-    methods, patterns = list(dict.fromkeys(m for m, _ in found)), list(dict.fromkeys(p for _, p in found))
+    header, rows = comparison.grid(text)
     table = Table(
-        title=Text(f"perplexity on {dense.tokens:,} tokens of {text}, context {dense.context}"),
-        caption=f"± {100 * (dense.standard_error or 0.0) / dense.value:.1f} % between texts of this size, "
-        "much less between methods on the same text",
+        title=Text(comparison.heading(text)),
+        caption=CAPTION,
         box=None,
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("method")
-    for pattern in patterns:
-        table.add_column(pattern, justify="right")
-    table.add_column("seconds", justify="right")
-    table.add_row("dense", f"{dense.value:.2f}")
-    best = {p: min(found[m, p].perplexity[text].value for m in methods) for p in patterns}
-    for method in methods:
-        values = [found[method, p].perplexity[text].value for p in patterns]
-        table.add_row(
-            method,
-            *(
-                f"[bold]{value:.2f}[/bold]" if value == best[p] else f"{value:.2f}"
-                for p, value in zip(patterns, values, strict=True)
-            ),
-            f"{sum(found[method, p].seconds for p in patterns):.1f}",
-        )
+    for name in header:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
+    for row in rows:
+        table.add_row(*(Text(cell.strip("*"), "bold" if cell.startswith("**") else "") for cell in row))
     return table

@@ -147,7 +147,7 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
             with output_errors(out):
                 moved = path.exists() and not directory.exists()  # stopped after the last step
                 directory.mkdir(mode=0o700, exist_ok=True)
-                stack.enter_context(_locked(directory, out))
+                stack.enter_context(locked(directory, out))
                 for stray in path.parent.iterdir():  # a journal that was being written
                     if stray.name.startswith(path.name) and stray != path:
                         stray.unlink()
@@ -243,8 +243,12 @@ def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool) 
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, out: Path) -> Iterator[None]:
-    """Holds ``directory`` against other processes; the lock goes with the process, however that ends."""
+def locked(directory: Path, out: Path) -> Iterator[None]:
+    """Holds ``directory`` against other processes; the lock goes with the process, however that ends.
+
+    Raises:
+        UsageError: another one holds it, to write ``out``.
+    """
     try:
         import fcntl
     except ImportError:  # Windows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,38 +10,48 @@ from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows, load_tokenizer, read_windows
 from niwaki.checkpoint import Checkpoint, locate_model
 from niwaki.record import Perplexity
+from niwaki.states import Room, resident
 
 __all__ = ["Perplexity", "evaluate", "perplexity"]
 
 
 def evaluate(
     model: str | Path,
-    text: str = "wikitext2",
+    text: str | Windows = "wikitext2",
     *,
     length: int | None = None,
     samples: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    memory: int | None = None,
     done: Callable[[int, int], None] = lambda *_: None,
 ) -> Perplexity:
     """The perplexity of the model in a directory (or hub id), dense or pruned, on a text.
 
     Args:
         model: A directory or a hub id.
-        text: A text; see :mod:`niwaki.calibration`.
+        text: A text, see :mod:`niwaki.calibration`, or windows of one, which ``length`` and ``samples`` say
+            nothing about then.
         length: Tokens in a window; by default 2,048, or what the model has positions for if fewer.
         samples: The first so many windows; by default all of the text.
         device: As in :func:`niwaki.prune`.
         dtype: As in :func:`niwaki.prune`.
+        memory: As in :func:`niwaki.prune`.
         done: Called as done(blocks, of) after each block.
 
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
     checkpoint = Checkpoint(locate_model(str(model)))
-    streamed = StreamedModel(checkpoint, device, dtype)
-    length, _ = streamed.window_length(length)
-    return perplexity(streamed, read_windows(text, load_tokenizer(checkpoint.path), length, samples), done)
+    with contextlib.closing(Room()) as room:
+        streamed = StreamedModel(checkpoint, device, dtype, room)
+        if isinstance(text, str):
+            length, _ = streamed.window_length(length)
+            text = read_windows(text, load_tokenizer(checkpoint.path), length, samples)
+        if memory is not None:
+            # Besides a block's weights as much again for its activations.
+            room.limit(max(0, memory - resident() - 2 * streamed.block_size))
+        return perplexity(streamed, text, done)
 
 
 def perplexity(

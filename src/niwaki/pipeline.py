@@ -35,8 +35,8 @@ from niwaki.quantization import Grid, parse_grid
 from niwaki.record import Record, versions, write_json
 from niwaki.scales import FILE, FOLDER, places, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
-from niwaki.states import Room
-from niwaki.walk import Clock, Measure, Walk, peak_memory
+from niwaki.states import Room, resident
+from niwaki.walk import Clock, Measure, Walk
 
 #: Windows for the perplexity before and after, behind those of the calibration.
 DEFAULT_TEXT_SAMPLES = 16
@@ -53,7 +53,7 @@ def prune(
     pattern: str | Pattern | None = None,
     mask_from: str | None = None,
     quantize: str | Grid | None = None,
-    calibration: str | Tensor = "c4",
+    calibration: str | Tensor | Windows = "c4",
     samples: int = 128,
     length: int | None = None,
     order: Order = "first",
@@ -94,7 +94,7 @@ def prune(
         quantize: A grid that the remaining weights are put on, such as "int4:128": whole numbers of 4 bits, with a
             scale for each row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros
             besides those of the pattern. Scales are in ``out/quantization/scales.safetensors``.
-        calibration: A text (see :mod:`niwaki.calibration`), or (samples, length) int64 tokens.
+        calibration: A text (see :mod:`niwaki.calibration`), windows of one, or (samples, length) int64 tokens.
         samples: Windows of calibration text.
         length: Tokens in a window; by default 2,048, or what the model has positions for if fewer.
         order: "first" or "random" windows of the text.
@@ -182,7 +182,7 @@ def prune(
         quantization=str(grid) if grid else None,
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
-        calibration=described_windows(windows, seed),
+        calibration=windows.described(seed),
         device=device_name(streamed.device, world),
         dtype=str(streamed.dtype).removeprefix("torch."),
         tf32=used,
@@ -337,12 +337,12 @@ def _needed(model: StreamedModel, effort: Effort, grid: Grid | None) -> int:
     weights = max(sum(math.prod(matrix.shape) for matrix in matrices) for matrices in blocks)
     copies = COPIES + 1 if grid else COPIES  # on the grid
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
-    return peak_memory(model.device).get("resident", 0) + max(grams + max(running, solving), fitting)
+    return resident() + max(grams + max(running, solving), fitting)
 
 
 def read_texts(
     model: Path,
-    calibration: str | Tensor,
+    calibration: str | Tensor | Windows,
     samples: int,
     length: int,
     order: Order,
@@ -358,7 +358,9 @@ def read_texts(
     """
     tokenizer = load_tokenizer(model) if isinstance(calibration, str) or isinstance(text, str) else None
     spare = text_samples if measure != "none" and text is None else 0
-    if isinstance(calibration, Tensor):
+    if isinstance(calibration, Windows):
+        windows = calibration
+    elif isinstance(calibration, Tensor):
         windows = Windows(calibration, "given tokens")
     else:
         assert tokenizer is not None
@@ -378,18 +380,6 @@ def read_texts(
         return windows, read_windows(text, tokenizer, length, 1, spare=text_samples - 1)
     notes.append("perplexity was not measured: no text was given and the calibration text has no more of it")
     return windows, None
-
-
-def described_windows(windows: Windows, seed: int) -> dict[str, Any]:
-    """``Record.calibration``."""
-    return {
-        "source": windows.source,
-        "samples": len(windows.tokens),
-        "sequence_length": windows.tokens.shape[1],
-        "order": windows.order,
-        "seed": seed,
-        "tokens_sha256": windows.fingerprint(),
-    }
 
 
 def device_name(device: torch.device, world: World) -> str:

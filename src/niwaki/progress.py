@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from niwaki.record import MatrixRecord, Record
+from niwaki.table import Cell, Comparison
 
 
 class Progress:
@@ -42,3 +45,28 @@ class Progress:
 
     def end(self, record: Record) -> None:
         """The output is in place."""
+
+
+class TableProgress(Progress):
+    """Is told how a comparison goes, and also how each of its runs does."""
+
+    def table(self, comparison: Comparison, runs: int) -> None:
+        """All texts are read; ``comparison`` has what is there already, ``runs`` are to come."""
+
+    def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
+        """A run begins, ``done`` of ``runs`` are behind it; the seconds that it and those after it will take.
+
+        0 where nothing is known; no seconds at all for the dense model, which is measured before the runs.
+        """
+
+    def measured(self, block: int, blocks: int) -> None:
+        """The text is through ``block`` of the ``blocks`` of the model that is being measured."""
+
+    def done(self, cell: Cell) -> None:
+        """A cell is done, and on disk."""
+
+    def paused(self, done: int, missing: int) -> None:
+        """The comparison ends early with ``done`` runs on disk; the same call goes on with those that are missing."""
+
+    def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
+        """All is done but what the budget ``left_out``."""

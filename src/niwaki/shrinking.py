@@ -21,7 +21,7 @@ from niwaki.errors import NumericalError, UsageError
 from niwaki.masks import named
 from niwaki.output import Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.perplexity import perplexity
-from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, described_windows, device_name, read_texts
+from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, device_name, read_texts
 from niwaki.precision import products
 from niwaki.problem import LayerProblem
 from niwaki.progress import Progress
@@ -40,7 +40,7 @@ def shrink(
     blocks: int = 0,
     neurons: float = 0.0,
     heads: float = 0.0,
-    calibration: str | Tensor = "c4",
+    calibration: str | Tensor | Windows = "c4",
     samples: int = 128,
     length: int | None = None,
     text: str | Tensor | None = None,
@@ -113,7 +113,7 @@ def shrink(
         solver=f"Shrink(blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g})",
         pattern=", ".join(gone),
         mask_from=None,
-        calibration=described_windows(windows, seed=0),
+        calibration=windows.described(),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
         flops=(depth - blocks)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,6 +35,25 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS or not float(match[1]):
         raise UsageError(f"{text!r} is no size of memory; try 8GiB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def resident() -> int:
+    """Bytes of memory that the process has now; outside Linux the most that it ever had, on Windows 0."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return most_resident()
+
+
+def most_resident() -> int:
+    """Bytes of memory that the process had at most so far; on Windows 0."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    # Kilobytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Room:

@@ -34,7 +34,7 @@ from niwaki.rounding import flops, onto_grid
 from niwaki.rows import ALL, Rows
 from niwaki.scales import scale_key
 from niwaki.solvers import Solver
-from niwaki.states import States
+from niwaki.states import States, most_resident
 from niwaki.synthetic import steps, synthesize
 from niwaki.targets import dense_targets
 
@@ -475,11 +475,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     """Bytes, so far."""
     found = {}
     if sys.platform != "win32":
-        import resource
-
-        # Kilobytes on Linux, bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        found["resident"] = most_resident()
     if device.type == "cuda":
         found["device"] = torch.cuda.max_memory_allocated(device)
     return found

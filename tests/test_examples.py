@@ -1,0 +1,30 @@
+"""Each example runs as it is, and says what it is for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+#: A part of what each prints.
+SAYS = {
+    "compare": ["| admm-grad |", "best at 2:4: "],
+    "own_solver": ["Power(power=0.5): relative error 0.", "power 50 %: ", "wanda 50 %: "],
+    "prune": ["perplexity before ", "perplexity after ", "60.00 % zeros"],
+    "read_record": ["50.00 % zeros", "block ", "total: "],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(tmp_path: Path, path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    for part in SAYS[path.stem]:
+        assert part in ran.stdout
+    assert list(tmp_path.iterdir()) == []
