@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    *("Comparison", "LayerProblem", "Record", "Solution"),
-    *("compare", "evaluate", "make_solver", "prune", "shrink"),
+    "Comparison",
+    "LayerProblem",
+    "Record",
+    "Solution",
+    "compare",
+    "evaluate",
+    "make_solver",
+    "prune",
+    "shrink",
 ]
 
 if TYPE_CHECKING:
