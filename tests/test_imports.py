@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors"},
     "calibration": {"errors"},
     "record": {"errors", "precision"},
-    "report": {"errors", "record"},
+    "report": {"errors", "record", "display"},
+    "specimens": {"errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
@@ -73,14 +74,19 @@ MAY_BE_IMPORTED_BY = {
             "sensitivity",
             "perplexity",
             "survey",
+            "specimens",
             "__init__",
         ),
     },
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``.
 TRANSFORMERS_AT_IMPORT = {"blocks": "transformers", "layout": "transformers"}
-#: Loaded where it is needed: for its tokenizers, and to silence its logging.
-TRANSFORMERS_LATER = {"calibration": "transformers", "cli": "transformers.utils"}
+#: Loaded where it is needed: for its tokenizers, to generate text, and to silence its logging.
+TRANSFORMERS_LATER = {
+    "calibration": "transformers",
+    "specimens": "transformers",
+    "cli": "transformers.utils",
+}
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ def test_solvers_do_not_load_transformers() -> None:
     assert not loaded & {"transformers", "accelerate", "safetensors", "tokenizers"}
 
 
-@pytest.mark.parametrize("part", ["cli", "record", "errors"])
+@pytest.mark.parametrize("part", ["cli", "record", "errors", "report"])
 def test_faces_do_not_load_torch(part: str) -> None:
     """``niwaki --help`` and reading a record are quick."""
     assert not modules_after(f"import niwaki.{part}") & {"torch", "transformers"}

@@ -31,7 +31,7 @@ from niwaki.output import Journal, Workplace, check_output, fingerprint, workpla
 from niwaki.patterns import Pattern
 from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
-from niwaki.record import Record, versions, write_json
+from niwaki.record import REPORT_NAME, Record, versions, write_json
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 from niwaki.states import Room
 from niwaki.walk import Clock, Measure, Walk, peak_memory
@@ -257,7 +257,8 @@ def _write(
         run.blocks(*shares, measure, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
-    left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
+    # A report in the source's directory would be about the source.
+    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, REPORT_NAME])
     if left:
         record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
     write_config(place.directory, checkpoint, record)
