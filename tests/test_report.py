@@ -602,9 +602,10 @@ def test_in_a_browser(
         assert count("#frontier [aria-roledescription='point']") == 1
         assert count("#masks img") == 6
         assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
-        before = page.locator(".mask img").first.bounding_box()["width"]
+        before = page.locator(".mask img").first.bounding_box()
         page.locator("#zoom").fill("4")
-        assert page.locator(".mask img").first.bounding_box()["width"] == 4 * before
+        zoomed = page.locator(".mask img").first.bounding_box()
+        assert (zoomed["width"], zoomed["height"]) == (4 * before["width"], 4 * before["height"])
         page.locator(".mask .frame").first.click()
         assert page.locator("#zoom").input_value() == "5"
     else:
