@@ -244,7 +244,7 @@ def _curves(
     low, high = span or value_span([*points, *([dense] if dense else [])])
     shown = [method for method in methods if any(point["method"] == method for point in points)]
     numbers = [list(methods).index(method) for method in shown]
-    # Between a span of less than a factor of 2 a logarithmic axis has hardly a number on it.
+    # Within a factor of 2 a logarithmic axis has hardly a number on it.
     log = high / low > 2
     padded = [low / 1.05, high * 1.05] if log else [low - 0.05 * (high - low), high + 0.05 * (high - low)]
     scale = alt.Scale(type="log" if log else "linear", domain=padded, nice=False, zero=False, clamp=True)
@@ -312,7 +312,7 @@ def _ticks(low: float, high: float) -> list[float]:
     """Round numbers of a logarithmic axis, few enough for all to have a label."""
     steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 20 else (1, 2, 5) if high / low < 300 else (1, 3)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    # From a hundred powers of ten, every tenth.
+    # Not all of hundreds of powers of ten.
     powers = powers[:: max(1, len(powers) // 8)]
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
@@ -322,7 +322,7 @@ def _ramp() -> alt.Scale:
 
 
 def _names(width: int, names: Sequence[str]) -> alt.Axis:
-    """Names beside bars, on phones above each other with less room; none for a bar that is alone."""
+    """Names beside bars, shorter on phones; none for a bar that is alone."""
     if not any(names):
         return alt.Axis(labels=False, ticks=False, domain=False)
     return alt.Axis(labelLimit=220 if width == _WIDE else 130, ticks=False)
