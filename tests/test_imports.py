@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors"},
     "calibration": {"errors"},
     "record": {"errors", "precision"},
-    "report": {"errors", "record"},
+    "report": {"errors", "record", "display"},
+    "specimens": {"errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"},
     "table": {"errors", "record"},
     "progress": {"record", "table"},
     "families": set(),
@@ -89,14 +90,19 @@ MAY_BE_IMPORTED_BY = {
             "shrinking",
             "synthetic",
             "comparison",
+            "specimens",
             "__init__",
         ),
     },
 }
 #: The insides of models are known to ``blocks`` only, how files name them to ``layout``; ``synthetic`` lets them write.
 TRANSFORMERS_AT_IMPORT = dict.fromkeys(("blocks", "layout", "synthetic"), "transformers")
-#: Loaded where it is needed: for its tokenizers, and to silence its logging.
-TRANSFORMERS_LATER = {"calibration": "transformers", "cli": "transformers.utils"}
+#: Loaded where it is needed: for its tokenizers, to generate text, and to silence its logging.
+TRANSFORMERS_LATER = {
+    "calibration": "transformers",
+    "specimens": "transformers",
+    "cli": "transformers.utils",
+}
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,7 @@ def test_solvers_do_not_load_transformers() -> None:
     assert not loaded & {"transformers", "accelerate", "safetensors", "tokenizers"}
 
 
-@pytest.mark.parametrize("part", ["cli", "record", "errors"])
+@pytest.mark.parametrize("part", ["cli", "record", "errors", "report"])
 def test_faces_do_not_load_torch(part: str) -> None:
     """``niwaki --help`` and reading a record are quick."""
     assert not modules_after(f"import niwaki.{part}") & {"torch", "transformers"}

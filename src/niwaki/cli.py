@@ -317,6 +317,44 @@ def export(
 
 
 @app.command()
+def report(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")
+    ],
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="\\[default: DIR/report.html]")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="paper: published results too, marked as such and not measured.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", metavar="TEXT", help="What the models go on with; can be given several times."
+        ),
+    ] = None,
+    samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
+) -> None:
+    """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
+    from niwaki.report import check_extra, load, render, write
+
+    material = load(directory)
+    check_extra()
+    found = None
+    with out.status("reading masks and generating text" if not material.compared else "drawing"):
+        if not material.compared:
+            _quiet_libraries()
+            from niwaki.specimens import extras
+
+            (record,) = (run.record for run in material.runs)
+            assert record is not None
+            found = extras(directory, record, (prompts or None) if samples else [])
+        path = write(render(material, found, reference=reference), directory, file)
+    size = path.stat().st_size / 2**20
+    out.print(f"written to {path} ({size:.1f} MiB)", soft_wrap=True, markup=False)
+
+
+@app.command()
 def inspect(model: Model) -> None:
     """Show what would be pruned in MODEL, and how sparse it is."""
     _quiet_libraries()
@@ -444,7 +482,7 @@ def main() -> None:
     """The entry point: one line for what went wrong, 2 for usage and 1 for failure."""
     signal.signal(signal.SIGTERM, _stop)
     try:
-        app()
+        app(prog_name="niwaki")
     except NiwakiError as error:
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         what = f"error in process {os.environ.get('RANK', 0)}: " if several else "error: "

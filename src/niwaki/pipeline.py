@@ -32,7 +32,7 @@ from niwaki.patterns import Pattern
 from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.quantization import Grid, parse_grid
-from niwaki.record import Record, versions, write_json
+from niwaki.record import REPORT_NAME, Record, versions, write_json
 from niwaki.scales import FILE, FOLDER, places, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 from niwaki.states import Room, resident
@@ -270,7 +270,8 @@ def _write(
         run.blocks(*shares, measure, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
-    left = carry_over(checkpoint.path, place.directory, checkpoint.shards)
+    # A report in the source's directory would be about the source.
+    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, REPORT_NAME])
     if left:
         record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
     write_config(place.directory, checkpoint.config, record)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from niwaki.precision import TF32
 
 
+#: What `niwaki report` writes into a directory by default.
+REPORT_NAME = "report.html"
+
+
 @dataclass(frozen=True)
 class Perplexity:
     """exp of the mean cross-entropy, and what it is the perplexity of.

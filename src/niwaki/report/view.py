@@ -1,0 +1,677 @@
+"""What a report says, section by section: numbers as text, tables, and charts of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from niwaki.display import duration, kind, short
+from niwaki.record import MatrixRecord, Perplexity, Record
+from niwaki.report import Extras, Material, Run, Sample, charts
+
+#: What the stages of a run are for.
+STAGES = {
+    "prepare": "reading texts and the model's structure",
+    "plan": "looking at the dense model: where zeros cost least",
+    "capture": "running blocks for the inputs of their matrices",
+    "read": "reading weights",
+    "solve": "choosing and changing weights",
+    "fit": "fitting blocks to the dense ones",
+    "advance": "running pruned blocks for the next ones' inputs",
+    "write": "writing",
+    "perplexity": "measuring perplexity",
+    "check": "reading back what was written",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table.
+
+    Attributes:
+        text: What it says.
+        step: Its colour in a heat map, if it is in one.
+        best: Whether it is the best of its column.
+        span: How many columns it is for.
+    """
+
+    text: str
+    step: int | None = None
+    best: bool = False
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose first column names the rows.
+
+    Attributes:
+        head: Names of the columns.
+        rows: Their cells.
+    """
+
+    head: list[str]
+    rows: list[list[Cell]]
+
+    @classmethod
+    def of(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+        """From text alone."""
+        return cls(list(head), [[Cell(text) for text in row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Something with a heading of its own: a chart, and the same numbers as a table.
+
+    Attributes:
+        title: Its heading.
+        figures: Charts, from left to right.
+        table: Their numbers.
+    """
+
+    title: str
+    figures: list[charts.Figure]
+    table: Table
+
+
+@dataclass(frozen=True)
+class Detail:
+    """All about one run of several: what the page says of a single model at the top, on small room.
+
+    Attributes:
+        name: Its method and pattern.
+        facts: Names and values.
+        notes: As in its record.
+        error: Heat map of errors, as a table.
+        sparsity: The same of sparsities.
+        record: The record as compact JSON.
+        file: A name for it.
+    """
+
+    name: str
+    facts: list[tuple[str, str]]
+    notes: list[str]
+    error: Table
+    sparsity: Table
+    record: str
+    file: str
+
+
+class View:
+    """What the template shows.
+
+    Args:
+        material: What the page is about.
+        extras: Masks and text.
+        published: Whether published numbers are shown too.
+    """
+
+    def __init__(self, material: Material, extras: Extras, published: bool) -> None:
+        self.material = material
+        self.extras = extras
+        self.runs = material.runs
+        self.records = [run.record for run in self.runs if run.record is not None]
+        self.methods = list(dict.fromkeys(run.method for run in self.runs))
+        self.patterns = list(dict.fromkeys(run.pattern for run in self.runs))
+        self.texts = list(dict.fromkeys(text for run in self.runs for text in run.perplexity))
+        errors = [matrix.error for record in self.records for matrix in record.matrices if matrix.error > 0]
+        #: The range of errors that colours stand for, the same over the page.
+        self.errors = (min(errors), max(errors)) if errors else None
+        self.name = Path(material.model).name or material.model
+        what = f"{len(self.methods)} methods compared" if material.compared else _sparse(self.runs[0])
+        self.title = f"{self.name}, {what}"
+        self.published = self._published() if published else []
+        self.steps = range(charts.STEPS)
+
+    # The head
+
+    @property
+    def notes(self) -> list[str]:
+        """What a careful reader should know, of all runs, and which runs it is about if not all."""
+        about: dict[str, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            for note in _notes(run.record):
+                about[note].append(run)
+        found = []
+        for note, runs in about.items():
+            where = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {len(self.runs)} runs"
+            found.append(note if len(runs) == len(self.runs) else f"{where}: {note}")
+        return found
+
+    @property
+    def tiles(self) -> list[tuple[str, str, str]]:
+        """What is said first: what it is, in large the number, and what belongs to it."""
+        if self.material.compared:
+            return self._best_tiles()
+        (run,) = self.runs
+        tiles = [("zeros", f"{100 * run.sparsity:.4g} %", f"of {_matrices(run)}")]
+        for text, after in run.perplexity.items():
+            before = self.material.dense.get(text)
+            where = f"{after.tokens:,} tokens of {short_text(text)}, context {after.context:,}"
+            if before is None:
+                tiles.append(("perplexity", _with_error(after), where))
+            else:
+                tiles.append(("perplexity dense", _with_error(before), where))
+                gain = 100 * (after.value / before.value - 1)
+                tiles.append(("perplexity pruned", _with_error(after), f"{gain:+.1f} % against dense"))
+        if not run.perplexity:
+            tiles.append(("perplexity", "?", "not measured"))
+        tiles.append(("time", duration(run.seconds), _device(run.record)))
+        if run.record is not None:
+            for where, size in run.record.peak_memory.items():
+                tiles.append(("peak memory", memory(size), where))
+        return tiles
+
+    def _best_tiles(self) -> list[tuple[str, str, str]]:
+        text = self.texts[0] if self.texts else ""
+        tiles = []
+        dense = self.material.dense.get(text)
+        if dense is not None:
+            where = f"{dense.tokens:,} tokens of {short_text(text)}, context {dense.context:,}"
+            tiles.append(("perplexity dense", _with_error(dense), where))
+        for pattern in self.patterns:
+            found = [run for run in self.runs if run.pattern == pattern and text in run.perplexity]
+            if found:
+                best = min(found, key=lambda run: run.perplexity[text].value)
+                tiles.append((f"best at {pattern}", _with_error(best.perplexity[text]), best.method))
+        return tiles
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values below the tiles."""
+        calibration = self.material.calibration
+        text = ""
+        if calibration:
+            text = (
+                f"{calibration.get('samples', '?')} windows of {calibration.get('sequence_length', '?')} tokens "
+                f"of {short_text(str(calibration.get('source', '?')))}"
+            )
+        found = [("model", self.material.model)]
+        if self.material.compared:
+            found.append(("runs", f"{len(self.runs)}, in {duration(self.material.seconds)} with measuring"))
+        else:
+            found += _facts(self.runs[0])
+        return [*found, *([("calibration", text)] if text else [])]
+
+    # Perplexity against sparsity
+
+    @property
+    def frontiers(self) -> list[Shown]:
+        """For each text perplexity against sparsity, beside it patterns that are no percentages."""
+        found = []
+        for text in self.texts:
+            measured = [(run, run.perplexity[text]) for run in self.runs if text in run.perplexity]
+            points = [_point(run, value) for run, value in measured]
+            dense = self.material.dense.get(text)
+            line = _dense_line(dense) if dense else None
+            span = charts.value_span([*points, *([line] if line else [])])
+            plain = [point for point, (run, _) in zip(points, measured, strict=True) if not run.grouped]
+            grouped = [point for point, (run, _) in zip(points, measured, strict=True) if run.grouped]
+            both = bool(plain and grouped)
+            figures = []
+            if plain:
+                width = 0.66 if both else 1.0
+                figures.append(
+                    charts.frontier(plain, self.methods, "perplexity", dense=line, share=width, span=span)
+                )
+            if grouped:
+                width = 0.32 if both else 1.0
+                figures.append(
+                    charts.groups(
+                        grouped,
+                        self.methods,
+                        "perplexity",
+                        dense=line,
+                        share=width,
+                        span=span,
+                        legend=not both,
+                    )
+                )
+            context = next(iter(measured))[1]
+            title = f"{context.tokens:,} tokens of {short_text(text)}, context {context.context:,}"
+            found.append(Shown(title, figures, self._perplexities(text)))
+        return found
+
+    def _perplexities(self, text: str) -> Table:
+        """A row for each method, a column for each pattern, the best marked."""
+        values = {
+            (run.method, run.pattern): run.perplexity[text] for run in self.runs if text in run.perplexity
+        }
+        rows = []
+        if dense := self.material.dense.get(text):
+            rows.append([Cell("dense"), Cell(_with_error(dense), span=len(self.patterns))])
+        for method in self.methods:
+            row = [Cell(method)]
+            for pattern in self.patterns:
+                column = [value.value for (_, other), value in values.items() if other == pattern]
+                if (value := values.get((method, pattern))) is None:
+                    row.append(Cell(""))
+                else:
+                    row.append(Cell(_with_error(value), best=len(column) > 1 and value.value == min(column)))
+            rows.append(row)
+        return Table(["method", *self.patterns], rows)
+
+    def _published(self) -> list[Shown]:
+        """Published results next to these, a chart for each model and context that was published.
+
+        Perplexities of other models, texts and contexts do not compare, so no published one is drawn into the chart of
+        what was measured here. What is drawn is the ratio to the dense model's perplexity, which says how much of a
+        model is lost, and one chart for each published model: models differ in how much they lose, too.
+        """
+        data = json.loads((files("niwaki.report") / "published.json").read_text(encoding="utf-8"))
+        own = self._ratios()
+        # The same colours in all charts.
+        methods = list(dict.fromkeys([*self.methods, *(item["method"] for item in data["series"])]))
+        found = []
+        for model, context in dict.fromkeys((item["model"], item["context"]) for item in data["series"]):
+            series = [item for item in data["series"] if (item["model"], item["context"]) == (model, context)]
+            where = f"{model} on {series[0]['text']}, context {context:,}"
+            sources = "; ".join(dict.fromkeys(data["sources"][item["source"]] for item in series))
+            points, rows = [], []
+            for item in series:
+                for pattern, value in item["perplexity"].items():
+                    ratio = value / item["dense"]
+                    rows.append([item["method"], pattern, f"{value:g}", f"{item['dense']:g}", f"{ratio:.3g}"])
+                    label = f"published, not measured: {item['method']} at {pattern}, {where}: {value:g}, {ratio:.3g} "
+                    if pattern.endswith("%"):
+                        points.append(
+                            {
+                                "method": item["method"],
+                                "sparsity": float(pattern.rstrip(" %")),
+                                "value": ratio,
+                                "low": None,
+                                "high": None,
+                                "published": True,
+                                "label": f"{label}times the dense {item['dense']:g}",
+                            }
+                        )
+            figure = charts.frontier([*points, *own], methods, "perplexity / dense perplexity", share=0.48)
+            table = Table.of(["method", "pattern", "perplexity", "dense", "ratio"], rows)
+            found.append(Shown(f"{where} ({sources})", [figure], table))
+        return found
+
+    def _ratios(self) -> list[charts.Row]:
+        """What was measured here on the first text, as a ratio to the dense model."""
+        text = self.texts[0] if self.texts else ""
+        dense = self.material.dense.get(text)
+        if dense is None:
+            return []
+        found = []
+        for run in self.runs:
+            if text in run.perplexity and not run.grouped:
+                point = _point(run, run.perplexity[text])
+                for key in ("value", "low", "high"):
+                    point[key] = None if point[key] is None else point[key] / dense.value
+                point["label"] = (
+                    f"measured: {point['label']}, {point['value']:.3g} times the dense {self.name}"
+                )
+                found.append(point)
+        return found
+
+    # Errors and sparsities of matrices
+
+    @property
+    def heat_pattern(self) -> str:
+        """The pattern whose heat maps are shown for all methods: the middle one of those most methods have."""
+        counts = {
+            pattern: sum(run.pattern == pattern and run.record is not None for run in self.runs)
+            for pattern in self.patterns
+        }
+        most = [
+            pattern for pattern, count in counts.items() if count == max(counts.values(), default=0) and count
+        ]
+        return most[(len(most) - 1) // 2] if most else ""
+
+    @property
+    def heat_maps(self) -> list[Shown]:
+        """Errors of blocks and matrices, for each run of ``heat_pattern``."""
+        found = []
+        for run in self.runs:
+            if run.record is None or not run.record.matrices or run.pattern != self.heat_pattern:
+                continue
+            cells, rows, blocks = self._grid(
+                run.record, lambda matrix: matrix.error, "error {:.4g}", self._step
+            )
+            drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in cells]
+            share = 0.5 if self.material.compared else 1.0
+            figure = charts.heat_map(drawn, rows, blocks, share)
+            found.append(Shown(run.method, [figure], _heat_table(cells, rows, blocks)))
+        return found
+
+    @property
+    def allocation(self) -> Shown | None:
+        """Sparsity of blocks and matrices, of a single model."""
+        if self.material.compared or not self.records or not self.records[0].matrices:
+            return None
+        record = self.records[0]
+        weights: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for matrix in record.matrices:
+            size = math.prod(matrix.shape)
+            weights[matrix.block][0] += matrix.sparsity * size
+            weights[matrix.block][1] += size
+        blocks = [
+            {
+                "block": block,
+                "value": 100 * zeros / size,
+                "label": f"block {block}: {100 * zeros / size:.2f} %",
+            }
+            for block, (zeros, size) in weights.items()
+        ]
+        cells, rows, numbers = self._grid(record, lambda matrix: matrix.sparsity, "{:.2%} zeros", self._share)
+        ticks = [{"block": c["block"], "value": 100 * c["value"], "label": c["label"]} for c in cells]
+        figure = charts.shares(blocks, ticks)
+        return Shown("sparsity", [figure], _heat_table(cells, rows, numbers, "{:.1%}"))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all matrices are as sparse."""
+        found = [matrix.sparsity for record in self.records for matrix in record.matrices]
+        return not found or max(found) - min(found) < 0.001
+
+    @property
+    def fits(self) -> Shown | None:
+        """Errors of blocks before and after they were fitted, of a single model."""
+        if self.material.compared or not self.records or not self.records[0].fits:
+            return None
+        fits = self.records[0].fits
+        rows = [
+            {
+                "block": fit.block,
+                "when": when,
+                "value": value,
+                "label": f"block {fit.block} {when} fitting: error {value:.4g}",
+            }
+            for fit in fits
+            for when, value in (("before", fit.before), ("after", fit.after))
+            if value > 0
+        ]
+        head = ["block", "error before", "error after", "epochs", "seconds"]
+        table = Table.of(
+            head,
+            [
+                (
+                    str(fit.block),
+                    f"{fit.before:.4g}",
+                    f"{fit.after:.4g}",
+                    str(fit.epochs),
+                    f"{fit.seconds:.1f}",
+                )
+                for fit in fits
+            ],
+        )
+        return Shown("fits", [charts.pairs(rows, "relative error of outputs")], table)
+
+    # Time
+
+    @property
+    def time(self) -> Shown | None:
+        """Seconds by stage: of a model, or of each method the mean over its runs."""
+        by_method: dict[str, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            if any(run.stages.values()):
+                by_method[run.method].append(run)
+        if not by_method:
+            return None
+        known = [name for run in self.runs for name, seconds in run.stages.items() if seconds > 0]
+        stages = [name for name in STAGES if name in known]
+        stages += [name for name in dict.fromkeys(known) if name not in STAGES]
+        mean = {
+            (method, stage): sum(run.stages.get(stage, 0.0) for run in runs) / len(runs)
+            for method, runs in by_method.items()
+            for stage in stages
+        }
+        drawn = [
+            {
+                "name": method if self.material.compared else "",
+                "part": stage,
+                "value": seconds,
+                "order": stages.index(stage),
+                "label": f"{method}, {stage}: {seconds:.2f} s"
+                + (f" ({STAGES[stage]})" if stage in STAGES else ""),
+            }
+            for (method, stage), seconds in mean.items()
+            if seconds > 0
+        ]
+        names = list(by_method) if self.material.compared else [""]
+        figure = charts.stacked(drawn, names, stages, "seconds")
+        if self.material.compared:
+            rows = [[method, *(f"{mean[method, stage]:.2f}" for stage in stages)] for method in by_method]
+            return Shown("time", [figure], Table.of(["method", *stages], rows))
+        (method,) = by_method
+        rows = [[stage, f"{mean[method, stage]:.2f}", STAGES.get(stage, "")] for stage in stages]
+        return Shown("time", [figure], Table.of(["stage", "seconds", "for"], rows))
+
+    @property
+    def solving(self) -> Shown | None:
+        """Of a single model the solver's seconds by kind of matrix."""
+        if self.material.compared or not self.records:
+            return None
+        seconds: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+        for matrix in self.records[0].matrices:
+            seconds[kind(matrix.name)] += matrix.seconds
+            counts[kind(matrix.name)] += 1
+        if not any(seconds.values()):
+            return None
+        labels = _labels(seconds)
+        drawn = [
+            {
+                "name": labels[name],
+                "value": value,
+                "label": f"{name}: {value:.2f} s in {counts[name]} matrices",
+            }
+            for name, value in seconds.items()
+        ]
+        figure = charts.bars(drawn, list(labels.values()), "seconds of the solver")
+        rows = [[name, str(counts[name]), f"{value:.2f}"] for name, value in seconds.items()]
+        return Shown("solver", [figure], Table.of(["matrix", "number", "seconds"], rows))
+
+    # Text, runs, record
+
+    @property
+    def samples(self) -> list[tuple[Sample, int]]:
+        """Each sample, and how many characters the pruned model has the same as the dense one."""
+        clean = [
+            Sample(sample.prompt, sample.pruned.strip(), sample.dense and sample.dense.strip())
+            for sample in self.extras.samples
+        ]
+        return [(sample, _same(sample)) for sample in clean]
+
+    @property
+    def details(self) -> list[Detail]:
+        """All runs of a comparison that have a record."""
+        if not self.material.compared:
+            return []
+        found = []
+        for run in self.runs:
+            if run.record is None:
+                continue
+            errors = self._grid(run.record, lambda matrix: matrix.error, "{:.4g}", self._step)
+            shares = self._grid(run.record, lambda matrix: matrix.sparsity, "{:.2%}", self._share)
+            measured = [
+                (f"perplexity, {short_text(text)}", _with_error(value))
+                for text, value in run.perplexity.items()
+            ]
+            error = [("error of the matrices, geometric mean", f"{run.error:.4g}")]
+            facts = [*measured, *error, ("time", f"{run.seconds:.1f} s"), *_facts(run)]
+            found.append(
+                Detail(
+                    run.name,
+                    facts,
+                    _notes(run.record),
+                    _heat_table(*errors),
+                    _heat_table(*shares, "{:.1%}"),
+                    json.dumps(json.loads(run.record.to_json()), separators=(",", ":")),
+                    f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
+                )
+            )
+        return found
+
+    @property
+    def file(self) -> str:
+        """What the full record is called."""
+        return "compare.json" if self.material.compared else "niwaki.json"
+
+    def _step(self, error: float) -> int:
+        """The colour of an error: equal steps on a logarithmic scale."""
+        if self.errors is None or error <= 0 or self.errors[0] == self.errors[1]:
+            return 0
+        low, high = map(math.log, self.errors)
+        return min(charts.STEPS - 1, int(charts.STEPS * (math.log(error) - low) / (high - low)))
+
+    def _share(self, sparsity: float) -> int:
+        return min(charts.STEPS - 1, int(charts.STEPS * sparsity))
+
+    def _grid(
+        self,
+        record: Record,
+        value: Callable[[MatrixRecord], float],
+        shown: str,
+        step: Callable[[float], int],
+    ) -> tuple[list[charts.Row], list[str], list[int]]:
+        """(cells, names of rows, numbers of blocks); of experts the mean."""
+        groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for matrix in record.matrices:
+            groups[matrix.block, kind(matrix.name)].append(value(matrix))
+        labels = _labels(name for _, name in groups)
+        cells = []
+        for (block, name), values in groups.items():
+            mean = sum(values) / len(values)
+            said = shown.format(mean)
+            if len(values) > 1:
+                between = f"{shown.format(min(values))} to {shown.format(max(values))}"
+                said = f"{said}, the mean of {len(values)} ({between})"
+            cells.append(
+                {
+                    "block": block,
+                    "row": labels[name],
+                    "value": mean,
+                    "step": step(mean),
+                    "label": f"block {block} {name}: {said}",
+                }
+            )
+        return cells, list(labels.values()), sorted({block for block, _ in groups})
+
+
+def short_text(name: str) -> str:
+    """The name of a text without the folders of its file; names of data sets stay."""
+    return Path(name).name if os.path.isabs(name) or Path(name).suffix else name
+
+
+def memory(size: float) -> str:
+    """``"708 MiB"``, ``"3.7 GiB"``."""
+    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
+
+
+def number(value: float) -> str:
+    """Two digits behind the point while that is what a reader can use: ``44.87``, ``5,012``, ``1.2e+09``."""
+    if value >= 1e6:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _with_error(perplexity: Perplexity) -> str:
+    error = perplexity.standard_error
+    return number(perplexity.value) + (f" ± {number(error)}" if error is not None else "")
+
+
+def _interval(perplexity: Perplexity) -> charts.Row:
+    value, error = perplexity.value, perplexity.standard_error
+    if error is None:
+        return {"value": value, "low": None, "high": None}
+    # A logarithmic axis has no place for what an error above its value would make of it.
+    return {"value": value, "low": max(value - error, value / 10), "high": value + error}
+
+
+def _point(run: Run, perplexity: Perplexity) -> charts.Row:
+    zeros = f"{100 * run.sparsity:.2f} % zeros"
+    return {
+        "method": run.method,
+        "pattern": run.pattern,
+        "sparsity": 100 * run.sparsity,
+        "published": False,
+        **_interval(perplexity),
+        "label": f"{run.name}: {_with_error(perplexity)}, {zeros}",
+    }
+
+
+def _dense_line(perplexity: Perplexity) -> charts.Row:
+    text = f"dense {number(perplexity.value)}"
+    return {**_interval(perplexity), "text": text, "label": f"dense: {_with_error(perplexity)}"}
+
+
+def _sparse(run: Run) -> str:
+    part = f" in {run.record.part}" if run.record is not None and run.record.part else ""
+    return f"{100 * run.sparsity:.4g} % sparse{part}"
+
+
+def _notes(record: Record | None) -> list[str]:
+    if record is None:
+        return []
+    resumed = ", ".join(map(str, record.resumed))
+    return [*record.notes, *([f"stopped and gone on with behind block {resumed}"] if resumed else [])]
+
+
+def _matrices(run: Run) -> str:
+    if run.record is None:
+        return "the pruned matrices"
+    part = f" in {run.record.part}" if run.record.part else ""
+    weights = sum(math.prod(matrix.shape) for matrix in run.record.matrices)
+    return f"{len(run.record.matrices)} matrices{part}, {weights / 1e6:,.4g} M weights"
+
+
+def _device(record: Record | None) -> str:
+    return f"on {record.device} in {record.dtype}" if record is not None else ""
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    record = run.record
+    if record is None:
+        return [("method", run.method), ("pattern", run.pattern)]
+    error = f"{record.mean_error:.4g} of the output's square, geometric mean over matrices"
+    found = [("method", run.method), ("solver", record.solver)]
+    found += [("effort", record.effort)] if record.effort else []
+    found += [("pattern", record.pattern)]
+    found += [("mask from", record.mask_from)] if record.mask_from else []
+    return [*found, ("error", error)]
+
+
+def _labels(names: Iterable[str]) -> dict[str, str]:
+    """Kinds of matrices by the last part of their name, where that tells them apart."""
+    names = list(dict.fromkeys(names))
+    last = [short(name) for name in names]
+    return {name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)}
+
+
+def _heat_table(
+    cells: Sequence[charts.Row], rows: Sequence[str], blocks: Sequence[int], shown: str = "{:.4f}"
+) -> Table:
+    found = {(cell["block"], cell["row"]): cell for cell in cells}
+    lines = []
+    for block in blocks:
+        line = [Cell(str(block))]
+        for row in rows:
+            cell = found.get((block, row))
+            line.append(Cell(shown.format(cell["value"]), cell["step"]) if cell else Cell(""))
+        lines.append(line)
+    return Table(["block", *rows], lines)
+
+
+def _same(sample: Sample) -> int:
+    """Characters that both models have in common from the start, to the end of a word."""
+    if sample.dense is None:
+        return 0
+    both = zip(sample.pruned, sample.dense, strict=False)
+    common = next((place for place, (one, other) in enumerate(both) if one != other), None)
+    if common is None:
+        common = min(len(sample.pruned), len(sample.dense))
+    if common == len(sample.pruned) == len(sample.dense):
+        return common
+    return sample.pruned.rfind(" ", 0, common + 1) + 1 if common else 0
