@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors"},
     "calibration": {"errors"},
     "record": {"errors", "precision"},
-    "report": {"errors", "record", "display"},
+    "report": {"errors", "record", "display", "table"},
     "specimens": {"errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"},
     "table": {"errors", "record"},
     "progress": {"record", "table"},

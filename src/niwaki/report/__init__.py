@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.record import REPORT_NAME, Perplexity, Record, write_json
+from niwaki.table import Comparison
 
 
 @dataclass(frozen=True)
@@ -249,42 +249,28 @@ def _model(directory: Path, text: str) -> Material:
 
 
 def _comparison(directory: Path, text: str) -> Material:
-    values = json.loads(text)
-    dense: dict[str, Perplexity] = {}
+    comparison = Comparison.from_json(text)
+    dense, *cells = comparison.cells
     runs = []
-    for cell in values["cells"]:
-        perplexity = {name: Perplexity(**found) for name, found in cell["perplexity"].items()}
-        if cell["method"] == "dense":
-            dense = perplexity
-            continue
+    for cell in cells:
         record = None
-        if cell["record"] is not None:
-            path = (directory / cell["record"]).resolve()
+        if cell.record is not None:
+            path = (directory / cell.record).resolve()
             if directory.resolve() not in path.parents:  # the page would show any file of the machine
-                raise ValueError(f"it names a record outside of its directory: {cell['record']}")
+                raise ValueError(f"it names a record outside of its directory: {cell.record}")
             record = Record.from_json(path.read_text(encoding="utf-8"))
-        runs.append(
-            Run(
-                cell["method"],
-                cell["pattern"],
-                cell["sparsity"],
-                perplexity,
-                cell["seconds"],
-                cell["error"],
-                cell["stages"],
-                record,
-            )
-        )
+        found = (cell.perplexity, cell.seconds, cell.error, cell.stages)
+        runs.append(Run(cell.method, cell.pattern, cell.sparsity, *found, record))
     return Material(
         directory,
         True,
-        values["model"],
-        dense,
+        comparison.model,
+        dense.perplexity,
         runs,
-        values["calibration"],
-        values["command"],
-        values["versions"],
-        values["seconds"],
+        comparison.calibration,
+        comparison.command,
+        comparison.versions,
+        comparison.seconds,
         text,
     )
 
