@@ -58,7 +58,7 @@ def test_efforts_by_name() -> None:
     assert not Effort().plans
     assert make_effort(DEFAULT_EFFORT).plans
     assert make_effort("fast:importance=0.5").plans
-    assert not make_effort("balanced").dense
+    assert not make_effort("balanced:epochs=0").dense
     assert make_effort("best").dense
     best = make_effort(
         "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
@@ -366,10 +366,10 @@ def test_stages_and_steps(tmp_path: Path) -> None:
 
     watch = Watch()
     run(save_model(tmp_path / "model"), tmp_path / "out", progress=watch)
-    groups = [stage for n in (3, 1, 2, 1) for stage in (["capture", 12, 12], ["solve", n, n])]
-    block = [*groups, ["fit", 13, 13], ["advance", 12, 12]]
+    groups = [stage for n in (3, 1, 2, 1) for stage in (["capture", 1, 1], ["solve", n, n])]
+    block = [*groups, ["fit", 13, 13], ["advance", 1, 1]]
     assert [stage[1:] for stage in watch.stages[:10]] == block
-    assert [stage[1:] for stage in watch.stages[10:]] == [*block[:-1], ["advance", 12, 0]]
+    assert [stage[1:] for stage in watch.stages[10:]] == [*block[:-1], ["advance", 1, 0]]
     assert watch.solved_in == [0] * 7 + [1] * 7
 
 

@@ -31,7 +31,8 @@ streams: list[Generator[Block]] = []  # a block is there as long as its stream
 
 
 @pytest.fixture(autouse=True)
-def _close() -> Iterator[None]:
+def _close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("niwaki.blocks.TOKENS_PER_BATCH", 2 * LENGTH)
     yield
     while streams:
         streams.pop().close()
@@ -40,7 +41,7 @@ def _close() -> Iterator[None]:
 def embedded(model: StreamedModel, batches: int) -> tuple[States, States]:
     """(inputs in the pruned model, inputs in the dense one): batches of two samples."""
     tokens = random_tokens(2 * batches, LENGTH)
-    states, origin = model.embed(tokens, 2 * LENGTH), model.embed(tokens, 2 * LENGTH)
+    states, origin = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
     generator = torch.Generator().manual_seed(0)
     for i in range(batches):
         hidden = states.hidden[i]
@@ -164,18 +165,23 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -
     model = stream_of(directory)
     block, states, targets = prepared(model, 18)  # of which two are held out
     before = weights(model)
-    expected = loop(model, directory, states, targets, Effort(epochs=epochs, norms=norms))
+    effort = Effort(epochs=epochs, norms=norms)
+    expected = loop(model, directory, states, targets, effort)
     kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
     steps: list[None] = []
     found = fit(
         block,
         states,
         targets,
-        Effort(epochs=epochs, norms=norms),
+        effort,
         World(),
         lambda: steps.append(None),
     )
-    assert len(steps) == batches(18, epochs) == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
+    assert (
+        len(steps)
+        == batches(states, targets, effort, World())
+        == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
+    )
     assert (found.block, found.epochs) == (0, epochs)
     assert expected.errors[-1] == min(expected.errors) < 0.95 * expected.errors[0]
     assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
@@ -184,6 +190,51 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -
     for name, value in weights(model).items():
         assert torch.equal(value, before[name]) == (value.ndim == 1 and not norms), name
     assert all(torch.equal(a, b) for a, b in zip(kept, (*states.hidden, *targets.hidden), strict=True))
+
+
+@pytest.mark.parametrize("room", [None, 0])
+def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None) -> None:
+    """As if batches had been that small, in memory or in a file."""
+    directory, found = save_model(tmp_path / "model"), []
+    for samples in (1, 3, 4):
+        model = stream_of(directory)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("niwaki.blocks.TOKENS_PER_BATCH", samples * LENGTH)
+            if room is not None and samples > 1:
+                model.room.limit(room)
+            tokens = random_tokens(22, LENGTH)
+            states, targets = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
+        assert (model.room.outside > 0) == (room == 0 and samples > 1)
+        streams.append(model.stream())
+        block = next(streams[-1])
+        block.advance(targets)
+        prune(block, block.matrices)
+        record = fitted(block, states, targets, epochs=2, batch=LENGTH)
+        found.append((record.before, record.after, weights(model)))
+        model.room.close()
+    for before, after, other in found[1:]:
+        assert (before, after) == pytest.approx(found[0][:2], rel=1e-4)
+        close(other, found[0][2])
+    assert found[0][1] < 0.99 * found[0][0]
+
+
+def test_fewer_targets(tmp_path: Path) -> None:
+    """A pass over those that there are."""
+    directory, found = save_model(tmp_path / "model"), []
+    tokens = random_tokens(50, LENGTH)
+    for given, epochs in ((19, 1.0), (50, 0.38)):
+        model = stream_of(directory)
+        states, targets = model.embed(tokens[:given], LENGTH), model.embed(tokens[:19], LENGTH)
+        streams.append(model.stream())
+        block = next(streams[-1])
+        block.advance(targets)
+        prune(block, block.matrices)
+        record = fitted(block, states, targets, epochs=epochs, batch=LENGTH)
+        found.append((record.before, record.after, record.epochs, weights(model)))
+    assert found[0][:3] == found[1][:3]
+    assert found[0][2] == 1
+    for name, value in found[0][3].items():
+        assert torch.equal(value, found[1][3][name])
 
 
 def test_weights_on_a_grid(tmp_path: Path) -> None:

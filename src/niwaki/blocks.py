@@ -164,16 +164,19 @@ class StreamedModel:
         return max(sum(value.nbytes for value in block.parameters()) for block in self.blocks)
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor, tokens_per_batch: int | None = None, room: Room | None = None) -> States:
-        """The inputs of the first block for ``tokens`` (samples, length), in batches of so many, or of one sample.
+    def embed(self, tokens: Tensor, tokens_per_part: int | None = None, room: Room | None = None) -> States:
+        """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
-        They go to ``room``, by default the model's.
+        Args:
+            tokens: The sequences.
+            tokens_per_part: Of the parts of batches, see :meth:`States.parts`, in which blocks are to run too.
+            room: Where the inputs go, by default the model's.
 
         Raises:
             UnsupportedModelError: blocks get more from the tokens than their hidden states.
         """
-        batches = list(tokens.split(max(1, (tokens_per_batch or TOKENS_PER_BATCH) // tokens.shape[1])))
-        states = States(batches, Batches(room or self.room))
+        size = max(TOKENS_PER_BATCH, tokens_per_part or 0)
+        states = States(list(tokens.split(max(1, size // tokens.shape[1]))), Batches(room or self.room))
         seen: list[Tensor] = []
 
         def record(index: int) -> Callable[..., Any]:
@@ -193,10 +196,13 @@ class StreamedModel:
             if self._answers_tuple is None:
                 self._answers_tuple = self._try_first(tokens[:1, :1])
             with self._replaced_blocks(record):
-                for batch in batches:
+                for batch in states.tokens:
                     self._decoder(input_ids=batch.to(self.device), use_cache=False)
                     states.hidden.append(seen[0])
                     seen.clear()
+                parts = states.parts(tokens_per_part) if tokens_per_part else []
+                for samples in {rows.stop - rows.start for _, rows in parts}:
+                    self._decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
     def _try_first(self, tokens: Tensor) -> bool:

@@ -53,8 +53,8 @@ class Effort:
     dense_targets: float = 0.0
     ridge: float = 0.01
     epochs: float = 0.0
-    rate: float = 0.03
-    batch: int = 2048
+    rate: float = 0.02
+    batch: int = 512
     norms: bool = False
 
     def __post_init__(self) -> None:
@@ -92,8 +92,8 @@ class Effort:
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
-    "balanced": Effort(allocation="loss", importance=0.5),
-    "best": Effort(allocation="loss", importance=0.5, epochs=4),
+    "balanced": Effort(allocation="loss", importance=0.5, epochs=0.4),
+    "best": Effort(allocation="loss", importance=0.5, epochs=2),
 }
 
 DEFAULT_EFFORT = "balanced"

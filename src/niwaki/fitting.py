@@ -48,7 +48,8 @@ def fit(
     Args:
         block: The pruned block.
         states: Its inputs. Not changed.
-        targets: What its outputs should be. Not changed.
+        targets: What its outputs should be, of all samples, or of the first ones to fit it to these. In batches for the
+            same parts as ``states``. Not changed.
         effort: How long, and with which rate.
         world: The processes of which each has some of the states; a step takes one batch of each.
         done: Called after each batch, see :func:`batches`.
@@ -59,8 +60,8 @@ def fit(
         NumericalError: the error is not finite.
     """
     began = time.perf_counter()
-    count = min(world.collected(len(states.hidden)))
-    held, rest = _divided(count)
+    parts = targets.parts(tokens_per_part(effort, world))
+    held, rest = _divided(min(world.collected(len(parts))))
     order = torch.Generator().manual_seed(block.index)
     with block.training(effort.norms) as parameters:
         # Vectors are fitted as a whole.
@@ -70,12 +71,14 @@ def fit(
              for value, mask in zip(parameters, masks, strict=True)],
             lr=0.0,
             eps=1e-16,  # relative errors of large blocks have gradients far below the usual 1e-8
+            fused=True,
         )  # fmt: skip
-        power = sum(world.collected(sum(float(targets.hidden[i].double().square().sum()) for i in held)))
+        mine = sum(float(targets.hidden.part(*parts[i]).double().square().sum()) for i in held)
+        power = sum(world.collected(mine))
 
         def squares(i: int) -> Tensor:
-            answer = block.run(states.hidden[i], states)
-            return (answer.float() - targets.hidden[i].float()).square() / max(power, 1e-30)
+            answer = block.run(states.hidden.part(*parts[i]), targets)
+            return (answer.float() - targets.hidden.part(*parts[i]).float()).square() / max(power, 1e-30)
 
         def error() -> float:
             mine = 0.0
@@ -94,7 +97,7 @@ def fit(
 
         best = before = error()
         kept, at = [value.detach().clone() for value in parameters], 0.0
-        steps = _steps(len(rest), effort.epochs)
+        steps = _steps(len(rest), passes(states, targets, effort))
         for step in range(steps):
             if step % len(rest) == 0:
                 epoch = torch.randperm(len(rest), generator=order).tolist()
@@ -125,10 +128,20 @@ def fit(
     return FitRecord(block.index, before, best, at, time.perf_counter() - began)
 
 
-def batches(count: int, epochs: float) -> int:
-    """How many batches pass through the block in a fit to ``count`` of them."""
-    held, rest = _divided(count)
-    steps = _steps(len(rest), epochs)
+def tokens_per_part(effort: Effort, world: World) -> int:
+    """Tokens of each process in a step."""
+    return max(1, effort.batch // world.size)
+
+
+def passes(states: States, targets: States, effort: Effort) -> float:
+    """How often a fit goes over ``targets``, of which there may be fewer than ``states`` because it is once."""
+    return 1.0 if len(torch.cat(targets.tokens)) < len(torch.cat(states.tokens)) else effort.epochs
+
+
+def batches(states: States, targets: States, effort: Effort, world: World) -> int:
+    """How many batches pass through the block in a fit."""
+    held, rest = _divided(len(targets.parts(tokens_per_part(effort, world))))
+    steps = _steps(len(rest), passes(states, targets, effort))
     return len(held) * (1 + math.ceil(steps / len(rest))) + steps
 
 

@@ -159,6 +159,14 @@ class Batches:
             return self._held[i]
         return self._room.read(place, self._held[i]).to(self._devices[i])
 
+    def part(self, i: int, rows: slice) -> Tensor:
+        """``self[i][rows]``, of which no more is read."""
+        place, held = self._places[i], self._held[i][rows]
+        if place is None:
+            return held
+        before = int(held.storage_offset()) * held.element_size()
+        return self._room.read(place + before, held).to(self._devices[i])
+
     def __setitem__(self, i: int, tensor: Tensor) -> None:
         """Puts a tensor of the same shape and dtype in the place of another."""
         place = self._places[i]
@@ -192,3 +200,13 @@ class States:
     tokens: list[Tensor]
     hidden: Batches
     arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
+
+    def parts(self, tokens: int) -> list[tuple[int, slice]]:
+        """Pieces of batches with so many tokens, of one sample at least: the number of the batch, and which samples."""
+        found = []
+        for i, batch in enumerate(self.tokens):
+            size = max(1, tokens // batch.shape[1])
+            found += [
+                (i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)
+            ]
+        return found

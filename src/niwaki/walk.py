@@ -18,7 +18,7 @@ from niwaki.checkpoint import CheckpointWriter
 from niwaki.distributed import World
 from niwaki.effort import Effort
 from niwaki.errors import NumericalError
-from niwaki.fitting import batches, fit
+from niwaki.fitting import batches, fit, tokens_per_part
 from niwaki.inputs import InputGram
 from niwaki.layout import Matrix
 from niwaki.masks import PatternOf, named
@@ -97,11 +97,11 @@ class Walk:
             own = self._world.share(self._plan.synthetic)
             windows = dataclasses.replace(windows, tokens=torch.cat([windows.tokens, own]))
         clock.lap("plan")
-        # Each process takes its part of a step.
-        batch = max(1, self._effort.batch // self._world.size) if self._effort.epochs else None
-        states = model.embed(windows.tokens, batch)
-        # The same text in the dense model, next to that in the pruned one.
-        origin = model.embed(windows.tokens, batch) if self._effort.dense else None
+        part = tokens_per_part(self._effort, self._world) if self._effort.epochs else None
+        tokens, dense_tokens = self._divided(windows.tokens)
+        states = model.embed(tokens, part)
+        # The same text in the dense model, next to that in the pruned one, as far as it is needed.
+        origin = model.embed(dense_tokens, part) if self._effort.dense else None
         dense = model.embed(held.tokens) if held and measure == "both" else None
         pruned = model.embed(held.tokens) if held and measure != "none" else None
         clock.lap("capture")
@@ -147,6 +147,14 @@ class Walk:
             where: max(found[where] for found in self._world.collected(peak_memory(model.device)))
             for where in peak_memory(model.device)
         }
+
+    def _divided(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """``tokens`` in an order in which the first ones are those of which the dense model's states are needed."""
+        share = self._effort.epochs
+        if self._effort.dense_targets or not 0 < share < 1:
+            return tokens, tokens
+        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
+        return tokens[order], tokens[order[: max(1, round(share * len(tokens)))]]
 
     def _planned(self, windows: Windows, place: Workplace | None) -> Plan:
         """The plan for all processes: of a run that was stopped the one that it had."""
@@ -235,7 +243,7 @@ class Walk:
                 block.advance(origin)
             clock.lap("advance")
         if origin and effort.epochs:
-            progress.stage(block.index, "fit", batches(len(states.hidden), effort.epochs))
+            progress.stage(block.index, "fit", batches(states, origin, effort, self._world))
             on_grid = self._nearest if self._grid else None
             self.record.fits.append(fit(block, states, origin, effort, self._world, progress.step, on_grid))
             for key, part, stored in block.trained(effort.norms):
