@@ -28,6 +28,8 @@ _CACHE = 1 / 2
 _SAMPLES = 256
 #: Bytes that Python and the libraries take, about.
 _PROGRAM = 2**29
+#: What models raise that cannot.
+_REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
 
 
 def synthesize(
@@ -105,8 +107,32 @@ class _Counted(StoppingCriteria):
 
 def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None]) -> Tensor:
     """(samples, length) on the CPU, that begin with ``prompts``."""
+    # A cache that does not grow takes half the time, and some models cannot do with it.
+    try:
+        return _generated(whole, prompts, length, done, "static")
+    except _REFUSALS:
+        pass
+    try:
+        return _generated(whole, prompts, length, done, "dynamic")
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(
+            f"transformers cannot generate text with this model ({reason}); try --effort best:synthetic=0"
+        ) from error
+
+
+def _generated(
+    whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str
+) -> Tensor:
     settings = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_length=length,
+        pad_token_id=0,
+        cache_implementation=cache,
+        disable_compile=True,
     )
     # What is not set here, such as the end of text, would be taken from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings
@@ -117,11 +143,6 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
             generation_config=settings,
             stopping_criteria=StoppingCriteriaList([_Counted(done)]),
         )
-    except (NotImplementedError, TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UnsupportedModelError(
-            f"transformers cannot generate text with this model ({reason}); try --effort best:synthetic=0"
-        ) from error
     finally:
         whole.generation_config = own
     assert isinstance(found, Tensor)
