@@ -93,7 +93,7 @@ class Effort:
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
     "balanced": Effort(allocation="loss", importance=0.5, epochs=0.4),
-    "best": Effort(allocation="loss", importance=0.5, epochs=2),
+    "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1),
 }
 
 DEFAULT_EFFORT = "balanced"
