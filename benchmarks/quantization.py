@@ -30,8 +30,8 @@ from niwaki.perplexity import evaluate
 RUNS = (
     (0.0, "fast", ("int4:64", "int3:64")),
     (0.5, "fast", ("int4:64",)),
-    (0.5, "balanced", ("int4:64",)),
-    (0.5, "best", ("int4:64",)),
+    (0.5, "balanced:epochs=0", ("int4:64",)),
+    (0.5, "best:synthetic=0:epochs=4:batch=2048:rate=0.03", ("int4:64",)),
 )
 
 

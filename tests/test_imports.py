@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "output": {"errors", "checkpoint", "record", "__init__"},
     "structured": {"errors", "linalg", "problem"},
     "units": {"errors", "layout", "blocks"},
-    "smaller": {"errors", "checkpoint", "blocks", "record", "states", "units"},
+    "smaller": {"errors", "blocks", "states", "units"},
 }
 #: Only these may import these of niwaki.
 MAY_BE_IMPORTED_BY = {

@@ -394,9 +394,18 @@ def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.exporting.save_file", full)
+    monkeypatch.setattr("niwaki.output.save_file", full)
     assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_packed_files_have_the_usual_mode(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", measure="none")
+    export(tmp_path / "out", tmp_path / "packed")
+    (tmp_path / "usual").touch()
+    files = [path for path in (tmp_path / "packed").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in (*files, tmp_path / "usual")} == {files[0].stat().st_mode}
 
 
 def test_a_packed_model_is_not_pruned(tmp_path: Path) -> None:

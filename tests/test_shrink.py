@@ -633,7 +633,7 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("niwaki.smaller.save_file", full)
+        patch.setattr("niwaki.output.save_file", full)
         assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
     assert listing(tmp_path) == before
 
@@ -644,6 +644,13 @@ def test_a_failure_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "out", **options)
     assert listing(tmp_path) == before
+
+
+def test_files_have_the_usual_mode(tmp_path: Path) -> None:
+    run(save_model(tmp_path / "model"), tmp_path / "out", neurons=0.5)
+    (tmp_path / "usual").touch()
+    modes = {path.stat().st_mode for path in (*(tmp_path / "out").iterdir(), tmp_path / "usual")}
+    assert len(modes) == 1
 
 
 def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def prune(
         str | None,
         typer.Option(
             help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; "
-            "with parameters as in best:epochs=8. \\[default: balanced; with --solver or --mask-from "
+            "with parameters as in best:epochs=3. \\[default: balanced; with --solver or --mask-from "
             "fast, methods as they were published]"
         ),
     ] = None,

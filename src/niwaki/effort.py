@@ -107,7 +107,7 @@ def usual_effort(*methods: object) -> str:
 
 
 def make_effort(name: str) -> Effort:
-    """The effort called ``name``, with parameters as in ``best:epochs=8:norms=true``.
+    """The effort called ``name``, with parameters as in ``best:epochs=3:norms=true``.
 
     Raises:
         UnknownNameError: no such effort or parameter.

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import INDEX_NAME, Checkpoint, carry_over, locate_model, output_errors
+from niwaki.checkpoint import Checkpoint, carry_over, locate_model, output_errors
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layout import Matrix
-from niwaki.output import check_output, fingerprint, workplace
+from niwaki.output import Shards, check_output, fingerprint, workplace
 from niwaki.quantization import Grid, parse_grid
 from niwaki.record import write_json
 from niwaki.scales import read_scales, verify_grid
@@ -85,21 +84,15 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
 
 def _write(checkpoint: Checkpoint, packed: dict[str, Matrix], grid: Grid, directory: Path) -> None:
     """The shards, each with the tensors that took the place of its own, and their index."""
-    where: dict[str, str] = {}
-    size = 0
+    shards = Shards(directory)
     for shard in checkpoint.shards:
         tensors: dict[str, Tensor] = {}
         for key, entry in checkpoint.entries.items():
             if entry.shard == shard:
                 W = checkpoint.read(key)
                 tensors |= _parts(checkpoint.path, packed[key], W, grid) if key in packed else {key: W}
-        with output_errors(directory):
-            save_file(tensors, directory / shard, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, shard)
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    if len(checkpoint.shards) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        write_json(directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+        shards.write(shard, tensors)
+    shards.finish()
 
 
 def _parts(path: Path, matrix: Matrix, W: Tensor, grid: Grid) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def prune(
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         solver: A name of ``niwaki.solvers.SOLVERS``, or a solver; by default continuation.
         method: What to call the solver in the record; by default its name.
-        effort: A name of ``niwaki.effort.EFFORTS``, with parameters as in "best:epochs=8", or an effort: what is
+        effort: A name of ``niwaki.effort.EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is
             done for the whole model, and for matrices and blocks to fit together. By default "balanced", and where
             a solver or a mask is given "fast": methods as they were published.
         sparsity: Fraction of zeros in the matrices, in the pattern that the solver's paper uses.

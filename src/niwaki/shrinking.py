@@ -19,14 +19,14 @@ from niwaki.checkpoint import Checkpoint, carry_over, locate_model
 from niwaki.distributed import World
 from niwaki.errors import NumericalError, UsageError
 from niwaki.masks import named
-from niwaki.output import Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.output import Shards, Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.perplexity import perplexity
 from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, device_name, read_texts
 from niwaki.precision import products
 from niwaki.problem import LayerProblem
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record, StructureRecord, versions, write_json
-from niwaki.smaller import Shards, check_outputs, check_structure, configuration, tensors_of_blocks
+from niwaki.smaller import check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.states import States
 from niwaki.structured import DAMPING, flops, remove_units
 from niwaki.units import Cut, heads_cut, neurons_cut
@@ -203,8 +203,8 @@ class _Run:
             record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
         write_config(directory, configuration(model, kept, self.cuts), record)
         check_structure(model, directory, kept, self.cuts)
-        shards = Shards(directory, 1 + len(kept))
-        shards.write({key: model.checkpoint.read(key) for key in outside})
+        shards = Shards(directory)
+        shards.write(_shard(0, len(kept)), {key: model.checkpoint.read(key) for key in outside})
         record.structure = StructureRecord({}, 0.0, influence, removed)
         clock.lap("write")
         states = self._walk(windows, kept, blocks, shards)
@@ -240,7 +240,8 @@ class _Run:
                 for cut in self.cuts:
                     self._remove(block, cut, states, tensors)
                 number = kept.index(block.index)
-                shards.write({blocks[block.index][key].format(number): v for key, v in tensors.items()})
+                renamed = {blocks[block.index][key].format(number): value for key, value in tensors.items()}
+                shards.write(_shard(1 + number, len(kept)), renamed)
                 del tensors
                 self.clock.lap("write")
                 self.progress.stage(block.index, "advance", len(states.hidden))
@@ -288,6 +289,11 @@ class _Run:
         found = perplexity(model, held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
         self.record.perplexity[name] = dataclasses.asdict(found)
         self.clock.lap("perplexity")
+
+
+def _shard(number: int, blocks: int) -> str:
+    """The file of a block, from 1, or of all that is outside of blocks, 0."""
+    return f"model-{1 + number:05}-of-{1 + blocks:05}.safetensors"
 
 
 def _sizes(checkpoint: Checkpoint, outside: Sequence[str]) -> tuple[int, int]:

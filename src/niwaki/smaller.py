@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from niwaki.blocks import StreamedModel, structure
-from niwaki.checkpoint import INDEX_NAME, output_errors
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
-from niwaki.record import write_json
 from niwaki.states import States
 from niwaki.units import Cut
 
@@ -148,50 +142,6 @@ def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, s
         else:
             blocks[int(match[2])][key] = f"{match[1]}{{}}{match[3]}"
     return outside, blocks
-
-
-class Shards:
-    """Writes tensors, a safetensors file for each call of :meth:`write`, and their index.
-
-    Args:
-        directory: Where they go.
-        count: How many files it will be.
-    """
-
-    def __init__(self, directory: Path, count: int) -> None:
-        self._directory = directory
-        self._count = count
-        self._done = 0
-        self._size = 0
-        self._shards: dict[str, str] = {}
-
-    def write(self, tensors: dict[str, Tensor]) -> None:
-        """Writes the next file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        self._done += 1
-        name = f"model-{self._done:05}-of-{self._count:05}.safetensors"
-        path = self._directory / name
-        with output_errors(self._directory):
-            try:
-                save_file(tensors, path, {"format": "pt"})
-            except SafetensorError as error:
-                raise OutputError(f"cannot write {path}: {error}") from error
-            with path.open("r+b") as file:
-                os.fsync(file.fileno())
-        self._size += sum(value.nbytes for value in tensors.values())
-        self._shards |= dict.fromkeys(tensors, name)
-
-    def finish(self) -> None:
-        """Writes the index.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
-        write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
 def check_outputs(smaller: StreamedModel, states: States) -> None:
