@@ -82,6 +82,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
         f"| calibration | {record.calibration['samples']} windows of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
+        *([f"| besides | {record.own_text} |"] if record.own_text else []),
         *(
             [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
             if record.matrices

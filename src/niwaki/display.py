@@ -332,6 +332,8 @@ def summary(record: Record) -> Table:
         )
     if record.quantization:
         table.add_row("grid", record.rounding)
+    if record.own_text:
+        table.add_row("besides", f"{record.own_text}, to calibrate on")
     if record.fits:
         before, after = (
             sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")

@@ -135,7 +135,7 @@ def tokens_per_part(effort: Effort, world: World) -> int:
 
 def passes(states: States, targets: States, effort: Effort) -> float:
     """How often a fit goes over ``targets``, of which there may be fewer than ``states`` because it is once."""
-    return 1.0 if len(torch.cat(targets.tokens)) < len(torch.cat(states.tokens)) else effort.epochs
+    return 1.0 if sum(map(len, targets.tokens)) < sum(map(len, states.tokens)) else effort.epochs
 
 
 def batches(states: States, targets: States, effort: Effort, world: World) -> int:

@@ -150,7 +150,8 @@ class Record:
         quantization: The grid that weights are on, such as "int4:128"; None for none.
         pattern: Which weights may be non-zero.
         mask_from: Where the masks came from, if not from the solver.
-        calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
+        calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
+            it how many windows the dense model wrote besides, as "synthetic".
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
         tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
@@ -212,6 +213,12 @@ class Record:
             f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "
             f"{100 * lost / max(1, kept):.2g} % of the remaining weights became 0"
         )
+
+    @property
+    def own_text(self) -> str:
+        """What the dense model wrote to calibrate on besides, such as "64 windows"; nothing if it did not."""
+        count = self.calibration.get("synthetic", 0)
+        return f"{count} windows that the dense model wrote itself" if count else ""
 
     @property
     def part(self) -> str:

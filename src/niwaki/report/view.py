@@ -640,6 +640,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     found += [("effort", record.effort)] if record.effort else []
     found += [("pattern", record.pattern)]
     found += [("mask from", record.mask_from)] if record.mask_from else []
+    found += [("grid", record.rounding)] if record.quantization else []
+    found += [("own text", record.own_text)] if record.own_text else []
     return [*found, ("error", error)]
 
 
