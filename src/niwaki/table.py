@@ -143,7 +143,7 @@ class Comparison:
             Cell(**{**cell, "perplexity": {t: Perplexity(**p) for t, p in cell["perplexity"].items()}})
             for cell in values.pop("cells")
         ]
-        missing = [(method, pattern) for method, pattern in values.pop("missing")]
+        missing = [(method, pattern) for method, pattern in values.pop("missing", [])]
         return cls(**values, cells=cells, missing=missing)
 
     def to_csv(self) -> str:
