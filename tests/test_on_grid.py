@@ -28,7 +28,7 @@ from test_prune import raw, tensors, zeros
 from test_resume import files, stopped
 
 TOKENS = random_tokens(24, 24)
-BEST = "best:synthetic=0:epochs=2:batch=48"
+BEST = "best:synthetic=0:epochs=2:batch=48:rate=0.007"
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
