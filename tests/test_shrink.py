@@ -36,6 +36,7 @@ from niwaki.output import Workplace
 from niwaki.perplexity import evaluate
 from niwaki.record import MatrixRecord, Record
 from niwaki.units import Part
+from test_cli import SMALL
 
 RIDGE = 0.01
 CALIBRATION = random_tokens(8, 24)
@@ -495,20 +496,8 @@ def test_the_command(
 ) -> None:
     source = save_model_with_tokenizer(tmp_path / "model", blocks=3)
     capfd.readouterr()
-    small = [
-        "--calibration",
-        "demo",
-        "--samples",
-        "4",
-        "--seqlen",
-        "32",
-        "--text-samples",
-        "2",
-        "--device",
-        "cpu",
-    ]
     told = ["--blocks", "1", "--neurons", "0.5", "--heads", "0.5"]
-    monkeypatch.setattr(sys, "argv", ["niwaki", "shrink", str(source), str(tmp_path / "out"), *small, *told])
+    monkeypatch.setattr(sys, "argv", ["niwaki", "shrink", str(source), str(tmp_path / "out"), *SMALL, *told])
     with contextlib.suppress(SystemExit):  # of typer, with 0
         cli.main()
     out, err = capfd.readouterr()

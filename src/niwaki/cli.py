@@ -303,9 +303,7 @@ def evaluate(
 @app.command()
 def export(
     model: Annotated[str, typer.Argument(help="A directory that 'prune --quantize' wrote.")],
-    output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A directory that does not exist or is empty.")
-    ],
+    output: Output,
 ) -> None:
     """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
     _quiet_libraries()

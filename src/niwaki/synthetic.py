@@ -72,7 +72,7 @@ def synthesize(
     world = world or World()
     length = tokens.shape[1]
     # Not at the same places of all windows' text: the first ones of each go on from the middle, say.
-    given, width = torch.cat(world.collected(tokens)), max(1, round(length * _PROMPT))
+    given, width = torch.cat(world.collected(tokens)), _prompt(length)
     rounds = math.ceil(count / len(given))
     starts = [(turn + 1) * (length - width) // (rounds + 1) for turn in range(rounds)]
     prompts = torch.cat([given[:, start : start + width] for start in starts])[:count]
@@ -91,7 +91,12 @@ def synthesize(
 def steps(model: StreamedModel, length: int, count: int, budget: int | None = None) -> int:
     """How often ``done`` is called for ``count`` windows of one process; 0 where the model does not fit."""
     together = _together(model, length, budget)
-    return math.ceil(count / together) * (length - max(1, round(length * _PROMPT))) if together else 0
+    return math.ceil(count / together) * (length - _prompt(length)) if together else 0
+
+
+def _prompt(length: int) -> int:
+    """Tokens of a window that are given."""
+    return max(1, round(length * _PROMPT))
 
 
 class _Counted(StoppingCriteria):
