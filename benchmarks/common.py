@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli.py
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli/__init__.py
 
 import torch
 from torch import Tensor

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from niwaki import cli, pipeline, walk
 from niwaki.blocks import Block
+from niwaki.cli.common import quiet_libraries
 from niwaki.errors import NumericalError
 from niwaki.layout import Matrix
 from niwaki.problem import Gram, LayerProblem
@@ -139,7 +140,7 @@ def main() -> None:
         cli.main()
         return
     assert pipeline  # imported before the first fork
-    cli._quiet_libraries()
+    quiet_libraries()
     for line in sys.stdin:
         job = json.loads(line)
         Path(job["directory"]).mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import niwaki
 from models import edit_json, message, save_model_with_tokenizer
 from niwaki import Comparison, comparison
-from niwaki.cli import _seconds
+from niwaki.cli.comparing import _seconds
 from niwaki.display import TableDisplay
 from niwaki.errors import OutputError
 from niwaki.patterns import Pattern

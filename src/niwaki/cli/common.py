@@ -1,0 +1,27 @@
+"""What all commands need: the screen, quiet libraries, the command as it was typed."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+
+from rich.console import Console
+
+# No emoji: ":m:" is a part of n:m here. Where the output is a file, lines are as long as they need to be.
+out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+
+
+def command_line() -> str:
+    """As it was typed, for records."""
+    return shlex.join(["niwaki", *sys.argv[1:]])
+
+
+def quiet_libraries() -> None:
+    """What libraries print about themselves would tear the progress bar apart."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in ("huggingface_hub", "datasets"):  # each retry of a hub out of reach is a line
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,77 @@
+"""``niwaki report``, ``niwaki inspect`` and ``niwaki solvers``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from niwaki.cli.common import out, quiet_libraries
+from niwaki.cli.options import Model
+from niwaki.display import survey_tables
+
+
+def report(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")
+    ],
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="\\[default: DIR/report.html]")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="paper: published results too, marked as such and not measured.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", metavar="TEXT", help="What the models go on with; can be given several times."
+        ),
+    ] = None,
+    samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
+) -> None:
+    """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
+    from niwaki.report import check_extra, load, render, write
+
+    material = load(directory)
+    check_extra()
+    found = None
+    with out.status("reading masks and generating text" if not material.compared else "drawing"):
+        if not material.compared:
+            quiet_libraries()
+            from niwaki.specimens import extras
+
+            (record,) = (run.record for run in material.runs)
+            assert record is not None
+            found = extras(directory, record, (prompts or None) if samples else [])
+        path = write(render(material, found, reference=reference), directory, file)
+    size = path.stat().st_size / 2**20
+    out.print(f"written to {path} ({size:.1f} MiB)", soft_wrap=True, markup=False)
+
+
+def inspect(model: Model) -> None:
+    """Show what would be pruned in MODEL, and how sparse it is."""
+    quiet_libraries()
+    from niwaki.survey import survey
+
+    with out.status("reading"):
+        found = list(survey(model))
+    for table in survey_tables(found):
+        out.print(table)
+        out.print()
+
+
+def solvers() -> None:
+    """List the solvers and their parameters, for --solver and --set."""
+    from niwaki.solvers import SOLVERS
+
+    table = Table("name", "what it does", "parameters and defaults", box=None, padding=(0, 2, 0, 0))
+    for name, solver in SOLVERS.items():
+        module = sys.modules[type(solver).__module__]
+        what = (module.__doc__ or "").partition(":")[2].strip() or (module.__doc__ or "")
+        values = ", ".join(f"{key}={value}" for key, value in dataclasses.asdict(solver).items())
+        table.add_row(name, what, values)
+    out.print(table)
