@@ -36,7 +36,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {"errors"},
     "record": {"errors", "precision"},
     "report": {"errors", "record", "display", "table"},
-    "specimens": {"errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"},
+    "packed": {"errors", "record", "checkpoint", "layout", "blocks", "output", "quantization", "scales"},
+    "specimens": {
+        "errors",
+        "record",
+        "report",
+        "display",
+        "checkpoint",
+        "calibration",
+        "layout",
+        "blocks",
+        "packed",
+    },
     "table": {"errors", "record"},
     "progress": {"record", "table"},
     "families": set(),
@@ -91,6 +102,7 @@ MAY_BE_IMPORTED_BY = {
             "synthetic",
             "comparison",
             "specimens",
+            "packed",
             "__init__",
         ),
     },
@@ -101,6 +113,7 @@ TRANSFORMERS_AT_IMPORT = dict.fromkeys(("blocks", "layout", "synthetic"), "trans
 TRANSFORMERS_LATER = {
     "calibration": "transformers",
     "specimens": "transformers",
+    "packed": "transformers",
     "cli": "transformers.utils",
 }
 
@@ -246,7 +259,7 @@ import importlib, pkgutil, types
 import niwaki
 if {before!r} == "all modules":
     for module in pkgutil.iter_modules(niwaki.__path__, "niwaki."):
-        if module.name != "niwaki.__main__":
+        if module.name not in ("niwaki.__main__", "niwaki._kernels"):  # the native library is no module
             importlib.import_module(module.name)
 for name in [*niwaki.__all__, *reversed(niwaki.__all__)]:
     value = getattr(niwaki, name)

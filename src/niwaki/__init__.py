@@ -12,13 +12,18 @@ __all__ = [
     "Solution",
     "compare",
     "evaluate",
+    "load",
     "make_solver",
+    "pack",
     "prune",
     "shrink",
+    "unpack",
 ]
 
 if TYPE_CHECKING:
     from niwaki.comparison import compare
+    from niwaki.packed.loading import load
+    from niwaki.packed.packing import pack, unpack
     from niwaki.perplexity import evaluate
     from niwaki.pipeline import prune
     from niwaki.problem import LayerProblem, Solution
@@ -34,9 +39,12 @@ _HOMES = {
     "Solution": "niwaki.problem",
     "compare": "niwaki.comparison",
     "evaluate": "niwaki.perplexity",
+    "load": "niwaki.packed.loading",
     "make_solver": "niwaki.solvers",
+    "pack": "niwaki.packed.packing",
     "prune": "niwaki.pipeline",
     "shrink": "niwaki.shrinking",
+    "unpack": "niwaki.packed.packing",
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from niwaki.checkpoint import Checkpoint
 from niwaki.distributed import World
@@ -316,6 +316,16 @@ class StreamedModel:
             for index, block in enumerate(self.blocks):
                 held.enter_context(_holding(block, self._read(block, f"{self.path}.{index}.")))
             yield self.model
+
+    def load(self) -> PreTrainedModel:
+        """The model with all its weights and settings for generating text, for good."""
+        weights = self._read(self.model, "")
+        self.model.load_state_dict(weights, strict=False, assign=True)
+        if any(parameter.is_meta for parameter in self.model.parameters()):
+            self.model.tie_weights()
+        with contextlib.suppress(OSError):  # many models have none
+            self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
+        return self.model
 
     def parameter(self, block: int, name: str) -> Tensor:
         """The original weights of a parameter of a block, on the device."""

@@ -32,7 +32,8 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 #: Other copies of the dense weights. In the output they would be stale, and as large as the model.
 WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 
-_DTYPES = {
+#: By safetensors' names.
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -91,7 +92,7 @@ class Checkpoint:
         weight_map = self._weight_map()
         self.shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
         for shard in self.shards:
-            for key, entry in _read_header(path / shard).items():
+            for key, entry in read_header(path / shard).items():
                 if weight_map is None or weight_map.get(key) == shard:
                     self.entries[key] = entry
         for key, shard in (weight_map or {}).items():
@@ -123,6 +124,10 @@ class Checkpoint:
                     f"{self.path} holds pickled weights ({pickled[0]}), which can run code when they are read; "
                     "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
                 )
+            if (self.path / "packed.json").exists():
+                raise CheckpointError(
+                    f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
+                )
             raise CheckpointError(f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}")
         return None
 
@@ -131,7 +136,7 @@ class Checkpoint:
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in."""
-        return _DTYPES[self.entries[key].dtype]
+        return DTYPES[self.entries[key].dtype]
 
     def read(self, key: str, part: int | None = None) -> Tensor:
         """The tensor under ``key``, or its part at that index, on the CPU, in the dtype that it is stored in.
@@ -142,11 +147,11 @@ class Checkpoint:
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         entry = self.entries[key]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here"
             )
-        return _tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))
+        return read_tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))
 
 
 class CheckpointWriter:
@@ -229,7 +234,7 @@ class CheckpointWriter:
         entry = self._entries[key]
         if part is not None:
             entry = entry.part(part)
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != _DTYPES[entry.dtype]:
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
             raise OutputError(
                 f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
             )
@@ -250,7 +255,7 @@ class CheckpointWriter:
         entry = self._entries[key]
         with output_errors(self._directory):
             self._files[entry.shard].flush()
-        found = _tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
+        found = read_tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
         self._written.setdefault(key, set()).add(part)
         return found
 
@@ -282,7 +287,7 @@ class CheckpointWriter:
             file = self._files[shard]
             with (self._source.path / shard).open("rb") as read:
                 # Straight from the file's own header: tensors that the index does not name move along.
-                for key, entry in _read_header(self._source.path / shard).items():
+                for key, entry in read_header(self._source.path / shard).items():
                     written = self._written.get(key, set())
                     if not written:
                         _copy(read, file, entry.offset, entry.size)
@@ -369,8 +374,12 @@ def locate_model(model: str) -> Path:
         ) from error
 
 
-def _tensor(path: Path, key: str, entry: Entry) -> Tensor:
-    """The tensor at ``entry`` of the file ``path``."""
+def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
+    """The tensor at ``entry`` of the file ``path``.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not finite.
+    """
     data = bytearray(entry.size)
     try:
         with path.open("rb") as file:
@@ -380,7 +389,7 @@ def _tensor(path: Path, key: str, entry: Entry) -> Tensor:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if got != entry.size:
         raise CheckpointError(f"{path} ends inside {key!r}; is the download complete?")
-    dtype = _DTYPES[entry.dtype]
+    dtype = DTYPES[entry.dtype]
     if not data:
         return torch.empty(entry.shape, dtype=dtype)
     tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
@@ -426,7 +435,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def new_shard(shard: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
     """Places for ``tensors`` (dtype and shape by key) in a file of this name, for :class:`CheckpointWriter`."""
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     entries: dict[str, Entry] = {}
     end = 0
     for key, (dtype, shape) in tensors.items():
@@ -448,6 +457,21 @@ def _header(entries: Mapping[str, Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def header_bytes(path: Path) -> bytes:
+    """What a safetensors file has before its tensors.
+
+    Raises:
+        CheckpointError: it is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            end = _header_end(file, path)
+            file.seek(0)
+            return file.read(end)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _header_end(file: BinaryIO, path: Path) -> int:
     size = path.stat().st_size
     end = 8 + int.from_bytes(file.read(8), "little")
@@ -458,8 +482,12 @@ def _header_end(file: BinaryIO, path: Path) -> int:
     return end
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, after a check that all their bytes are there."""
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, after a check that all their bytes are there.
+
+    Raises:
+        CheckpointError: they are not, or it is no such file.
+    """
     try:
         with path.open("rb") as file:
             end = _header_end(file, path)
@@ -481,7 +509,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
     size = path.stat().st_size
     for key, entry in entries.items():
-        expected = _DTYPES[entry.dtype].itemsize if entry.dtype in _DTYPES else None
+        expected = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else None
         count = 1
         for n in entry.shape:
             count *= n
@@ -508,7 +536,7 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
     """
     for shard in source.shards:
         path = directory / shard
-        expected = _read_header(source.path / shard)
+        expected = read_header(source.path / shard)
         try:
             with safe_open(path, framework="pt") as file:
                 if set(file.keys()) != set(expected):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows, load_tokenizer, read_windows
-from niwaki.checkpoint import Checkpoint, locate_model
+from niwaki.checkpoint import locate_model
+from niwaki.packed.files import open_checkpoint
 from niwaki.record import Perplexity
 from niwaki.states import Room, resident
 
@@ -42,7 +43,7 @@ def evaluate(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    checkpoint = Checkpoint(locate_model(str(model)))
+    checkpoint = open_checkpoint(locate_model(str(model)))
     with contextlib.closing(Room()) as room:
         streamed = StreamedModel(checkpoint, device, dtype, room)
         if isinstance(text, str):

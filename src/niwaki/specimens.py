@@ -18,6 +18,7 @@ from niwaki.checkpoint import Checkpoint, locate_model
 from niwaki.display import kind
 from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.layout import Matrix
+from niwaki.packed.files import open_checkpoint
 from niwaki.record import Record
 from niwaki.report import Extras, MaskPicture, Sample
 
@@ -43,7 +44,7 @@ def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None
     masks: Sequence[MaskPicture] = ()
     samples: Sequence[Sample] = ()
     try:
-        checkpoint = Checkpoint(directory)
+        checkpoint = open_checkpoint(directory)
         masks = mask_pictures(checkpoint, record)
     except NiwakiError as error:
         return Extras(remarks=[f"masks and text: {error}"])
@@ -159,7 +160,7 @@ def _same_model(name: str, pruned: Checkpoint) -> Checkpoint:
             name = snapshot_download(name, local_files_only=True)
         except Exception as error:
             raise CheckpointError(f"{name} is not on this machine") from error
-    dense = Checkpoint(locate_model(name))
+    dense = open_checkpoint(locate_model(name))
     shapes, others = (
         {key: (entry.dtype, entry.shape) for key, entry in of.entries.items()} for of in (dense, pruned)
     )

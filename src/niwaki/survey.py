@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint, locate_model
+from niwaki.checkpoint import locate_model
 from niwaki.layout import Matrix
+from niwaki.packed.files import open_checkpoint
 
 #: The n:m patterns that hardware knows.
 KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
@@ -50,7 +51,7 @@ def survey(model: str | Path) -> Iterator[MatrixSurvey]:
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    checkpoint = Checkpoint(locate_model(str(model)))
+    checkpoint = open_checkpoint(locate_model(str(model)))
     for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
         kept = matrix.read(checkpoint) != 0
         per_row = matrix.shape[1] - kept.sum(dim=1)

@@ -21,6 +21,7 @@ from niwaki.cli.common import out
 from niwaki.cli.comparing import compare, demo
 from niwaki.cli.evaluating import evaluate
 from niwaki.cli.exporting import export
+from niwaki.cli.packing import pack, unpack
 from niwaki.cli.pruning import prune, shrink
 from niwaki.cli.showing import inspect, report, solvers
 from niwaki.errors import NiwakiError
@@ -37,6 +38,8 @@ app.command()(prune)
 app.command()(shrink)
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(pack)
+app.command()(unpack)
 app.command()(report)
 app.command()(inspect)
 app.command()(solvers)

@@ -1,0 +1,462 @@
+// Products with matrices that are a bit mask and the values of its ones: y = x W^T without a dense W.
+//
+// Plain C functions on plain pointers, so that the library depends on no version of Python or torch. The format is that
+// of docs/format.md: `stride` bytes of mask for each row, bit j % 8 of byte j / 8 for column j, and the values of all
+// rows one after the other, those of row r from values[starts[r]] on, with at least 64 readable bytes behind the last.
+//
+// What limits these kernels is decoding: 8 or 32 weights at a time, the bits choose where the next values go. The
+// address of the next values depends on the bits through one count and one addition only.
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#if defined(NIWAKI_EMULATE)
+#include NIWAKI_EMULATE  // intrinsics in plain C++, for tests on machines without them
+#define TARGET(features)
+#elif defined(__x86_64__)
+#include <immintrin.h>
+#define NIWAKI_X86
+#define TARGET(features) __attribute__((target(features)))
+#endif
+
+namespace {
+
+enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };
+enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+
+struct Matrix {
+    int dtype;
+    std::int64_t rows, stride;
+    const std::uint8_t* mask;
+    const void* values;
+    const std::int64_t* starts;
+    const float* scales;    // (rows, groups), of INT8 only
+    std::int64_t groups;
+};
+
+// Up to so many vectors share the work of decoding.
+constexpr int VECTORS = 4;
+
+struct Product {
+    Matrix matrix;
+    const float* x;         // (batch, 8 stride), with zeros behind the last column
+    const std::uint16_t* x_bf16;
+    std::int64_t batch;
+    float* y;               // (batch, rows)
+};
+
+template <typename T>
+T load(const void* place) {
+    T value;
+    std::memcpy(&value, place, sizeof value);
+    return value;
+}
+
+float from_bits(std::uint32_t bits) { return load<float>(&bits); }
+
+float from_fp16(std::uint16_t half) {
+    const std::uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
+    if (exponent == 31) return from_bits(sign | 0x7f800000u | fraction << 13);
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(fraction) * 0x1p-24f;
+    return from_bits(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+float value(const Matrix& matrix, std::int64_t index) {
+    switch (matrix.dtype) {
+        case BF16: return from_bits(static_cast<std::uint32_t>(static_cast<const std::uint16_t*>(matrix.values)[index]) << 16);
+        case FP16: return from_fp16(static_cast<const std::uint16_t*>(matrix.values)[index]);
+        case FP32: return static_cast<const float*>(matrix.values)[index];
+        default: return static_cast<const std::int8_t*>(matrix.values)[index];
+    }
+}
+
+// The groups of inputs that share a scale; without scales a row is one of them.
+struct Groups {
+    std::int64_t count, words;
+    const float* scales;
+    explicit Groups(const Matrix& matrix)
+        : count(matrix.dtype == INT8 ? matrix.groups : 1),
+          words(matrix.stride / 8 / count),
+          scales(matrix.dtype == INT8 ? matrix.scales : nullptr) {}
+    float scale(std::int64_t row, std::int64_t group) const { return scales ? scales[row * count + group] : 1.0f; }
+};
+
+void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+    const Matrix& m = p.matrix;
+    const Groups groups(m);
+    for (std::int64_t row = first; row < last; ++row) {
+        const std::uint8_t* bits = m.mask + row * m.stride;
+        std::int64_t at = m.starts[row];
+        float sums[VECTORS] = {};
+        for (std::int64_t group = 0; group < groups.count; ++group) {
+            float parts[VECTORS] = {};
+            for (std::int64_t word = group * groups.words; word < (group + 1) * groups.words; ++word)
+                for (std::uint64_t rest = load<std::uint64_t>(bits + 8 * word); rest; rest &= rest - 1) {
+                    const float weight = value(m, at++);
+                    const float* x = p.x + b * 8 * m.stride + 64 * word + __builtin_ctzll(rest);
+                    for (int v = 0; v < vectors; ++v) parts[v] += weight * x[v * 8 * m.stride];
+                }
+            for (int v = 0; v < vectors; ++v) sums[v] += parts[v] * groups.scale(row, group);
+        }
+        for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row] = sums[v];
+    }
+}
+
+#if defined(NIWAKI_X86)
+
+// For each byte of a mask, the bytes of a register that go to the lanes of its ones; 128 gives a zero.
+struct Tables {
+    alignas(32) std::uint8_t halves[256][32];  // 2-byte values as the upper halves of 8 x 4 bytes
+    alignas(32) std::uint8_t dense[256][16];   // 2-byte values as 8 x 2 bytes
+    alignas(32) std::uint8_t bytes[256][32];   // 1-byte values as the highest of 4
+    alignas(32) std::int32_t lanes[256][8];    // 4-byte values: which one; and which lanes have one
+    alignas(32) std::int32_t there[256][8];
+    Tables() {
+        for (int byte = 0; byte < 256; ++byte) {
+            std::memset(halves[byte], 128, 32);
+            std::memset(dense[byte], 128, 16);
+            std::memset(bytes[byte], 128, 32);
+            int next = 0;
+            for (int lane = 0; lane < 8; ++lane) {
+                const bool one = byte >> lane & 1;
+                lanes[byte][lane] = one ? next : 0;
+                there[byte][lane] = one ? -1 : 0;
+                if (!one) continue;
+                for (int i = 0; i < 2; ++i)
+                    halves[byte][4 * lane + 2 + i] = dense[byte][2 * lane + i] = static_cast<std::uint8_t>(2 * next + i);
+                bytes[byte][4 * lane + 3] = static_cast<std::uint8_t>(next);
+                ++next;
+            }
+        }
+    }
+};
+const Tables tables;
+
+#define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
+
+template <int dtype>
+TARGET(NIWAKI_AVX2) inline __m256 expand(const std::uint8_t* values, unsigned byte) {
+    const auto* source = reinterpret_cast<const __m128i*>(values);
+    if constexpr (dtype == BF16) {
+        const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(source));
+        return _mm256_castsi256_ps(
+            _mm256_shuffle_epi8(both, _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.halves[byte]))));
+    } else if constexpr (dtype == FP16) {
+        const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(tables.dense[byte]));
+        return _mm256_cvtph_ps(_mm_shuffle_epi8(_mm_loadu_si128(source), order));
+    } else if constexpr (dtype == FP32) {
+        const __m256i lanes = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.lanes[byte]));
+        const __m256i there = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.there[byte]));
+        const __m256 all = _mm256_loadu_ps(reinterpret_cast<const float*>(values));
+        return _mm256_and_ps(_mm256_permutevar8x32_ps(all, lanes), _mm256_castsi256_ps(there));
+    } else {
+        const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(values));
+        const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.bytes[byte]));
+        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(all, order));  // times 2^24
+    }
+}
+
+// `rows` rows from `row` on. What limits it are loads and decoding; several rows share the loads of x, several vectors the
+// decoding.
+template <int dtype, int vectors, int rows>
+TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std::int64_t row) {
+    constexpr int size = dtype == FP32 ? 4 : dtype == INT8 ? 1 : 2;
+    constexpr int sums = rows * vectors == 1 ? 4 : rows * vectors < 5 ? 2 : 1;  // of each product: additions wait for the one before
+    const Matrix& m = p.matrix;
+    const float* x = p.x + b * 8 * m.stride;
+    const std::uint8_t *values[rows], *end[rows];
+    __m256 total[rows][vectors];
+    for (int r = 0; r < rows; ++r) {
+        values[r] = static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + r];
+        end[r] = static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + r + 1];
+        for (auto& sum : total[r]) sum = _mm256_setzero_ps();
+    }
+    const std::int64_t ahead = row + 2 * rows <= m.rows ? size * (m.starts[row + rows] - m.starts[row + 1]) : 0;
+    const Groups groups(m);
+    for (std::int64_t group = 0; group < groups.count; ++group) {
+        __m256 parts[rows][vectors][sums];
+        for (auto& those : parts)
+            for (auto& part : those)
+                for (auto& sum : part) sum = _mm256_setzero_ps();
+        for (std::int64_t word = group * groups.words; word < (group + 1) * groups.words; ++word) {
+            std::uint64_t bits[rows];
+            for (int r = 0; r < rows; ++r) {
+                bits[r] = load<std::uint64_t>(m.mask + (row + r) * m.stride + 8 * word);
+                const std::uint8_t* soon = values[r] + 1024;
+                _mm_prefetch(reinterpret_cast<const char*>(soon + (soon < end[r] ? 0 : ahead)), _MM_HINT_T0);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) {
+                __m256 shared[vectors];
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; ++v) {
+                    shared[v] = _mm256_loadu_ps(x + v * 8 * m.stride + 64 * word + 8 * i);
+                    asm("" : "+x"(shared[v]));  // or it would be loaded again for each row
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; ++r) {
+                    const unsigned byte = bits[r] >> 8 * i & 255;
+                    const __m256 weights = expand<dtype>(values[r], byte);
+#pragma GCC unroll 4
+                    for (int v = 0; v < vectors; ++v)
+                        parts[r][v][i % sums] = _mm256_fmadd_ps(weights, shared[v], parts[r][v][i % sums]);
+                    values[r] += size * __builtin_popcountll(byte);
+                }
+            }
+        }
+        for (int r = 0; r < rows; ++r) {
+            const __m256 scale = _mm256_set1_ps(groups.scale(row + r, group) * (dtype == INT8 ? 0x1p-24f : 1.0f));
+            for (int v = 0; v < vectors; ++v) {
+                __m256 part = parts[r][v][0];
+                for (int i = 1; i < sums; ++i) part = _mm256_add_ps(part, parts[r][v][i]);
+                total[r][v] = _mm256_fmadd_ps(part, scale, total[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v) {
+            __m128 half = _mm_add_ps(_mm256_castps256_ps128(total[r][v]), _mm256_extractf128_ps(total[r][v], 1));
+            half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+            half = _mm_add_ss(half, _mm_shuffle_ps(half, half, 1));
+            p.y[(b + v) * m.rows + row + r] = _mm_cvtss_f32(half);
+        }
+}
+
+template <int dtype, int vectors>
+TARGET(NIWAKI_AVX2) void avx2_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
+    constexpr int rows = 2;
+    for (; first + rows <= last; first += rows) avx2_some<dtype, vectors, rows>(p, b, first);
+    for (; first < last; ++first) avx2_some<dtype, vectors, 1>(p, b, first);
+}
+
+template <int dtype>
+void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+    switch (vectors) {
+        case 1: return avx2_rows<dtype, 1>(p, b, first, last);
+        case 2: return avx2_rows<dtype, 2>(p, b, first, last);
+        case 3: return avx2_rows<dtype, 3>(p, b, first, last);
+        default: return avx2_rows<dtype, 4>(p, b, first, last);
+    }
+}
+
+#endif
+
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+
+#define NIWAKI_AVX512 "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"
+
+// 2-byte values of BF16 only. The vectors are in another order: of 32 numbers first those at even places, as they come
+// out of a register of pairs; for `pairs` they are bfloat16, in their own order, and so are the products.
+template <int vectors, bool pairs>
+TARGET(NIWAKI_AVX512 ",avx512bf16") inline void avx512_rows(
+    const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
+    const Matrix& m = p.matrix;
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    for (std::int64_t row = first; row < last; ++row) {
+        const std::uint8_t* bits = m.mask + row * m.stride;
+        const auto* values = static_cast<const std::uint16_t*>(m.values) + m.starts[row];
+        __m512 sums[vectors][2];
+        for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
+        for (std::int64_t at = 0; at < 8 * m.stride; at += 64) {
+            const auto word = load<std::uint64_t>(bits + at / 8);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const auto ones = static_cast<std::uint32_t>(word >> 32 * half);
+                const __m512i weights = _mm512_maskz_expand_epi16(ones, _mm512_loadu_si512(values));
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; ++v) {
+                    const std::int64_t place = (b + v) * 8 * m.stride + at + 32 * half;
+                    if constexpr (pairs) {
+                        const __m512i x = _mm512_loadu_si512(p.x_bf16 + place);
+                        sums[v][half] = _mm512_dpbf16_ps(sums[v][half], reinterpret_cast<const __m512bh&>(weights),
+                                                         reinterpret_cast<const __m512bh&>(x));
+                    } else {
+                        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16));
+                        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(weights, upper));
+                        sums[v][0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sums[v][0]);
+                        sums[v][1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sums[v][1]);
+                    }
+                }
+                values += __builtin_popcount(ones);
+            }
+        }
+        for (int v = 0; v < vectors; ++v)
+            p.y[(b + v) * m.rows + row] = _mm512_reduce_add_ps(_mm512_add_ps(sums[v][0], sums[v][1]));
+    }
+}
+
+#endif
+
+using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
+
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+
+template <bool pairs>
+void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
+    switch (vectors) {
+        case 1: return avx512_rows<1, pairs>(p, b, first, last);
+        case 2: return avx512_rows<2, pairs>(p, b, first, last);
+        case 3: return avx512_rows<3, pairs>(p, b, first, last);
+        default: return avx512_rows<4, pairs>(p, b, first, last);
+    }
+}
+
+#endif
+
+int best_path() {
+#if defined(NIWAKI_EMULATE)
+    return AVX512_BF16;
+#elif defined(NIWAKI_X86)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+        return PORTABLE;
+    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512vbmi2"))
+        return AVX2;
+    return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
+#else
+    return PORTABLE;
+#endif
+}
+
+Rows rows_of(int path, int dtype, bool pairs) {
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+    if (path >= AVX512 && dtype == BF16) return path == AVX512_BF16 && pairs ? avx512_rows_of<true> : avx512_rows_of<false>;
+#endif
+#if defined(NIWAKI_X86)
+    if (path >= AVX2) switch (dtype) {
+            case BF16: return avx2_rows_of<BF16>;
+            case FP16: return avx2_rows_of<FP16>;
+            case FP32: return avx2_rows_of<FP32>;
+            default: return avx2_rows_of<INT8>;
+        }
+#endif
+    return portable_rows;
+}
+
+// Calls `body(data)` in `threads` threads at once. They are those of the OpenMP runtime that torch has loaded: threads of
+// two pools, each spinning while it waits, take the cores from each other.
+void in_threads(int threads, void (*body)(void*), void* data) {
+    using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+    static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    if (threads <= 1) {
+        body(data);
+    } else if (parallel) {
+        parallel(body, data, static_cast<unsigned>(threads), 0);
+    } else {
+        std::vector<std::thread> others;
+        for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
+        body(data);
+        for (auto& other : others) other.join();
+    }
+}
+
+// Work on rows, some at a time, by whichever thread is free.
+template <typename Function>
+void for_rows(std::int64_t rows, std::int64_t each, int threads, Function&& function) {
+    struct Work {
+        std::int64_t rows, each;
+        Function& function;
+        std::atomic<std::int64_t> next{0};
+    } work{rows, each, function};
+    in_threads(
+        static_cast<int>(std::min<std::int64_t>(threads, (rows + each - 1) / each)),
+        [](void* data) {
+            auto& mine = *static_cast<Work*>(data);
+            for (std::int64_t at; (at = mine.next.fetch_add(mine.each)) < mine.rows;)
+                mine.function(at, std::min(at + mine.each, mine.rows));
+        },
+        &work);
+}
+
+#if defined(NIWAKI_X86)
+
+TARGET(NIWAKI_AVX2) void expand_row_avx2(
+    const std::uint8_t* bits, const std::uint16_t* values, std::int64_t bytes, std::uint16_t* out) {
+    for (std::int64_t i = 0; i < bytes; ++i) {
+        const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(tables.dense[bits[i]]));
+        const __m128i source = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * i), _mm_shuffle_epi8(source, order));
+        values += __builtin_popcount(bits[i]);
+    }
+}
+
+#endif
+
+template <typename T>
+void expand_row(int path, const std::uint8_t* bits, const T* values, std::int64_t columns, T* out) {
+    std::int64_t done = 0;
+#if defined(NIWAKI_X86)
+    if constexpr (sizeof(T) == 2)
+        if (path >= AVX2) {
+            expand_row_avx2(bits, values, columns / 8, out);
+            done = columns / 8;
+            for (std::int64_t i = 0; i < done; ++i) values += __builtin_popcount(bits[i]);
+        }
+#endif
+    for (std::int64_t column = 8 * done; column < columns; ++column)
+        out[column] = bits[column / 8] >> column % 8 & 1 ? *values++ : T{};
+}
+
+}  // namespace
+
+extern "C" {
+
+// What this machine can do; the others below it work too.
+int niwaki_best_path() { return best_path(); }
+
+// y = x W^T, where x is (batch, 8 stride) with zeros behind the last column and y is (batch, rows). `exact`: every x is a
+// bfloat16.
+void niwaki_multiply(int path, int dtype, std::int64_t rows, std::int64_t stride, const std::uint8_t* mask,
+                    const void* values, const std::int64_t* starts, const float* scales, std::int64_t groups,
+                    const float* x, int exact, std::int64_t batch, float* y, int threads) {
+    Product p{{dtype, rows, stride, mask, values, starts, scales, groups}, x, nullptr, batch, y};
+    std::vector<float> mixed;
+    std::vector<std::uint16_t> pairs;
+    path = std::min(path, best_path());
+    const std::int64_t size = batch * 8 * stride;
+    if (path >= AVX512 && dtype == BF16) {
+        if (path == AVX512_BF16 && exact) {
+            pairs.resize(size);
+            for (std::int64_t i = 0; i < size; ++i) pairs[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + i) >> 16);
+            p.x_bf16 = pairs.data();
+        } else {
+            mixed.resize(size);
+            for (std::int64_t at = 0; at < size; at += 32)
+                for (int i = 0; i < 32; ++i) mixed[at + i / 2 + i % 2 * 16] = x[at + i];
+            p.x = mixed.data();
+        }
+    }
+    const Rows function = rows_of(path, dtype, p.x_bf16 != nullptr);
+    for_rows(rows, 32, threads, [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t b = 0; b < batch; b += VECTORS)
+            function(p, b, static_cast<int>(std::min<std::int64_t>(VECTORS, batch - b)), first, last);
+    });
+}
+
+// Rows `first` to `last` as they were, (last - first, columns) numbers of `size` bytes: 1, 2 or 4.
+void niwaki_expand(int path, int size, std::int64_t columns, std::int64_t stride, const std::uint8_t* mask,
+                   const void* values, const std::int64_t* starts, std::int64_t first, std::int64_t last, void* out,
+                   int threads) {
+    path = std::min(path, best_path());
+    for_rows(last - first, 16, threads, [&](std::int64_t from, std::int64_t to) {
+        for (std::int64_t row = from; row < to; ++row) {
+            const std::uint8_t* bits = mask + (first + row) * stride;
+            const std::int64_t start = starts[first + row];
+            const auto whole = [&](auto number) {
+                using T = decltype(number);
+                expand_row(path, bits, static_cast<const T*>(values) + start, columns, static_cast<T*>(out) + row * columns);
+            };
+            if (size == 1) whole(std::uint8_t{});
+            else if (size == 2) whole(std::uint16_t{});
+            else whole(std::uint32_t{});
+        }
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,167 @@
+"""Products with packed matrices: the native library's, or, where there is none, torch's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from niwaki.packed.matrix import PackedMatrix
+
+#: Numbers of a matrix that are unpacked at a time where products cannot read it as it is: a tile stays in the cache.
+TILE = 1 << 20
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class Path(IntEnum):
+    """Which instructions the native library uses."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_BF16 = 3
+
+
+_NAMES = {
+    Path.PORTABLE: "without vector instructions",
+    Path.AVX2: "AVX2",
+    Path.AVX512: "AVX-512",
+    Path.AVX512_BF16: "AVX-512 with bfloat16",
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The native library, or None where it was not built."""
+    # The import system knows where the installation put it. It is no module: it depends on no version of Python.
+    try:
+        spec = importlib.util.find_spec("niwaki._kernels")
+        if spec is None or not isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
+            return None
+        found = ctypes.CDLL(str(spec.origin))
+        found.niwaki_best_path.restype = _INT
+        found.niwaki_multiply.argtypes = [
+            *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE),
+            *(_POINTER, _INT, _SIZE, _POINTER, _INT),
+        ]
+        found.niwaki_multiply.restype = None
+        found.niwaki_expand.argtypes = [
+            *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT),
+        ]
+        found.niwaki_expand.restype = None
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+def best_path() -> Path | None:
+    """What the native library uses on this machine; None where there is no library."""
+    native = library()
+    return None if native is None else Path(native.niwaki_best_path())
+
+
+def describe() -> str:
+    """Which kernels there are, for people."""
+    path = best_path()
+    if path is None:
+        return (
+            "pure torch, because the native kernels are not built: products with packed weights are slower than with "
+            "dense ones; install a C++ compiler (Debian: apt install g++) and install niwaki again"
+        )
+    return f"native, {_NAMES[path]}"
+
+
+def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
+    """(n, rows) float32: x W^T for x (n, columns) on the CPU, added up in float32. Reads W as it is.
+
+    Args:
+        W: Of bfloat16, float16 or float32, or with scales; on the CPU.
+        x: Of any float dtype.
+        path: Which instructions to use, at most; by default the best ones here.
+
+    Raises:
+        RuntimeError: there is no native library.
+    """
+    native = library()
+    if native is None:
+        raise RuntimeError("niwaki's native kernels are not built")
+    assert W.values.dtype in _DTYPES
+    rows, columns = W.shape
+    assert x.shape[1:] == (columns,)
+    stride = W.mask.shape[1]
+    exact = x.dtype == torch.bfloat16
+    wide = x.to(torch.float32).contiguous()
+    if columns != 8 * stride:
+        wide = torch.nn.functional.pad(wide, (0, 8 * stride - columns))
+    y = torch.empty(len(x), rows)
+    native.niwaki_multiply(
+        Path.AVX512_BF16 if path is None else path,
+        _DTYPES[W.values.dtype],
+        rows,
+        stride,
+        W.mask.data_ptr(),
+        W.values.data_ptr(),
+        W.starts.data_ptr(),
+        None if W.scales is None else W.scales.data_ptr(),
+        1 if W.scales is None else W.scales.shape[1],
+        wide.data_ptr(),
+        exact,
+        len(x),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path | None = None) -> Tensor:
+    """(last - first, columns): rows of W as they were, bit for bit, on the device of W."""
+    last = W.shape[0] if last is None else last
+    native = library() if W.mask.device.type == "cpu" else None
+    if native is None or W.values.itemsize > 4:
+        raw = _expanded(W, first, last)
+    else:
+        raw = torch.empty(last - first, W.columns, dtype=W.values.dtype)
+        native.niwaki_expand(
+            Path.AVX512_BF16 if path is None else path,
+            W.values.itemsize,
+            W.columns,
+            W.mask.shape[1],
+            W.mask.data_ptr(),
+            W.values.data_ptr(),
+            W.starts.data_ptr(),
+            first,
+            last,
+            raw.data_ptr(),
+            torch.get_num_threads(),
+        )
+    if W.scales is None:
+        return raw
+    scales = W.scales[first:last]
+    grouped: Tensor = raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)
+    return grouped.flatten(1).to(W.dtype)
+
+
+def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
+    """(n, rows) in the dtype of x (n, columns): x W^T, with some rows of W unpacked at a time."""
+    rows = max(1, TILE // max(1, W.columns))
+    tiles = range(0, W.shape[0], rows)
+    parts = [linear(x, expand(W, at, min(at + rows, W.shape[0])).to(x.dtype)) for at in tiles]
+    return torch.cat(parts, dim=1)
+
+
+def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
+    """As the native library does it, by operations that all devices have."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
+    bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1
+    kept = bits.flatten(1)[:, : W.columns].bool()
+    raw = torch.zeros(kept.shape, dtype=W.values.dtype, device=W.mask.device)
+    raw[kept] = W.values[int(W.starts[first]) : int(W.starts[last])]
+    return raw

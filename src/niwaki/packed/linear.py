@@ -1,0 +1,73 @@
+"""A linear layer that computes with a packed matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.packed import kernels
+from niwaki.packed.matrix import PackedMatrix
+
+#: Vectors up to which a product reads the packed matrix as it is, on a CPU. With more of them unpacking it once for
+#: all is cheaper (docs/packed.md).
+DIRECT = 8
+
+
+class SparseLinear(nn.Module):
+    """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
+
+    Few vectors are multiplied with W as it is, by the native kernels, added up in float32; for more of them, and where
+    there are no such kernels, some rows of W at a time are unpacked and multiplied by torch.
+
+    Args:
+        weight: W, (out_features, in_features).
+        bias: (out_features,), or None.
+    """
+
+    mask: Tensor
+    values: Tensor
+    starts: Tensor
+    scales: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: PackedMatrix, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        for name in ("mask", "values", "starts", "scales"):
+            # Not persistent: state_dict() of a model is that of the dense one without these.
+            self.register_buffer(name, getattr(weight, name), persistent=False)
+        self.register_parameter("bias", bias)
+
+    @property
+    def packed(self) -> PackedMatrix:
+        """W."""
+        return PackedMatrix(self.mask, self.values, self.in_features, self._dtype, self.starts, self.scales)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
+        # model.to(dtype) and model.half() change what is computed with, and not the packed values.
+        kept = {name: getattr(self, name) for name in ("values", "scales") if getattr(self, name) is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in kept.items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of x."""
+        W, rows = self.packed, x.reshape(-1, self.in_features)
+        few = 0 < len(rows) <= DIRECT and not (torch.is_grad_enabled() and x.requires_grad)
+        if few and x.device.type == "cpu" and kernels.library() is not None:
+            y = kernels.multiply(W, rows).to(x.dtype)
+        else:
+            y = kernels.multiply_by_tiles(W, rows)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        sparsity = 1 - int(self.starts[-1]) / (self.out_features * self.in_features)
+        kind = "int8" if self.scales is not None else str(self._dtype).removeprefix("torch.")
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"sparsity={sparsity:.3f}, values={kind}"
+        )

@@ -1,0 +1,53 @@
+"""Models of transformers with packed weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from niwaki.blocks import StreamedModel
+from niwaki.checkpoint import locate_model
+from niwaki.packed import kernels
+from niwaki.packed.files import PackedCheckpoint, open_checkpoint
+from niwaki.packed.linear import SparseLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+
+def load(model: str | Path, device: str = "auto", dtype: str = "auto") -> PreTrainedModel:
+    """A model of transformers, ready to generate text, with weights that stay packed in memory.
+
+    Linear layers whose weights are packed become :class:`SparseLinear`; other packed tensors (experts in one tensor)
+    are unpacked. Of a dense directory nothing is packed.
+
+    Args:
+        model: What ``niwaki pack`` wrote, or any model directory or hub id.
+        device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
+        dtype: What is computed in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's
+            own on a GPU. Packed weights stay as they are.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete.
+        UnsupportedModelError: it is of a kind that niwaki does not know.
+    """
+    checkpoint = open_checkpoint(locate_model(str(model)))
+    streamed = StreamedModel(checkpoint, device, dtype)
+    if isinstance(checkpoint, PackedCheckpoint):
+        _replace_linears(streamed, checkpoint)
+        if streamed.device.type == "cpu" and kernels.library() is None:
+            _log.warning("packed weights are computed with by %s", kernels.describe())
+    return streamed.load()
+
+
+def _replace_linears(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> None:
+    """Puts packed layers in the place of those whose weights are packed."""
+    for matrix in streamed.matrices():
+        if matrix.expert is None and checkpoint.is_packed(matrix.key):
+            parent, _, name = matrix.name.rpartition(".")
+            inside = streamed.blocks[matrix.block].get_submodule(parent)
+            weight = checkpoint.packed(matrix.key).to(streamed.device)
+            setattr(inside, name, SparseLinear(weight, getattr(inside, name).bias))
