@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors"},
     "calibration": {"errors"},
     "record": {"errors", "precision"},
-    "report": {"errors", "record", "display", "table"},
+    "report": {"errors", "record", "display", "table", "speed"},
     "packed": {"errors", "record", "checkpoint", "layout", "blocks", "output", "quantization", "scales"},
     "specimens": {
         "errors",
@@ -112,7 +112,7 @@ TRANSFORMERS_AT_IMPORT = dict.fromkeys(("blocks", "layout", "synthetic"), "trans
 #: Loaded where it is needed: for its tokenizers, to generate text, and to silence its logging.
 TRANSFORMERS_LATER = {
     "calibration": "transformers",
-    "specimens": "transformers",
+    "generating": "transformers",
     "packed": "transformers",
     "cli": "transformers.utils",
 }

@@ -12,12 +12,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
 
 #if defined(NIWAKI_EMULATE)
-#include NIWAKI_EMULATE  // intrinsics in plain C++, for tests on machines without them
+#include NIWAKI_EMULATE  // the intrinsics of AVX-512 in plain C++, for tests on machines without it
 #define TARGET(features)
 #elif defined(__x86_64__)
 #include <immintrin.h>
@@ -343,7 +344,8 @@ Rows rows_of(int path, int dtype, bool pairs) {
 // two pools, each spinning while it waits, take the cores from each other.
 void in_threads(int threads, void (*body)(void*), void* data) {
     using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-    static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    static const auto parallel = reinterpret_cast<Parallel>(
+        std::getenv("NIWAKI_NO_OPENMP") ? nullptr : dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     if (threads <= 1) {
         body(data);
     } else if (parallel) {
@@ -389,7 +391,7 @@ TARGET(NIWAKI_AVX2) void expand_row_avx2(
 #endif
 
 template <typename T>
-void expand_row(int path, const std::uint8_t* bits, const T* values, std::int64_t columns, T* out) {
+void expand_row([[maybe_unused]] int path, const std::uint8_t* bits, const T* values, std::int64_t columns, T* out) {
     std::int64_t done = 0;
 #if defined(NIWAKI_X86)
     if constexpr (sizeof(T) == 2)

@@ -35,6 +35,7 @@ from niwaki.quantization import Grid, parse_grid
 from niwaki.record import REPORT_NAME, Record, versions, write_json
 from niwaki.scales import FILE, FOLDER, places, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
+from niwaki.speed import SPEED_NAME
 from niwaki.states import Room, resident
 from niwaki.walk import Clock, Measure, Walk
 
@@ -271,7 +272,7 @@ def _write(
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
     # A report in the source's directory would be about the source.
-    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, REPORT_NAME])
+    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, REPORT_NAME, SPEED_NAME])
     if left:
         record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
     write_config(place.directory, checkpoint.config, record)

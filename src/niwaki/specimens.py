@@ -7,7 +7,6 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,11 @@ from niwaki.blocks import StreamedModel
 from niwaki.calibration import load_tokenizer
 from niwaki.checkpoint import Checkpoint, locate_model
 from niwaki.display import kind
-from niwaki.errors import CheckpointError, NiwakiError, UsageError
+from niwaki.errors import CheckpointError, NiwakiError
+from niwaki.generating import continue_text
 from niwaki.layout import Matrix
 from niwaki.packed.files import open_checkpoint
+from niwaki.packed.loading import load
 from niwaki.record import Record
 from niwaki.report import Extras, MaskPicture, Sample
 
@@ -101,52 +102,21 @@ def text_samples(
     return [Sample(*values) for values in zip(prompts, pruned, original, strict=True)]
 
 
-@torch.inference_mode()
 def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
     """The most likely ``TOKENS`` tokens after each prompt, as text.
 
     Raises:
-        CheckpointError: there is no room for the model, or transformers cannot load it.
+        CheckpointError: there is no room for the model, or transformers cannot generate text with it.
         UsageError: a prompt is empty.
     """
-    from transformers import AutoModelForCausalLM
-
     size, free = sum(entry.size for entry in checkpoint.entries.values()), _free_memory()
+    # Half precision is slow on CPUs, for small models by far.
+    dtype = "float32" if size < 2**31 else str(checkpoint.config.get("dtype", "float32"))
     if free is not None and 1.2 * size > free:
         raise CheckpointError(f"it has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free")
     tokenizer = load_tokenizer(checkpoint.path)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path, dtype="auto", trust_remote_code=False
-        )
-    except Exception as error:  # transformers raises nearly anything
-        raise CheckpointError(f"transformers cannot load {checkpoint.path}: {_first_line(error)}") from error
-    # Half precision is slow on CPUs, for small models by far.
-    if size < 2**31:
-        model = model.float()
-    model.eval()
-    # Settings that came with the model for drawing at random mean nothing here, and are warned about.
-    model.generation_config = type(model.generation_config)()
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS * 1000
-    found = []
-    for prompt in prompts:
-        given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
-        if given.numel() == 0:
-            raise UsageError(f"the prompt {prompt!r} has no tokens; give some text")
-        given = given[:, -max(1, longest - TOKENS) :]
-        try:
-            made = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                max_new_tokens=TOKENS,
-                do_sample=False,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=0,
-            )
-        except Exception as error:
-            raise CheckpointError(f"{checkpoint.path} generates no text: {_first_line(error)}") from error
-        found.append(str(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)))
-    return found
+    model = load(checkpoint.path, "cpu", dtype)
+    return [continue_text(model, tokenizer, prompt, TOKENS) for prompt in prompts]
 
 
 def _same_model(name: str, pruned: Checkpoint) -> Checkpoint:
@@ -208,7 +178,3 @@ def _free_memory() -> int | None:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,6 +23,7 @@ from niwaki.cli.evaluating import evaluate
 from niwaki.cli.exporting import export
 from niwaki.cli.packing import pack, unpack
 from niwaki.cli.pruning import prune, shrink
+from niwaki.cli.running import bench, generate
 from niwaki.cli.showing import inspect, report, solvers
 from niwaki.errors import NiwakiError
 
@@ -40,6 +41,8 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(pack)
 app.command()(unpack)
+app.command()(generate)
+app.command()(bench)
 app.command()(report)
 app.command()(inspect)
 app.command()(solvers)

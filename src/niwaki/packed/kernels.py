@@ -46,19 +46,29 @@ def library() -> ctypes.CDLL | None:
         spec = importlib.util.find_spec("niwaki._kernels")
         if spec is None or not isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
             return None
-        found = ctypes.CDLL(str(spec.origin))
-        found.niwaki_best_path.restype = _INT
-        found.niwaki_multiply.argtypes = [
-            *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE),
-            *(_POINTER, _INT, _SIZE, _POINTER, _INT),
-        ]
-        found.niwaki_multiply.restype = None
-        found.niwaki_expand.argtypes = [
-            *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT),
-        ]
-        found.niwaki_expand.restype = None
+        return open_library(str(spec.origin))
     except (OSError, AttributeError):
         return None
+
+
+def open_library(path: str) -> ctypes.CDLL:
+    """The native library in the file ``path``.
+
+    Raises:
+        OSError: it cannot be loaded.
+        AttributeError: it is another one.
+    """
+    found = ctypes.CDLL(path)
+    found.niwaki_best_path.restype = _INT
+    found.niwaki_multiply.argtypes = [
+        *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE),
+        *(_POINTER, _INT, _SIZE, _POINTER, _INT),
+    ]
+    found.niwaki_multiply.restype = None
+    found.niwaki_expand.argtypes = [
+        *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT),
+    ]
+    found.niwaki_expand.restype = None
     return found
 
 

@@ -1,0 +1,79 @@
+"""``niwaki generate`` and ``niwaki bench``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from niwaki.cli.common import command_line, out, quiet_libraries
+from niwaki.cli.options import Device, Dtype, Model
+from niwaki.record import write_json
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="What the model goes on with.")],
+    tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Write what MODEL, dense or packed, goes on with after PROMPT."""
+    quiet_libraries()
+    from niwaki.calibration import load_tokenizer
+    from niwaki.checkpoint import locate_model
+    from niwaki.generating import continue_text
+    from niwaki.packed.loading import load
+
+    def say(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    tokenizer = load_tokenizer(locate_model(model))
+    loaded = load(model, device, dtype)
+    say(prompt)
+    continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
+    say("\n")
+
+
+def bench(
+    model: Model,
+    prompt: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens to write behind it.")] = 32,
+    repeats: Annotated[int, typer.Option(help="How often; medians count.")] = 3,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    record: Annotated[
+        Path | None, typer.Option("--record", help="\\[default: niwaki-bench.json in MODEL, for its report]")
+    ] = None,
+) -> None:
+    """Measure the pruned MODEL, dense and packed: tokens per second, memory, disk."""
+    quiet_libraries()
+    from niwaki.checkpoint import locate_model
+    from niwaki.display import speed_table
+    from niwaki.measuring import bench as run
+    from niwaki.speed import SPEED_NAME
+
+    with out.status("reading") as status:
+        found = run(
+            model,
+            prompt=prompt,
+            tokens=tokens,
+            repeats=repeats,
+            device=device,
+            dtype=dtype,
+            command=command_line(),
+            say=status.update,
+        )
+    out.print(speed_table(found))
+    out.print(f"{found.prompt} + {found.tokens} tokens, {found.device}", end="")
+    out.print(f", {found.threads} threads; kernels: {found.kernels}" if found.device == "cpu" else "")
+    file = record or locate_model(model) / SPEED_NAME
+    write_json(file, found.to_json())
+    out.print(f"written to {file}", soft_wrap=True, markup=False)

@@ -1,0 +1,83 @@
+"""What ``niwaki bench`` found, as JSON; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from niwaki.errors import UsageError
+
+#: In the model's directory, where a report finds it.
+SPEED_NAME = "niwaki-bench.json"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One form of a model, in a process of its own.
+
+    Attributes:
+        weights: "dense" or "packed".
+        dtype: What was computed in.
+        disk: Bytes of the weight files.
+        resident: Bytes of all weights in memory.
+        peak: Most bytes in memory: of the process, or of the GPU's memory that torch had.
+        load: Seconds until the model was there, from files that may be in the system's cache.
+        first_token: Seconds from the prompt to the first token, the median.
+        tokens_per_second: After that, one sequence, the median.
+    """
+
+    weights: str
+    dtype: str
+    disk: int
+    resident: int
+    peak: int
+    load: float
+    first_token: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class SpeedRecord:
+    """What ``niwaki bench`` found.
+
+    Attributes:
+        model: As it was asked for.
+        prompt: Tokens of the prompt.
+        tokens: Tokens that were written behind it, each time.
+        repeats: How often.
+        device: Where.
+        threads: Of torch, on a CPU.
+        kernels: What packed weights were computed with on a CPU.
+        command: As it was typed.
+        speeds: What was measured.
+        versions: Of the libraries.
+    """
+
+    model: str
+    prompt: int
+    tokens: int
+    repeats: int
+    device: str
+    threads: int
+    kernels: str
+    command: str
+    speeds: list[Speed]
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """The text of a file."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SpeedRecord:
+        """The opposite.
+
+        Raises:
+            UsageError: it is no such text.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**{**values, "speeds": [Speed(**speed) for speed in values["speeds"]]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"this is not what `niwaki bench` wrote: {error}") from error

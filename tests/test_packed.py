@@ -1,0 +1,281 @@
+"""Matrices without their zeros: what comes back, and products, against torch in float64."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from niwaki.errors import CheckpointError
+from niwaki.packed import kernels
+from niwaki.packed.kernels import Path as Instructions
+from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.matrix import PADDING, PackedMatrix, pack, unpacked
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: What this machine can do, from the plainest on; the one without a library first.
+PATHS: list[Instructions | None] = [None, *(p for p in Instructions if p <= (kernels.best_path() or -1))]
+#: Of the mask: none, some, most and all of the weights; and rows of both extremes.
+SPARSITIES = (0.0, 0.5, 0.8, 1.0)
+
+
+def sparse(
+    rows: int, columns: int, sparsity: float, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Tensor:
+    """(rows, columns) normal numbers, with so many zeros; the second row has none, the third nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    W = torch.randn(rows, columns, generator=generator)
+    W[torch.rand(rows, columns, generator=generator) < sparsity] = 0
+    if rows > 3:
+        W[1] = torch.randn(columns, generator=generator)
+        W[2] = 0
+    return W.to(dtype)
+
+
+def vectors(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """-0.0 is not 0.0 here."""
+    kind = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def on_grid(rows: int, columns: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(W in bfloat16, its numbers from -128 to 127 (rows, columns), the scales (rows, groups))."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator)
+    codes[torch.rand(rows, columns, generator=generator) < 0.6] = 0
+    scales = torch.rand(rows, groups, generator=generator).bfloat16().float() + 0.5
+    W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
+    return W.bfloat16(), codes.to(torch.int8), scales
+
+
+def test_the_native_library_is_built() -> None:
+    """Where there is a compiler it has to be: everything below would pass without it."""
+    if shutil.which("c++") or shutil.which("g++"):
+        assert kernels.best_path() is not None
+        assert kernels.describe().startswith("native")
+
+
+def test_layout() -> None:
+    """The format by hand: bits from the lowest, rows of whole words, values in order, -0.0 kept."""
+    W = torch.tensor([[0.0, 1.0, 0.0, -0.0, 2.0, 0, 0, 0, 0, 3.0], [0] * 10, [0] * 9 + [4.0]])
+    found = pack(W)
+    assert found.mask.tolist() == [[0b00011010, 0b10, *[0] * 6], [0] * 8, [0, 0b10, *[0] * 6]]
+    assert found.values[:5].tolist() == [1.0, 0.0, 2.0, 3.0, 4.0]
+    assert found.values[1].signbit()
+    assert found.values.shape == (5 + PADDING,)
+    assert not found.values[5:].any()
+    assert found.starts.tolist() == [0, 4, 4, 5]
+    assert found.shape == (3, 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 8, 63, 64, 65, 200])
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: float) -> None:
+    W = sparse(9, columns, sparsity, dtype)
+    W[0, 0] = -0.0
+    packed = pack(W)
+    for path in PATHS[1:]:
+        assert same_bits(kernels.expand(packed, path=path), W)
+        assert same_bits(kernels.expand(packed, 2, 7, path=path), W[2:7])
+    assert same_bits(kernels._expanded(packed, 0, 9), W)
+    again = unpacked(packed.mask, packed.values, columns, dtype)
+    assert torch.equal(again.starts, packed.starts)
+
+
+@given(st.integers(1, 12), st.integers(1, 150), st.floats(0, 1), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_any_shape_comes_back(
+    rows: int, columns: int, sparsity: float, dtype: torch.dtype, seed: int
+) -> None:
+    W = sparse(rows, columns, sparsity, dtype, seed)
+    assert same_bits(kernels.expand(pack(W)), W)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_whole_numbers_come_back_bit_for_bit(groups: int) -> None:
+    W, codes, scales = on_grid(20, 192, groups)
+    packed = pack(W, codes, scales)
+    assert packed.values.dtype == torch.int8
+    assert same_bits(kernels.expand(packed), W)
+    assert same_bits(kernels.expand(packed, 3, 11), W[3:11])
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [8, 64, 100, 320])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
+def test_product(path: Instructions, dtype: torch.dtype, columns: int, batch: int) -> None:
+    for sparsity in SPARSITIES:
+        W, x = sparse(37, columns, sparsity, dtype), vectors(batch, columns)
+        y = kernels.multiply(pack(W), x, path)
+        assert y.dtype == torch.float32
+        scale = x.abs().double() @ W.abs().double().T
+        assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_product_with_whole_numbers(path: Instructions, groups: int) -> None:
+    W, codes, scales = on_grid(37, 192, groups)
+    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, 192)
+    x = vectors(5, 192)
+    y = kernels.multiply(pack(W, codes, scales), x, path)
+    assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+
+
+@pytest.mark.parametrize("value", [65504.0, 6e-8, -6.1e-5, 1.0])
+def test_all_of_float16(value: float) -> None:
+    """The largest number, the smallest one, and those without a leading 1."""
+    W = torch.full((4, 8), value, dtype=torch.float16)
+    for path in PATHS[1:]:
+        y = kernels.multiply(pack(W), torch.eye(8), path)
+        assert torch.equal(y, W.float().T.contiguous())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_give_the_same_bytes(threads: int) -> None:
+    packed, x = pack(sparse(300, 256, 0.5)), vectors(3, 256)
+    before = torch.get_num_threads()
+    expected = kernels.multiply(packed, x)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(kernels.multiply(packed, x), expected)
+        assert torch.equal(kernels.expand(packed), sparse(300, 256, 0.5))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_where_torch_has_no_openmp() -> None:
+    """The library starts threads of its own then; in a process in which torch's cannot be found."""
+    if kernels.library() is None:
+        pytest.skip("no native library")
+    code = """
+import os
+os.environ["NIWAKI_NO_OPENMP"] = "1"
+import torch
+from niwaki.packed import kernels
+from niwaki.packed.matrix import pack
+torch.set_num_threads(3)
+W = torch.randn(300, 64)
+assert torch.allclose(kernels.multiply(pack(W), torch.eye(64)), W.T)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestParts:
+    """Parts that contradict each other are errors."""
+
+    def packed(self) -> PackedMatrix:
+        return pack(sparse(5, 70, 0.5))
+
+    def refused(self, **changes: object) -> str:
+        good = self.packed()
+        parts = {
+            "mask": good.mask,
+            "values": good.values,
+            "columns": 70,
+            "dtype": torch.bfloat16,
+            "scales": None,
+            **changes,
+        }
+        with pytest.raises(CheckpointError) as caught:
+            unpacked(**parts)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    def test_a_bit_too_many(self) -> None:
+        mask = self.packed().mask.clone()
+        mask[0, 0] ^= 1
+        assert "values" in self.refused(mask=mask)
+
+    def test_a_bit_behind_the_last_column(self) -> None:
+        good = self.packed()
+        mask = good.mask.clone()
+        mask[4, 15] |= 128
+        values = torch.cat([good.values, good.values.new_zeros(1)])
+        assert "behind column 70" in self.refused(mask=mask, values=values)
+
+    def test_shapes_and_dtypes(self) -> None:
+        good = self.packed()
+        assert "shape" in self.refused(columns=300)
+        assert "int8" in self.refused(values=good.values.to(torch.int8))
+        assert "scales" in self.refused(values=good.values.to(torch.int8), scales=torch.ones(5, 2))
+
+
+class TestSparseLinear:
+    def layers(self, bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, SparseLinear]:
+        W = sparse(40, 100, 0.5, dtype)
+        dense = nn.Linear(100, 40, bias, dtype=dtype)
+        dense.weight.data = W
+        return dense, SparseLinear(pack(W), dense.bias)
+
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize(
+        "shape", [(100,), (1, 100), (2, 3, 100), (DIRECT, 100), (DIRECT + 1, 100), (0, 100)]
+    )
+    def test_as_the_dense_layer(self, bias: bool, shape: tuple[int, ...]) -> None:
+        dense, layer = self.layers(bias)
+        x = vectors(1, 2000).flatten()[: int(np.prod(shape))].view(shape)
+        with torch.no_grad():
+            expected, found = dense(x), layer(x)
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("count", [1, 20])
+    def test_half_precision(self, dtype: torch.dtype, count: int) -> None:
+        dense, layer = self.layers(dtype=dtype)
+        x = vectors(count, 100, dtype)
+        with torch.no_grad():
+            found = layer(x)
+        assert found.dtype == dtype
+        exact = x.double() @ dense.weight.double().T + dense.bias.double()
+        assert torch.allclose(found.double(), exact, atol=0.1, rtol=0.02)
+
+    def test_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "TILE", 700)  # 7 of 40 rows
+        dense, layer = self.layers()
+        x = vectors(30, 100)
+        assert torch.allclose(layer(x), dense(x), atol=1e-5)
+
+    def test_gradients_flow_to_the_inputs(self) -> None:
+        dense, layer = self.layers()
+        x = vectors(2, 100).requires_grad_()
+        found, expected = (torch.autograd.grad(of(x).square().sum(), x)[0] for of in (layer, dense))
+        assert torch.allclose(found, expected, atol=1e-4)
+
+    def test_other_dtypes_leave_the_values_alone(self) -> None:
+        _, layer = self.layers(dtype=torch.bfloat16)
+        before = layer.values
+        layer.to(torch.float64).to(torch.float32)
+        assert layer.values.dtype == torch.bfloat16
+        assert torch.equal(layer.values, before)
+        assert layer.bias is not None
+        assert layer.bias.dtype == torch.float32
+
+    def test_says_what_it_is(self) -> None:
+        _, layer = self.layers(dtype=torch.bfloat16)
+        assert "in_features=100, out_features=40, bias=True, sparsity=0.4" in repr(layer)
+        assert "values=bfloat16" in repr(layer)
+        assert list(layer.state_dict()) == ["bias"]
+
+    def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "library", lambda: None)
+        dense, layer = self.layers()
+        for count in (1, 30):
+            x = vectors(count, 100)
+            assert torch.allclose(layer(x), dense(x), atol=1e-5)
+        assert kernels.best_path() is None
+        assert "install a C++ compiler" in kernels.describe()
+        with pytest.raises(RuntimeError, match="not built"):
+            kernels.multiply(layer.packed, vectors(1, 100))

@@ -1,0 +1,269 @@
+"""Packed model directories: there and back, loaded, and damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import niwaki
+from models import (
+    CASES,
+    is_pruned,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+    save_model_with_tokenizer,
+)
+from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.packed.files import Index, PackedCheckpoint
+from niwaki.packed.linear import SparseLinear
+from niwaki.packed.matrix import PADDING, pack
+from niwaki.perplexity import evaluate
+from niwaki.scales import FILE as SCALES
+from test_packed import sparse
+
+#: One of each way in which files and modules can have their weights.
+KINDS = ("llama", "llama biases", "gpt2", "opt", "falcon", "mixtral", "llama4_text", "gpt_oss", "gemma3")
+
+
+def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **options: Any) -> Path:
+    """A random model whose matrices to prune have so many zeros."""
+    save_model(path, case, **options)
+    generator = torch.Generator().manual_seed(1)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key, value in tensors.items():
+            if is_pruned(case, key) and value.ndim > 1:
+                value[torch.rand(value.shape, generator=generator) < sparsity] = 0
+        save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def same_files(a: Path, b: Path) -> bool:
+    """Whether two directories hold the same files, byte for byte."""
+    names = [sorted(str(p.relative_to(d)) for p in d.rglob("*") if p.is_file()) for d in (a, b)]
+    return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
+    sizes = niwaki.pack(model, tmp_path / "packed")
+    assert sizes.packed < sizes.matrices
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+def test_shards_and_other_files(tmp_path: Path) -> None:
+    """Several files, one with tensors in an order of its own, and what lies beside the weights."""
+    model = sparse_model(tmp_path / "model", shards=True)
+    (model / "README.md").write_text("a model")
+    (model / "more").mkdir()
+    (model / "more" / "notes.txt").write_text("notes")
+    niwaki.pack(model, tmp_path / "packed")
+    names = {path.name for path in (tmp_path / "packed").iterdir()}
+    assert "packed.json" in names
+    assert not [name for name in names if name.startswith("model")]
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+def test_size(tmp_path: Path) -> None:
+    """Of matrices with 4,096 inputs, in bfloat16: a bit for each weight, 16 for each that is left, and no more."""
+    model = sparse_model(tmp_path / "model", dtype=torch.bfloat16, sparsity=0.5)
+    sizes = niwaki.pack(model, tmp_path / "packed")
+    on_disk = sum(file.stat().st_size for file in (tmp_path / "packed").glob("*.safetensors"))
+    assert sizes.total <= on_disk <= sizes.total + 20_000
+    for sparsity, most in ((0.5, 0.57), (0.7, 0.37)):
+        W = sparse(64, 4096, sparsity)[3:]
+        packed = pack(W)
+        exact = W.numel() / 8 + 2 * int(W.count_nonzero()) + 2 * PADDING
+        assert packed.mask.nbytes + packed.values.nbytes == exact
+        assert packed.nbytes < most * W.nbytes
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_loads_as_the_same_model(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case)
+    niwaki.pack(model, tmp_path / "packed")
+    tokens = random_tokens(2, 20)
+    loaded = niwaki.load(tmp_path / "packed", "cpu")
+    assert any(isinstance(module, SparseLinear) for module in loaded.modules())
+    with torch.no_grad():
+        expected = reference(model)(tokens).logits
+        assert torch.allclose(loaded(tokens).logits, expected, atol=1e-4)
+        assert torch.allclose(niwaki.load(model, "cpu")(tokens).logits, expected, atol=1e-5)
+        short = loaded(tokens[:1, :3]).logits  # few enough to be read as they are
+        assert torch.allclose(short, reference(model)(tokens[:1, :3]).logits, atol=1e-4)
+
+
+def test_generates(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model")
+    niwaki.pack(model, tmp_path / "packed")
+    texts = []
+    for whole in (reference(model), niwaki.load(tmp_path / "packed", "cpu")):
+        generate: Any = whole.generate
+        texts.append(generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False).tolist())
+    assert texts[0] == texts[1]
+
+
+def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
+    """Whatever reads a model reads a packed one."""
+    model = save_model_with_tokenizer(tmp_path / "model")
+    niwaki.prune(
+        model, tmp_path / "pruned", solver="magnitude", effort="fast", sparsity=0.8, calibration="demo",
+        samples=4, length=32, measure="none", device="cpu",
+    )  # fmt: skip
+    niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
+    found = [
+        evaluate(tmp_path / name, "demo-held", length=32, samples=3, device="cpu").value
+        for name in ("pruned", "packed")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("grid", ["int8", "int4", "int4:16"])
+def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    edit = tmp_path / "pruned"
+    niwaki.prune(
+        model, edit, solver="magnitude", effort="fast", sparsity=0.5, quantize=grid,
+        calibration="demo", samples=4, length=32, measure="none", device="cpu",
+    )  # fmt: skip
+    niwaki.pack(edit, tmp_path / "packed")
+    stored = Index.read(tmp_path / "packed").tensors
+    # Groups of 16 do not fill words of the mask, so that these stay as they are.
+    assert any(tensor.groups for tensor in stored.values()) == (grid != "int4:16")
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(edit, tmp_path / "again")
+    assert (tmp_path / "packed" / SCALES).exists()
+    tokens = random_tokens(1, 5)
+    with torch.no_grad():
+        found = niwaki.load(tmp_path / "packed", "cpu")(tokens).logits
+        assert torch.allclose(found, reference(edit)(tokens).logits, atol=1e-4)
+
+
+class TestRefusals:
+    def test_dense(self, tmp_path: Path) -> None:
+        model = save_model(tmp_path / "model")
+        assert "is it pruned?" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert "not packed" in message(lambda: niwaki.unpack(model, tmp_path / "out"))
+
+    def test_packed_where_dense_is_wanted(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        niwaki.pack(model, tmp_path / "packed")
+        assert "packed already" in message(lambda: niwaki.pack(tmp_path / "packed", tmp_path / "out"))
+        said = message(
+            lambda: niwaki.prune(tmp_path / "packed", tmp_path / "out", calibration="demo"), CheckpointError
+        )
+        assert "niwaki unpack" in said
+
+    def test_other_libraries(self, tmp_path: Path) -> None:
+        """They find no weights that they know, and not random ones."""
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+        config = json.loads((tmp_path / "packed" / "config.json").read_text())
+        assert config["quantization_config"]["quant_method"] == "niwaki-packed"
+
+    def test_bytes_between_tensors(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        file = model / "model.safetensors"
+        data = file.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        last = max((k for k in header if k != "__metadata__"), key=lambda k: header[k]["data_offsets"][0])
+        header[last]["data_offsets"] = [n + 4 for n in header[last]["data_offsets"]]
+        text = json.dumps(header).encode()
+        end = len(data) - 8 - size - (header[last]["data_offsets"][1] - header[last]["data_offsets"][0])
+        body = data[8 + size :]
+        file.write_bytes(len(text).to_bytes(8, "little") + text + body[:end] + b"gap." + body[end:])
+        said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
+        assert "no tensor's" in said
+
+    def test_later_version(self, tmp_path: Path) -> None:
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        index = Index.read(tmp_path / "packed")
+        from niwaki.packed import files
+
+        before, files.VERSION = files.VERSION, 2
+        try:
+            (tmp_path / "packed" / "packed.json").write_text(index.to_json())
+        finally:
+            files.VERSION = before
+        said = message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+        assert "version 2" in said
+
+    def test_missing_file(self, tmp_path: Path) -> None:
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        (tmp_path / "packed" / "packed-00001-of-00001.safetensors").unlink()
+        assert "lacks the file" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed model, that tests damage copies of."""
+    path = tmp_path_factory.mktemp("whole")
+    niwaki.pack(sparse_model(path / "model", "llama grouped"), path / "packed")
+    return path
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = PackedCheckpoint(directory)
+    return {key: checkpoint.read(key) for key in checkpoint.entries}
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_byte_is_an_error_or_changes_nothing(
+    whole: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    expected = load_file(whole / "model" / "model.safetensors")
+    directory = tmp_path / "copy"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(whole / "packed", directory)
+    file = directory / data.draw(st.sampled_from(["packed.json", "packed-00001-of-00001.safetensors"]))
+    raw = bytearray(file.read_bytes())
+    kind = data.draw(st.sampled_from(["flip", "set", "cut", "grow", "zero"]))
+    # As often in the header, which is small, as in the numbers.
+    place = data.draw(st.integers(0, len(raw) - 1) | st.integers(0, min(4000, len(raw) - 1)))
+    if kind == "flip":
+        raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "set":
+        raw[place] = data.draw(st.integers(0, 255))
+    elif kind == "cut":
+        del raw[place:]
+    elif kind == "grow":
+        raw[place:place] = data.draw(st.binary(min_size=1, max_size=9))
+    else:
+        raw[place : place + 64] = bytes(len(raw[place : place + 64]))
+    file.write_bytes(raw)
+    with contextlib.suppress(CheckpointError):
+        found = read_all(directory)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_the_index_cannot_name_files_elsewhere(whole: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    index = Index.read(directory)
+    stored = {
+        key: type(tensor)(**{**vars(tensor), "file": "../elsewhere.safetensors"})
+        for key, tensor in index.tensors.items()
+    }
+    changed = Index(index.config, index.index, index.shards, stored)
+    (directory / "packed.json").write_text(changed.to_json())
+    assert "outside its directory" in message(lambda: PackedCheckpoint(directory), CheckpointError)
