@@ -91,7 +91,7 @@ def main() -> None:
             command += ["--calibration", "demo", "--samples", arguments.samples, "--seqlen", arguments.length]
             command += ["--text-samples", 0, "--device", arguments.device, "--dtype", arguments.dtype]
             command += ["--memory", arguments.memory] if arguments.memory else []
-            subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+            subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)
             record = json.loads(Path(f"{scratch}/out/niwaki.json").read_text())
         spent = {name: value / arguments.blocks for name, value in record["seconds"].items()}
         # The last of the blocks is not run again for its outputs.

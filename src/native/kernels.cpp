@@ -43,6 +43,8 @@ struct Matrix {
 
 // Up to so many vectors share the work of decoding.
 constexpr int VECTORS = 4;
+// How many bytes of values ahead are asked for.
+constexpr std::int64_t PREFETCH = 4096;
 
 struct Product {
     Matrix matrix;
@@ -189,8 +191,13 @@ TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std:
             std::uint64_t bits[rows];
             for (int r = 0; r < rows; ++r) {
                 bits[r] = load<std::uint64_t>(m.mask + (row + r) * m.stride + 8 * word);
-                const std::uint8_t* soon = values[r] + 1024;
-                _mm_prefetch(reinterpret_cast<const char*>(soon + (soon < end[r] ? 0 : ahead)), _MM_HINT_T0);
+                // The hardware's own foresight ends where a row does: behind it come the rows after these.
+                const std::uint8_t* soon = values[r] + PREFETCH;
+                soon += soon < end[r] ? 0 : ahead;
+                _mm_prefetch(reinterpret_cast<const char*>(soon), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(soon + 64), _MM_HINT_T0);
+                if (word % 8 == 0)
+                    _mm_prefetch(reinterpret_cast<const char*>(m.mask + (row + rows + r) * m.stride + 8 * word), _MM_HINT_T0);
             }
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) {
