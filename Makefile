@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev
 	touch $@
 
 setup: $(VENV)/.done

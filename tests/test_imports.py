@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "specimens": {"errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"},
     "table": {"errors", "record"},
     "progress": {"record", "table"},
+    "tasks": {"errors", "checkpoint", "calibration", "blocks"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
@@ -91,6 +92,7 @@ MAY_BE_IMPORTED_BY = {
             "synthetic",
             "comparison",
             "specimens",
+            "tasks",
             "__init__",
         ),
     },
@@ -101,6 +103,7 @@ TRANSFORMERS_AT_IMPORT = dict.fromkeys(("blocks", "layout", "synthetic"), "trans
 TRANSFORMERS_LATER = {
     "calibration": "transformers",
     "specimens": "transformers",
+    "tasks": "transformers",
     "cli": "transformers.utils",
 }
 

@@ -12,6 +12,7 @@ __all__ = [
     "Solution",
     "compare",
     "evaluate",
+    "evaluate_tasks",
     "make_solver",
     "prune",
     "shrink",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from niwaki.shrinking import shrink
     from niwaki.solvers import make_solver
     from niwaki.table import Comparison
+    from niwaki.tasks import evaluate_tasks
 
 _HOMES = {
     "Comparison": "niwaki.table",
@@ -34,6 +36,7 @@ _HOMES = {
     "Solution": "niwaki.problem",
     "compare": "niwaki.comparison",
     "evaluate": "niwaki.perplexity",
+    "evaluate_tasks": "niwaki.tasks",
     "make_solver": "niwaki.solvers",
     "prune": "niwaki.pipeline",
     "shrink": "niwaki.shrinking",

@@ -130,7 +130,7 @@ def read_windows(
             f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}"
         )
     if count is None:
-        ids = _encode(tokenizer, "".join(_pieces(source)))
+        ids = _encode(tokenizer, read_text(source))
         wanted = len(ids) // length
         count = 1
     else:
@@ -154,6 +154,15 @@ def read_windows(
         )
     tokens = torch.tensor(ids[: got * length], dtype=torch.int64).view(got, length)
     return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0)
+
+
+def read_text(source: str) -> str:
+    """All of a text, see the module's docstring.
+
+    Raises:
+        CalibrationError: it cannot be had.
+    """
+    return "".join(_pieces(source))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
