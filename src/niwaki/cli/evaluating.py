@@ -85,7 +85,8 @@ def evaluate(
                 done=lambda block, blocks: status.update(f"block {block}/{blocks}"),
             )
         out.print(f"perplexity {found}", soft_wrap=True, markup=False)
-        values["perplexity"] = dataclasses.asdict(found)
+        out.print(found.protocol, soft_wrap=True, markup=False, style="dim")
+        values["perplexity"] = {**dataclasses.asdict(found), "protocol": found.protocol}
     if record is not None:
         values |= {"seconds": time.perf_counter() - began, "versions": versions()}
         write_json(record, json.dumps(values, indent=2) + "\n")
