@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with only Python:
 #   make demo   sets up and prunes the embedded model by every method
 #   make test   sets up and runs formatting, lint, types and all tests
+# and for those who change something, make results writes the documentation's tables from the records.
 .POSIX:
 PYTHON = python3
 VENV = .venv
@@ -10,13 +11,17 @@ BIN = $(VENV)/bin
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev
 	touch $@
 
 setup: $(VENV)/.done
 
 demo: setup
 	$(BIN)/niwaki demo
+
+# The tables of the documentation and README's picture, from the records in benchmarks/results.
+results: setup
+	$(BIN)/python benchmarks/results.py
 
 check: setup
 	BIN=$(BIN) scripts/check
@@ -30,4 +35,4 @@ quick: setup
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache build dist
 
-.PHONY: setup demo check test quick clean
+.PHONY: setup demo results check test quick clean

@@ -1,5 +1,6 @@
-"""Writes the tables of the documentation from the records in benchmarks/results.
+"""Writes the tables of the documentation, and the picture of README.md, from the records in benchmarks/results.
 
+make results                           # or, without setting anything up:
 python benchmarks/results.py           # after a benchmark with --record benchmarks/results/...
 python benchmarks/results.py --check   # fails if they differ
 """
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from picture import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -285,12 +288,12 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
 
 
 def render() -> dict[Path, str]:
-    """The text of each file with its tables as the records have them."""
+    """The text of each file with its tables as the records have them, and the pictures."""
     texts: dict[Path, str] = {}
     for file, mark, table in TABLES:
         path = ROOT / file
         texts[path] = between(texts.get(path) or path.read_text(), mark, table())
-    return texts
+    return texts | dict(pictures(record("protocol"), HELD, ROOT / "docs" / "figures"))
 
 
 def between(text: str, mark: str, lines: list[str]) -> str:
@@ -305,11 +308,14 @@ def between(text: str, mark: str, lines: list[str]) -> str:
 
 def main() -> None:
     """Writes, or with --check compares."""
-    stale = [path for path, text in render().items() if path.read_text() != text]
+    made = render()
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
-        sys.exit(f"not as in {RESULTS.name}: {', '.join(p.name for p in stale)}" if stale else 0)
-    for path, text in render().items():
-        path.write_text(text)
+        sys.exit(
+            f"not as in {RESULTS.name}: {', '.join(p.name for p in stale)}; `make results`" if stale else 0
+        )
+    for path in stale:
+        path.write_text(made[path])
 
 
 if __name__ == "__main__":

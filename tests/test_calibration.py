@@ -367,7 +367,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             return []
         if name == "bad/rows":
             return [{"text": "x"}, {"text": None}]  # type: ignore[dict-item]
-        return ({"text": f"document {n} of the data set"} for n in range(10**9))
+        field = "sentence" if name == "ptb-text-only/ptb_text_only" else "text"
+        return ({field: f"document {n} of the data set"} for n in range(10**9))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return calls
@@ -391,6 +392,9 @@ def test_named_data_sets_are_streamed(
         ("me/mine", "part", "train"),
         ("me/mine", "part", "valid"),
     ]
+    # The files of a split go by its name: otherwise all are its "train".
+    files = [others["data_files"] for *_, others in loaded[:2]]
+    assert files == [{"train": "en/c4-train.00000-of-01024.json.gz"}, None]
     documents = "\n\n".join(f"document {n} of the data set" for n in range(100))
     windows = read_windows("me/mine", tokenizer, 16, 8)
     assert windows.tokens.flatten().tolist() == encode(tokenizer, documents)[:128]
@@ -442,6 +446,46 @@ def test_a_hub_that_cannot_be_reached(
     assert "the data set c4 could not be had" in said
     assert (str(error).splitlines() or [type(error).__name__])[0] in said
     assert "'demo'" in said  # what to do instead
+
+
+def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:
+    """C4's 1,100 first documents with blanks between them, in 256 windows at most; Penn Treebank's sentences."""
+    documents = " ".join(f"document {n} of the data set" for n in range(1100))
+    ids = encode(tokenizer, documents)
+    short, long = (read_windows("c4-validation", tokenizer, length) for length in (16, 64))
+    assert short.tokens.flatten().tolist() == ids[: 256 * 16]
+    assert short.dropped == len(ids) - 256 * 16
+    assert len(long.tokens) == len(ids) // 64 < 256
+    assert read_windows("c4-validation", tokenizer, 16, 2).tokens.flatten().tolist() == ids[:32]
+    assert read_windows("ptb", tokenizer, 16, 8).tokens.flatten().tolist() == ids[: 16 * 8]
+    assert [(name, others["split"]) for name, _, others in loaded[2:]] == [
+        ("allenai/c4", "validation"),
+        ("ptb-text-only/ptb_text_only", "test"),
+    ]
+    assert loaded[0][2]["data_files"] == {"validation": "en/c4-validation.00000-of-00008.json.gz"}
+    assert loaded[-1][2]["revision"] == "refs/convert/parquet"
+
+
+def test_where_windows_come_from(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]
+) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {n} of the file"}) + "\n" for n in range(50)))
+    ids = encode(tokenizer, "\n\n".join(f"document {n} of the file" for n in range(50)))
+    whole = read_windows(str(path), tokenizer, 16)
+    tail = "one text, no special tokens (no BOS)"
+    assert whole.origin == (
+        f"{path}, texts joined by '\\n\\n'; {tail}; all windows, {len(ids) % 16} tokens behind them left out"
+    )
+    random = read_windows("demo", tokenizer, 16, 2, order="random")
+    assert random.origin == f"the excerpt demo that ships with niwaki; {tail}; random windows"
+    first = read_windows("c4-validation", tokenizer, 16)
+    assert first.origin == (
+        "allenai/c4, split validation, en/c4-validation.00000-of-00008.json.gz, first 1,100 rows joined by ' '; "
+        f"{tail}; first windows, {first.dropped:,} tokens behind them left out"
+    )
+    wiki = read_windows("wikitext2", tokenizer, 16, 1).origin
+    assert wiki.startswith("Salesforce/wikitext, wikitext-2-raw-v1, split test, rows joined by '\\n\\n'; ")
 
 
 # Tokenizers

@@ -275,7 +275,9 @@ def test_prune_and_look_at_it(model: Path, tmp_path: Path, niwaki_: Command) -> 
         assert found["text"] == "demo"
         assert f"perplexity {found['value']:.2f} ± {found['standard_error']:.2f}" in read.out
         assert "186 tokens of demo, context 32" in read.out
-        assert len(read.out.splitlines()) == 1
+        assert read.out.splitlines()[1] == found["protocol"]
+        assert "first windows; 6 non-overlapping windows of 32 tokens" in found["protocol"]
+        assert len(read.out.splitlines()) == 2
 
 
 def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:

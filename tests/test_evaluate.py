@@ -26,6 +26,11 @@ def test_perplexity_of_losses() -> None:
     assert found.standard_error == pytest.approx(0.5 * math.exp(2.5))
     assert (found.tokens, found.context, found.windows, found.text) == (6, 4, 2, "text")
     assert str(found) == "12.18 ± 6.09 (6 tokens of text, context 4)"
+    how = "2 non-overlapping windows of 4 tokens, the first token of each given and 3 predicted; exp of the mean loss"
+    assert found.protocol == f"text; {how}"
+    assert (
+        Perplexity.of(losses, "text", "from there; all windows").protocol == f"from there; all windows; {how}"
+    )
 
 
 def test_perplexities_beyond_all_measure() -> None:
@@ -51,6 +56,7 @@ def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     )
     assert (found.tokens, found.context, found.windows) == (99 * len(windows), 100, len(windows))
     assert found.text == str(text)
+    assert found.origin.endswith(f"; all windows, {len(ids) % 100} tokens behind them left out")
     assert steps == [(n, 6) for n in range(1, 7)]
     first = evaluate(str(EMBEDDED), str(text), length=100, samples=3)
     assert first.value == pytest.approx(losses[:3].mean().exp().item(), rel=1e-4)

@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "table": {"errors", "record"},
     "progress": {"record", "table"},
+    "tasks": {"errors", "checkpoint", "calibration", "blocks"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},
@@ -96,6 +97,7 @@ MAY_BE_IMPORTED_BY = {
             "comparison",
             "specimens",
             "packed",
+            "tasks",
             "__init__",
         ),
     },
@@ -107,6 +109,7 @@ TRANSFORMERS_LATER = {
     "calibration": "transformers",
     "generating": "transformers",
     "packed": "transformers",
+    "tasks": "transformers",
     "cli": "transformers.utils",
 }
 

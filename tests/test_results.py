@@ -1,14 +1,73 @@
-"""The tables in the documentation are those of the record in the repository."""
+"""The tables and the picture in the documentation are those of the records in the repository."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import results
+
 ROOT = Path(__file__).parent.parent
 
 
-def test_tables_are_those_of_the_record() -> None:
+def test_tables_and_picture_are_those_of_the_records() -> None:
     run = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "results.py"), "--check"], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_has_the_numbers_of_the_table(theme: str) -> None:
+    """Whatever version of the library drew it; what marks say of themselves is in the file."""
+    cells = json.loads((ROOT / "benchmarks" / "results" / "protocol.json").read_text())["cells"]
+    readme = (ROOT / "README.md").read_text()
+    picture = (ROOT / "docs" / "figures" / f"readme-{theme}.svg").read_text()
+    assert f"docs/figures/readme-{theme}.svg" in readme
+    said = re.findall(r'aria-label="([^":]+), (\d+) % zeros: ([\d.]+)"', picture)
+    shown = {(name, f"{percent} %"): value for name, percent, value in said}
+    names = {"wanda": "Wanda", "admm-grad": "ADMM-Grad", "continuation@balanced": "niwaki"}
+    names["continuation@best"] = "niwaki --effort best"
+    for cell in cells:
+        name = names.get(cell["method"])
+        if name and cell["pattern"].endswith("%"):
+            value = f"{cell['perplexity']['demo-held']['value']:.2f}"
+            assert shown[name, cell["pattern"]] == value
+            assert re.search(rf"\| {cell['method']} .*\b{value}\b", readme)
+    assert f'aria-label="dense: {cells[0]["perplexity"]["demo-held"]["value"]:.2f}"' in picture
+
+
+def test_what_differs_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A table, the picture's numbers and a missing picture; and then it is written."""
+    real = results.record
+
+    def changed(name: str) -> object:
+        found = real(name)
+        if name == "protocol":
+            found["cells"][0]["perplexity"]["demo-held"]["value"] += 1.0
+        return found
+
+    texts = {path: path.read_text() for path in results.render()}
+    copies = {tmp_path / path.relative_to(ROOT): text for path, text in texts.items()}
+    for path, text in copies.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results.py", "--check"])
+    with pytest.raises(SystemExit) as left:
+        results.main()
+    assert left.value.code == 0
+    monkeypatch.setattr(results, "record", changed)
+    (tmp_path / "docs" / "figures" / "readme-dark.svg").unlink()
+    with pytest.raises(SystemExit) as left:
+        results.main()
+    for name in ("README.md", "methods.md", "readme-light.svg", "readme-dark.svg"):
+        assert name in str(left.value.code)
+    assert "`make results`" in str(left.value.code)
+    monkeypatch.setattr(sys, "argv", ["results.py"])
+    results.main()
+    assert "| dense | 41.35 |" in (tmp_path / "README.md").read_text()
+    assert 'aria-label="dense: 41.35"' in (tmp_path / "docs" / "figures" / "readme-dark.svg").read_text()
+    assert texts == {path: path.read_text() for path in texts}

@@ -12,6 +12,7 @@ __all__ = [
     "Solution",
     "compare",
     "evaluate",
+    "evaluate_tasks",
     "load",
     "make_solver",
     "pack",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from niwaki.shrinking import shrink
     from niwaki.solvers import make_solver
     from niwaki.table import Comparison
+    from niwaki.tasks import evaluate_tasks
 
 _HOMES = {
     "Comparison": "niwaki.table",
@@ -39,6 +41,7 @@ _HOMES = {
     "Solution": "niwaki.problem",
     "compare": "niwaki.comparison",
     "evaluate": "niwaki.perplexity",
+    "evaluate_tasks": "niwaki.tasks",
     "load": "niwaki.packed.loading",
     "make_solver": "niwaki.solvers",
     "pack": "niwaki.packed.packing",

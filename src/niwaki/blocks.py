@@ -71,8 +71,8 @@ class StreamedModel:
             )
         self.checkpoint = checkpoint
         self.room = room or Room()
-        self.device = _find_device(device)
-        self.dtype = _find_dtype(dtype, self.device, checkpoint)
+        self.device = find_device(device)
+        self.dtype = find_dtype(dtype, self.device, checkpoint)
         self.model = structure(checkpoint.path, self.dtype)
         self.config = self.model.config.get_text_config()
         for module in self.model.modules():
@@ -738,7 +738,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a is b or (isinstance(a, bool | int | float | str | None) and a == b))
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """The device called ``name``; "auto" is a GPU if there is one.
 
     Raises:
@@ -754,7 +754,7 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
     """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
 
     Raises:

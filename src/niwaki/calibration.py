@@ -33,15 +33,65 @@ if TYPE_CHECKING:
 
 Order = Literal["first", "random"]
 
-#: Short names of data sets: (repository, configuration, split, files, what joins the documents).
-DATASETS: dict[str, tuple[str, str | None, str, str | None, str]] = {
-    "c4": ("allenai/c4", None, "train", "en/c4-train.00000-of-01024.json.gz", "\n\n"),
-    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", None, "\n\n"),
-    "wikitext2-train": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", None, "\n\n"),
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set of the ``datasets`` library, and how its rows become one text.
+
+    Attributes:
+        repository: On the hub, or a directory.
+        configuration: If it has several.
+        split: Which part.
+        files: Which of its files; None for all of the split.
+        revision: Of the repository, if not its main one.
+        field: Of each row, that has a text.
+        separator: Goes between two rows.
+        rows: The first so many; None for all.
+        windows: As many are measured on where nobody says how many; None for all.
+    """
+
+    repository: str
+    configuration: str | None = None
+    split: str = "train"
+    files: str | None = None
+    revision: str | None = None
+    field: str = "text"
+    separator: str = "\n\n"
+    rows: int | None = None
+    windows: int | None = None
+
+    def __str__(self) -> str:
+        rows = "rows" if self.rows is None else f"first {self.rows:,} rows"
+        parts = [self.repository, self.configuration, f"split {self.split}", self.files]
+        return ", ".join(filter(None, [*parts, f"{rows} joined by {self.separator!r}"]))
+
+
+#: Short names, for the texts that the SparseGPT and Wanda papers calibrate and measure on, as they do.
+DATASETS = {
+    "c4": DataSet("allenai/c4", files="en/c4-train.00000-of-01024.json.gz"),
+    "c4-validation": DataSet(
+        "allenai/c4",
+        split="validation",
+        files="en/c4-validation.00000-of-00008.json.gz",
+        separator=" ",
+        rows=1100,
+        windows=256,
+    ),
+    "ptb": DataSet(
+        "ptb-text-only/ptb_text_only",
+        split="test",
+        files="penn_treebank/test/*.parquet",
+        revision="refs/convert/parquet",  # the main one is a script
+        field="sentence",
+        separator=" ",
+    ),
+    "wikitext2": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
+    "wikitext2-train": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
 }
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_JOINT = "\n\n"  # between the texts of a JSONL file
 _PIECE = 1 << 20  # characters read at a time
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
@@ -58,12 +108,14 @@ class Windows:
         source: The text's name, as it was given.
         order: ``first`` or ``random``.
         dropped: Tokens behind the last whole window, where all of the text was asked for.
+        origin: What text it is, how it became tokens, and which windows of it, in words; "" for given tokens.
     """
 
     tokens: Tensor
     source: str
     order: Order = "first"
     dropped: int = 0
+    origin: str = ""
 
     def described(self, seed: int = 0) -> dict[str, Any]:
         """What a record has of calibration windows; ``seed`` is that of random ones."""
@@ -129,9 +181,15 @@ def read_windows(
         raise UsageError(
             f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}"
         )
+    which = f"{order} windows"
     if count is None:
-        ids = _encode(tokenizer, "".join(_pieces(source)))
+        ids = _encode(tokenizer, read_text(source))
         wanted = len(ids) // length
+        which = "all windows"
+        most = None if _is_file(source) else _data_set(source).windows
+        if most is not None and wanted > most:
+            wanted, which = most, "first windows"
+        which += f", {len(ids) - wanted * length:,} tokens behind them left out"
         count = 1
     else:
         wanted = count + spare
@@ -153,7 +211,17 @@ def read_windows(
             f"{len(ids)}, {missing} are missing; give more text, fewer samples or a shorter sequence length"
         )
     tokens = torch.tensor(ids[: got * length], dtype=torch.int64).view(got, length)
-    return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0)
+    origin = f"{_described(source)}; one text, no special tokens (no BOS); {which}"
+    return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0, origin)
+
+
+def read_text(source: str) -> str:
+    """All of a text, see the module's docstring.
+
+    Raises:
+        CalibrationError: it cannot be had.
+    """
+    return "".join(_pieces(source))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -210,6 +278,16 @@ def _random_windows(
     return ids
 
 
+def _described(source: str) -> str:
+    """What text ``source`` is, in words."""
+    if not _is_file(source):
+        return str(_data_set(source))
+    path = Path(source).expanduser()
+    if source in EXCERPTS and not path.exists():
+        return f"the excerpt {source} that ships with niwaki"
+    return f"{source}, texts joined by {_JOINT!r}" if {".jsonl", ".json"} & set(path.suffixes) else source
+
+
 def _is_file(source: str) -> bool:
     return source in EXCERPTS or Path(source).expanduser().is_file()
 
@@ -226,7 +304,7 @@ def _pieces(source: str) -> Iterator[str]:
         try:
             with opener(path, "rt", encoding="utf-8") as file:
                 if kind in {".jsonl", ".json"}:
-                    yield from _joined(_json_texts(file, path), "\n\n")
+                    yield from _joined(_json_texts(file, path), _JOINT)
                 else:
                     while piece := file.read(_PIECE):
                         yield piece
@@ -258,19 +336,26 @@ def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
             yield separator + text
 
 
-def _dataset_texts(source: str) -> Iterator[str]:
+def _data_set(source: str) -> DataSet:
     """``source`` is a short name, or repository[:configuration[:split]], or a directory of a data set."""
     if source in DATASETS:
-        repository, configuration, split, data_files, separator = DATASETS[source]
-    else:
-        if not Path(source).expanduser().is_dir() and (
+        return DATASETS[source]
+    parts = [*source.split(":"), "", ""]
+    return DataSet(parts[0], parts[1] or None, parts[2] or "train")
+
+
+def _dataset_texts(source: str) -> Iterator[str]:
+    """The rows of a data set, joined."""
+    wanted = _data_set(source)
+    if (
+        source not in DATASETS
+        and not Path(source).expanduser().is_dir()
+        and (
             source.startswith((".", "/", "~"))
             or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
-        ):
-            raise CalibrationError(f"there is no file {source}")
-        parts = [*source.split(":"), "", ""]
-        repository, configuration, split = parts[0], parts[1] or None, parts[2] or "train"
-        data_files, separator = None, "\n\n"
+        )
+    ):
+        raise CalibrationError(f"there is no file {source}")
     try:
         import datasets
     except ImportError as error:
@@ -280,14 +365,22 @@ def _dataset_texts(source: str) -> Iterator[str]:
     try:
         rows = iter(
             datasets.load_dataset(
-                repository, configuration, split=split, data_files=data_files, streaming=True
+                wanted.repository,
+                wanted.configuration,
+                split=wanted.split,
+                data_files=wanted.files and {wanted.split: wanted.files},
+                revision=wanted.revision,
+                streaming=True,
             )
         )
         first = next(rows, None)
-        if first is not None and "text" not in first:
-            raise CalibrationError(f"the data set {source} has no field 'text', only {', '.join(first)}")
+        if first is not None and wanted.field not in first:
+            raise CalibrationError(
+                f"the data set {source} has no field {wanted.field!r}, only {', '.join(first)}"
+            )
         known = [] if first is None else [first]
-        yield from _joined((row["text"] for row in itertools.chain(known, rows)), separator)
+        chosen = itertools.islice(itertools.chain(known, rows), wanted.rows)
+        yield from _joined((row[wanted.field] for row in chosen), wanted.separator)
     except CalibrationError:
         raise
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS

@@ -9,6 +9,7 @@
     ├── CheckpointError         a model directory that cannot be read or trusted
     ├── UnsupportedModelError   a sound model of a kind that niwaki does not know
     ├── CalibrationError        a text that cannot be had, or is too short
+    ├── TaskError               a task whose questions cannot be had or asked
     ├── NumericalError          NaN or infinity where a number should be, or a matrix beyond repair
     ├── OutputError             the result cannot be written, or is not what was meant to be written
     └── WorkerError             another process of the run has ended
@@ -45,12 +46,13 @@ class UnknownNameError(UsageError):
         kind: What the name should have been, such as "solver".
         name: What was given.
         known: The names that exist.
+        instead: What to say where none is near and they are too many to list.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], instead: str = "") -> None:
         known = list(known)
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else instead or f"known: {', '.join(known)}"
         super().__init__(f"no {kind} is called {name!r}; {hint}")
 
 
@@ -64,6 +66,10 @@ class UnsupportedModelError(NiwakiError):
 
 class CalibrationError(NiwakiError):
     """A text that cannot be had, or is too short."""
+
+
+class TaskError(NiwakiError):
+    """A task whose questions cannot be had or asked."""
 
 
 class NumericalError(NiwakiError):

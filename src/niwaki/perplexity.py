@@ -63,4 +63,4 @@ def perplexity(
     for block in model.stream():
         block.advance(states)
         done(block.index + 1, len(model.blocks))
-    return Perplexity.of(model.losses(states), windows.source)
+    return Perplexity.of(model.losses(states), windows.source, windows.origin)

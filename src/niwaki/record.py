@@ -30,7 +30,7 @@ class Perplexity:
     """exp of the mean cross-entropy, and what it is the perplexity of.
 
     Non-overlapping windows of the running text, in each the first token is given and the others are
-    predicted; this is the protocol of the SparseGPT and Wanda papers.
+    predicted; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
 
     Attributes:
         value: The perplexity.
@@ -41,6 +41,7 @@ class Perplexity:
         context: Tokens in a window. Perplexities of different contexts do not compare.
         windows: Number of windows.
         text: Which text.
+        origin: Where it is from and how it became windows, in words; "" where that is not known.
     """
 
     value: float
@@ -49,15 +50,24 @@ class Perplexity:
     context: int
     windows: int
     text: str
+    origin: str = ""
 
     @classmethod
-    def of(cls, losses: Tensor, text: str) -> Perplexity:
+    def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
         """From (windows, context - 1) cross-entropies in nats."""
         means = losses.double().mean(dim=1)
         mean = means.mean().item()
         value = math.exp(min(mean, 700.0))  # beyond it there is no float
         error = value * means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
-        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text)
+        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin)
+
+    @property
+    def protocol(self) -> str:
+        """All that another program needs to measure the same, in words."""
+        return (
+            f"{self.origin or self.text}; {self.windows:,} non-overlapping windows of {self.context:,} tokens, the "
+            f"first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
+        )
 
     def __str__(self) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:.2f}"

@@ -140,7 +140,8 @@ class Walk:
         self.record.sparsity = sum(self._journal.zeros.values()) / total
         for name, end in (("before", dense), ("after", pruned)):
             if held and end:
-                measured = Perplexity.of(self._world.joined(model.losses(end)), held.source)
+                losses = self._world.joined(model.losses(end))
+                measured = Perplexity.of(losses, held.source, held.origin)
                 self.record.perplexity[name] = dataclasses.asdict(measured)
         clock.lap("perplexity")
         self.record.peak_memory = {

@@ -1,0 +1,141 @@
+"""The picture of README.md: perplexity against sparsity, for light and dark pages.
+
+``benchmarks/results.py`` writes it, with the tables, from benchmarks/results/protocol.json. Nothing in it is placed by
+the width of a text, so that it comes out the same whatever fonts a machine has; labels stay text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+WIDTH, HEIGHT = 520, 300
+FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours: of the page, of text, of axes, of the paper's methods, and of niwaki's."""
+
+    page: str
+    ink: str
+    line: str
+    others: str
+    ours: str
+
+
+THEMES = {
+    "light": Theme("#ffffff", "#1f2328", "#d1d9e0", "#6e7781", "#1a7f4b"),
+    "dark": Theme("#0d1117", "#e6edf3", "#30363d", "#8b949e", "#3fcf85"),
+}
+#: Lines, from methods of the record; those of niwaki stand out.
+METHODS = {
+    "magnitude": "magnitude",
+    "wanda": "Wanda",
+    "sparsegpt": "SparseGPT",
+    "admm-grad": "ADMM-Grad",
+    "continuation@balanced": "niwaki",
+    "continuation@best": "niwaki --effort best",
+}
+
+
+def pictures(protocol: Any, text: str, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Each file, and its SVG.
+
+    Args:
+        protocol: The record.
+        text: On which of its texts.
+        folder: Where files go.
+    """
+    for name, theme in THEMES.items():
+        spec = _chart(protocol["cells"], text, theme).to_dict()
+        yield folder / f"readme-{name}.svg", vl_convert.vegalite_to_svg(spec) + "\n"
+
+
+def _chart(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
+    dense = cells[0]["perplexity"][text]["value"]
+    points = []
+    for cell in cells:
+        percent = cell["pattern"].removesuffix(" %")
+        if cell["method"] in METHODS and percent.isdigit():
+            value = cell["perplexity"][text]["value"]
+            name = METHODS[cell["method"]]
+            said = f"{name}, {percent} % zeros: {value:.2f}"
+            points.append({"name": name, "zeros": int(percent), "value": value, "said": said})
+    right = max(point["zeros"] for point in points)
+    ours = [name for name in METHODS.values() if name.startswith("niwaki")]
+    colours = alt.Scale(
+        domain=list(METHODS.values()),
+        range=[theme.ours if name in ours else theme.others for name in METHODS.values()],
+    )
+    x = alt.X(
+        "zeros:Q",
+        title=None,
+        scale=alt.Scale(domain=[49, right], nice=False),
+        axis=alt.Axis(
+            values=[50, 60, 70, 80],
+            labelExpr="datum.value + ' % zeros'",
+            labelFlush=False,
+            grid=False,
+            domain=False,
+        ),
+    )
+    y = alt.Y(
+        "value:Q",
+        title=None,
+        scale=alt.Scale(type="log", domain=[36, 400], nice=False),
+        axis=alt.Axis(values=[50, 70, 100, 150, 200, 300, 400], ticks=False, domain=False),
+    )
+    colour = alt.Color("name:N", scale=colours, legend=None)
+    base = alt.Chart(alt.Data(values=points)).encode(x, y, colour, description="said:N")
+    mine = alt.FieldOneOfPredicate(field="name", oneOf=ours)
+    lines = base.mark_line(strokeCap="round").encode(
+        strokeWidth=alt.condition(mine, alt.value(3.5), alt.value(1.75))
+    )
+    dots = base.mark_point(filled=True, opacity=1).encode(
+        size=alt.condition(mine, alt.value(60), alt.value(28))
+    )
+    names = (
+        base.mark_text(align="left", dx=12, fontSize=13)
+        .encode(text="name:N")
+        .transform_filter(f"datum.zeros == {right}")
+    )
+    bold = names.mark_text(align="left", dx=12, fontSize=13, fontWeight=600).transform_filter(mine)
+    names = names.transform_filter({"not": mine})
+    floor = alt.Chart(
+        alt.Data(values=[{"value": dense, "zeros": right, "said": f"dense: {dense:.2f}"}])
+    ).encode(y, description="said:N")
+    rule = floor.mark_rule(strokeDash=[5, 4], color=theme.ink, strokeWidth=1.25)
+    dense_name = floor.mark_text(align="left", dx=12, fontSize=13, color=theme.ink).encode(
+        x, text=alt.value("dense")
+    )
+    measured = cells[0]["perplexity"][text]
+    title = alt.TitleParams(
+        "Perplexity after pruning, lower is better",
+        subtitle=f"3.4 M parameter model that ships with niwaki, {measured['tokens']:,} tokens of books it never saw",
+        anchor="start",
+        frame="group",
+        offset=18,
+        dx=-34,
+    )
+    return (
+        alt.layer(rule, lines, dots, names, bold, dense_name)
+        .properties(
+            width=WIDTH,
+            height=HEIGHT,
+            title=title,
+            padding={"left": 46, "right": 170, "top": 64, "bottom": 34},
+            autosize=alt.AutoSizeParams(type="none"),
+        )
+        .configure(background=theme.page, font=FONT)
+        .configure_view(stroke=None)
+        .configure_axis(labelColor=theme.ink, gridColor=theme.line, tickColor=theme.line, labelFontSize=12)
+        .configure_title(
+            color=theme.ink, subtitleColor=theme.ink, fontSize=16, subtitleFontSize=12, subtitlePadding=5
+        )
+    )
