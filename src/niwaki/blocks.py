@@ -399,10 +399,15 @@ class Block:
         self._kept: dict[str, Tensor | None] | None = None
 
     @torch.no_grad()
-    def advance(self, states: States, done: Callable[[], None] = lambda: None) -> None:
-        """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch."""
+    def advance(self, states: States, done: Callable[[], None] = lambda: None, inner: bool = False) -> None:
+        """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch.
+
+        With ``inner``, ``states`` get the outputs of its sub-blocks too, see :meth:`apart`.
+        """
         for i in range(len(states.hidden)):
-            states.hidden[i] = self._run(states.hidden[i], states)
+            with self.apart(inner) as outputs:
+                states.hidden[i] = out = self._run(states.hidden[i], states)
+            states.keep(i, [output.reshape(out.shape) for output in outputs])
             done()
 
     @torch.no_grad()
@@ -641,6 +646,33 @@ class Block:
             out = self._run(hidden, states)
         with Products(self.matrices, parameters, outputs, backward=True):
             return torch.autograd.grad(out, hidden, gradient)[0]
+
+    @contextlib.contextmanager
+    def apart(self, wanted: bool) -> Iterator[list[Tensor]]:
+        """Meanwhile no gradients go from one sub-block, such as attention or MLP, to another, if ``wanted``.
+
+        What each answers comes into the list.
+
+        Sub-blocks are the modules right under the block that have matrices to prune. Such matrices right under it are
+        one together, as the MLP of OPT. Gradients end behind each, so that its own reach the norm before it.
+        """
+        names = [matrix.parameter.split(".") for matrix in self.matrices]
+        single = [name for name, *rest in names if len(rest) == 1]
+        outputs: list[Tensor] = []
+
+        def cut(_: nn.Module, args: Any, answer: Any) -> Any:
+            several = isinstance(answer, tuple | list)
+            parts = answer if several else (answer,)
+            outputs.append(parts[0])
+            # Copies, because Falcon adds to them in place.
+            found = tuple(part.detach().clone() if isinstance(part, Tensor) else part for part in parts)
+            return found if several else found[0]
+
+        ends = dict.fromkeys(name for name, *_ in names if name not in single[:-1])
+        with contextlib.ExitStack() as hooks:
+            for name in ends if wanted else ():
+                hooks.enter_context(self._module.get_submodule(name).register_forward_hook(cut))
+            yield outputs
 
     def run(self, hidden: Tensor, states: States) -> Tensor:
         """The outputs for ``hidden``, one of the batches of ``states``, with gradients where they are wanted.

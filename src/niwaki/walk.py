@@ -240,7 +240,7 @@ class Walk:
         self._note_loans(block, experts)
         if origin and (effort.epochs or not last):
             with block.original():
-                block.advance(origin)
+                block.advance(origin, inner=effort.fits_apart)
             clock.lap("advance")
         if origin and effort.epochs:
             progress.stage(block.index, "fit", batches(states, origin, effort, self._world))
