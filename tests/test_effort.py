@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
-from niwaki.blocks import Block
+from niwaki.block import Block
 from niwaki.effort import DEFAULT_EFFORT, EFFORTS, PLAIN_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.pipeline import prune

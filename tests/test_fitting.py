@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, decoder_blocks, message, random_tokens, reference, save_model
-from niwaki.blocks import Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import Checkpoint
 from niwaki.distributed import World
 from niwaki.effort import Effort

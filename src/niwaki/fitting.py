@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from niwaki.blocks import Block
+from niwaki.block import Block
 from niwaki.distributed import World
 from niwaki.effort import Effort
 from niwaki.errors import NumericalError

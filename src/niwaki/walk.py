@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from niwaki.blocks import Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows
 from niwaki.checkpoint import CheckpointWriter
 from niwaki.distributed import World
