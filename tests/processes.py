@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from niwaki import cli, pipeline, walk
-from niwaki.blocks import Block
+from niwaki.block import Block
 from niwaki.cli.common import quiet_libraries
 from niwaki.errors import NumericalError
 from niwaki.layout import Matrix

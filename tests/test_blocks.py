@@ -23,7 +23,8 @@ from models import (
     weight,
 )
 from niwaki import blocks, inputs
-from niwaki.blocks import Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import Checkpoint
 from niwaki.distributed import World
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError

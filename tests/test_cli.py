@@ -22,7 +22,7 @@ import torch
 import niwaki
 from models import edit_json, reference, save_model_with_tokenizer, weight
 from niwaki import cli
-from niwaki.blocks import Block
+from niwaki.block import Block
 from niwaki.checkpoint import Checkpoint
 from niwaki.record import Record
 from niwaki.solvers import SOLVERS

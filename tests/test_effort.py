@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
-from niwaki.blocks import Block
+from niwaki.block import Block
 from niwaki.effort import DEFAULT_EFFORT, EFFORTS, PLAIN_EFFORT, Effort, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.pipeline import prune
@@ -27,6 +27,7 @@ TOKENS = random_tokens(24, 24)
 # Where every matrix has half of its weights; how zeros are shared out is for test_planning.
 UNIFORM = "fast:groups=true:dense_targets=0.5"
 BEST = f"{UNIFORM}:epochs=1:batch=48:rate=0.005"  # two samples in a step
+APART = "fast:epochs=1:batch=48:rate=0.002:apart=true"
 TARGETS = "fast:dense_targets=0.5"
 
 
@@ -62,12 +63,14 @@ def test_efforts_by_name() -> None:
     assert make_effort("best").dense
     best = make_effort(
         "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
-        "rate=0.1:batch=7:norms=true"
+        "rate=0.1:batch=7:norms=true:apart=true"
     )
-    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, False, 1.0, 0.001, 8, 0.1, 7, True)
+    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, False, 1.0, 0.001, 8, 0.1, 7, True, True)
     assert make_effort("fast:epochs=1").dense
     assert not make_effort("fast:norms=true").fits_norms
     assert make_effort("best:norms=true").fits_norms
+    assert not make_effort("fast:apart=true").fits_apart
+    assert make_effort("best:apart=true").fits_apart
 
 
 @pytest.mark.parametrize(
@@ -135,14 +138,14 @@ def test_every_family(tmp_path: Path, case: str) -> None:
 
 
 @torch.no_grad()
-def block_errors(model: Path, out: Path, tokens: Tensor) -> list[float]:
-    """Of the states behind each block, the squared error relative to the dense model's."""
+def block_errors(model: Path, out: Path, tokens: Tensor, inside: str = "") -> list[float]:
+    """Of the states behind each block, or that module in each, the squared error relative to the dense model's."""
     ends: list[list[Tensor]] = []
     for path in (model, out):
         whole = reference(path)
         found: list[Any] = []
         handles = [
-            block.register_forward_hook(lambda _, __, y, found=found: found.append(y))
+            block.get_submodule(inside).register_forward_hook(lambda _, __, y, found=found: found.append(y))
             for block in decoder_blocks(whole)
         ]
         whole(tokens)
@@ -174,6 +177,16 @@ def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None
     record = run(model, tmp_path / "out", effort=f"{UNIFORM}:epochs=3:batch=576")
     errors = block_errors(model, tmp_path / "out", TOKENS)
     assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
+
+
+def test_the_fit_of_attention_and_mlp_apart(tmp_path: Path) -> None:
+    """Likewise: the sum of their errors."""
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "out", effort="fast:epochs=3:batch=576:apart=true")
+    parts = [block_errors(model, tmp_path / "out", TOKENS, name) for name in ("self_attn", "mlp")]
+    errors = [sum(pair) for pair in zip(*parts, strict=True)]
+    assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
+    assert all(fit.after < 0.9 * fit.before for fit in record.fits)
 
 
 def test_experts_without_tokens(tmp_path: Path) -> None:
@@ -254,9 +267,9 @@ def test_the_dense_model_does_not_run_behind_the_last_block(
     advanced: list[int] = []
     advance = Block.advance
 
-    def watched(self: Block, *args: Any) -> None:
+    def watched(self: Block, *args: Any, **kwargs: Any) -> None:
         advanced.append(self.index)
-        advance(self, *args)
+        advance(self, *args, **kwargs)
 
     monkeypatch.setattr(Block, "advance", watched)
     run(save_model(tmp_path / "model", "llama grouped"), tmp_path / "out", effort=effort, measure="none")
@@ -282,7 +295,7 @@ def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
-@pytest.mark.parametrize("effort", [TARGETS, BEST, f"{BEST}:norms=true"])
+@pytest.mark.parametrize("effort", [TARGETS, BEST, f"{BEST}:norms=true", APART])
 def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str) -> None:
     """Twice; with little memory; stopped behind each block, with and without little memory."""
     model = save_model(tmp_path / "model", case, shards=True)

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from models import CASES, decoder_blocks, linear_inputs, random_tokens, reference, save_model
 from niwaki import blocks
-from niwaki.blocks import Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import Checkpoint
 from niwaki.distributed import World
 from niwaki.errors import UnsupportedModelError

@@ -49,23 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"errors", "rows"},
     "states": {"errors", "checkpoint"},
     "inputs": {"errors", "layout", "linalg", "distributed", "precision"},
-    "blocks": {
-        *(
-            "errors",
-            "families",
-            "checkpoint",
-            "layout",
-            "linalg",
-            "inputs",
-            "distributed",
-            "states",
-            "precision",
-        ),
+    "block": {
+        *("errors", "checkpoint", "layout", "linalg", "inputs", "distributed", "states", "precision"),
     },
+    "blocks": {"errors", "families", "checkpoint", "layout", "states", "block"},
     "allocation": set(),
-    "sensitivity": {"errors", "layout", "blocks", "distributed", "states"},
+    "sensitivity": {"errors", "layout", "block", "blocks", "distributed", "states"},
     "synthetic": {"errors", "blocks", "distributed"},
-    "fitting": {"blocks", "distributed", "effort", "errors", "layout", "record", "states"},
+    "fitting": {"block", "distributed", "effort", "errors", "layout", "record", "states"},
     "scales": {"errors", "checkpoint", "layout", "quantization"},
     "masks": {"errors", "checkpoint", "layout", "blocks", "patterns", "solvers"},
     "output": {"errors", "checkpoint", "record", "__init__"},
@@ -79,12 +70,12 @@ MAY_BE_IMPORTED_BY = {
     "pipeline": {"cli", "comparison", "shrinking", "__init__"},
     "walk": {"pipeline", "shrinking"},
     "exporting": {"cli"},
+    "block": {"blocks", "fitting", "planning", "sensitivity", "shrinking", "walk"},
     "blocks": {
         *(
             "pipeline",
             "walk",
             "masks",
-            "fitting",
             "exporting",
             "planning",
             "sensitivity",
@@ -102,7 +93,8 @@ MAY_BE_IMPORTED_BY = {
         ),
     },
 }
-#: The insides of models are known to ``blocks`` only, how files name them to ``layout``; ``synthetic`` lets them write.
+#: The insides of models are known to ``blocks`` only, and to ``block`` without a name of transformers; how files name
+#: them to ``layout``; ``synthetic`` lets them write.
 TRANSFORMERS_AT_IMPORT = dict.fromkeys(("blocks", "layout", "synthetic"), "transformers")
 #: Loaded where it is needed: for its tokenizers, to generate text, and to silence its logging.
 TRANSFORMERS_LATER = {

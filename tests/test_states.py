@@ -18,7 +18,7 @@ from niwaki import blocks, prune
 from niwaki.errors import OutputError, UsageError
 from niwaki.progress import Progress
 from niwaki.record import MatrixRecord, Record
-from niwaki.states import Batches, Room, parse_size
+from niwaki.states import Batches, Room, States, parse_size
 from test_prune import raw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -183,6 +183,22 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert torch.equal(batches[0], wanted)
     batches[0] = wanted.flip(0).expand(2, 4, 3)
     assert torch.equal(batches[0], wanted.flip(0))
+    room.close()
+
+
+@pytest.mark.parametrize("size", [None, 0])
+def test_outputs_of_sub_blocks(size: int | None) -> None:
+    """Of which one block may have fewer than the others."""
+    room = Room(size)
+    states = States([], Batches(room))
+    generator = torch.Generator().manual_seed(0)
+    for parts in (2, 2, 1, 3, 0):
+        outputs = [[torch.randn(2, 5, 7, generator=generator) for _ in range(parts)] for _ in range(3)]
+        for i, batch in enumerate(outputs):
+            states.keep(i, batch)
+        assert len(states.inner) == parts
+        for kept, wanted in zip(states.inner, zip(*outputs, strict=True), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
     room.close()
 
 

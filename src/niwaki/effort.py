@@ -39,6 +39,7 @@ class Effort:
         rate: The learning rate there, relative to the root mean square of each matrix's weights.
         batch: Tokens in a step there, over all processes; each takes at least one sample.
         norms: Whether the block's parameters of one dimension are fitted there too: norms and biases.
+        apart: Whether a block's attention and MLP are fitted apart there, each to the outputs of the dense one.
 
     Raises:
         UsageError: a value is out of its range.
@@ -56,6 +57,7 @@ class Effort:
     rate: float = 0.02
     batch: int = 512
     norms: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted, range_ in (
@@ -87,6 +89,11 @@ class Effort:
     def fits_norms(self) -> bool:
         """Whether parameters besides the pruned matrices are changed."""
         return self.norms and self.epochs > 0
+
+    @property
+    def fits_apart(self) -> bool:
+        """Whether the outputs of the dense model's sub-blocks are needed."""
+        return self.apart and self.epochs > 0
 
 
 #: By name on the command line.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from niwaki.blocks import Block
+from niwaki.block import Block
 from niwaki.distributed import World
 from niwaki.effort import Effort
 from niwaki.errors import NumericalError
@@ -40,16 +40,20 @@ def fit(
     and fall to 0 in a line. Some batches are held out (of one batch alone, itself); the weights are those after the
     epoch with the lowest error there, before the first one, or in the end. None becomes zero.
 
+    Sub-blocks that are fitted apart have the inputs that the pruned ones before them give, and the error is the sum of
+    theirs. Each, with the norms before it, gets the gradients of its own error only.
+
     Cost: in each epoch a forward and a backward pass of the block for all batches, the latter as much as two of the
     former; memory of five float32 copies of the weights and of the activations of a batch.
 
-    Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
+    References: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs; arXiv 2510.14444
+    sub-blocks.
 
     Args:
         block: The pruned block.
         states: Its inputs. Not changed.
         targets: What its outputs should be, of all samples, or of the first ones to fit it to these. In batches for the
-            same parts as ``states``. Not changed.
+            same parts as ``states``. With their ``inner`` if sub-blocks are fitted apart. Not changed.
         effort: How long, and with which rate.
         world: The processes of which each has some of the states; a step takes one batch of each.
         done: Called after each batch, see :func:`batches`.
@@ -73,12 +77,19 @@ def fit(
             eps=1e-16,  # relative errors of large blocks have gradients far below the usual 1e-8
             fused=True,
         )  # fmt: skip
-        mine = sum(float(targets.hidden.part(*parts[i]).double().square().sum()) for i in held)
-        power = sum(world.collected(mine))
+        wanted = targets.inner if effort.apart else [targets.hidden]
+        mine = [sum(float(y.part(*parts[i]).double().square().sum()) for i in held) for y in wanted]
+        powers = [max(sum(power), 1e-30) for power in zip(*world.collected(mine), strict=True)]
 
         def squares(i: int) -> Tensor:
-            answer = block.run(states.hidden.part(*parts[i]), targets)
-            return (answer.float() - targets.hidden.part(*parts[i]).float()).square() / max(power, 1e-30)
+            with block.apart(effort.apart) as answers:
+                answer = block.run(states.hidden.part(*parts[i]), targets)
+            dense = [y.part(*parts[i]).float() for y in wanted]
+            found = [
+                (answer.reshape(y.shape).float() - y).square() / power
+                for answer, y, power in zip(answers if effort.apart else [answer], dense, powers, strict=True)
+            ]
+            return torch.stack(found)
 
         def error() -> float:
             mine = 0.0

@@ -16,7 +16,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from niwaki.allocation import Curve, allocate, outlier_ratios, rounded, smooth, together
-from niwaki.blocks import TOKENS_PER_BATCH, Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import TOKENS_PER_BATCH, StreamedModel
 from niwaki.checkpoint import output_errors
 from niwaki.distributed import World
 from niwaki.effort import Effort

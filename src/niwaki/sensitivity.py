@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from niwaki.blocks import LOGITS_PER_BATCH, Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import LOGITS_PER_BATCH, StreamedModel
 from niwaki.distributed import World
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.states import Batches, States

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from niwaki import card
-from niwaki.blocks import TOKENS_PER_BATCH, Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import TOKENS_PER_BATCH, StreamedModel
 from niwaki.calibration import Windows
 from niwaki.checkpoint import Checkpoint, carry_over, locate_model
 from niwaki.distributed import World

@@ -142,7 +142,7 @@ class Batches:
     """A list of tensors of which some are in a file."""
 
     def __init__(self, room: Room) -> None:
-        self._room = room
+        self.room = room
         self._held: list[Tensor] = []  # on the meta device if in the file
         self._places: list[int | None] = []
         self._devices: list[torch.device] = []
@@ -157,7 +157,7 @@ class Batches:
         place = self._places[i]
         if place is None:
             return self._held[i]
-        return self._room.read(place, self._held[i]).to(self._devices[i])
+        return self.room.read(place, self._held[i]).to(self._devices[i])
 
     def part(self, i: int, rows: slice) -> Tensor:
         """``self[i][rows]``, of which no more is read."""
@@ -165,7 +165,7 @@ class Batches:
         if place is None:
             return held
         before = int(held.storage_offset()) * held.element_size()
-        return self._room.read(place + before, held).to(self._devices[i])
+        return self.room.read(place + before, held).to(self._devices[i])
 
     def __setitem__(self, i: int, tensor: Tensor) -> None:
         """Puts a tensor of the same shape and dtype in the place of another."""
@@ -173,18 +173,18 @@ class Batches:
         if place is None:
             self._held[i] = tensor
         else:
-            self._room.write(place, tensor)
+            self.room.write(place, tensor)
 
     def append(self, tensor: Tensor) -> None:
         """One more."""
         size = tensor.numel() * tensor.element_size()
-        inside = self._room.take(size)
-        place = None if inside else self._room.reserve(size)
+        inside = self.room.take(size)
+        place = None if inside else self.room.reserve(size)
         self._held.append(tensor if inside else tensor.to("meta"))
         self._places.append(place)
         self._devices.append(tensor.device)
         if place is not None:
-            self._room.write(place, tensor)
+            self.room.write(place, tensor)
 
 
 @dataclass
@@ -195,11 +195,13 @@ class States:
         tokens: Batches of (samples, length) int64.
         hidden: For each batch (samples, length, width), the inputs of the block that comes next.
         arguments: For each block and number of samples in a batch, what it is called with besides.
+        inner: Where they were asked for, the outputs of each sub-block of the block before, like ``hidden``.
     """
 
     tokens: list[Tensor]
     hidden: Batches
     arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
+    inner: list[Batches] = field(default_factory=list)
 
     def parts(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with so many tokens, of one sample at least: the number of the batch, and which samples."""
@@ -210,3 +212,13 @@ class States:
                 (i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)
             ]
         return found
+
+    def keep(self, i: int, outputs: list[Tensor]) -> None:
+        """Puts ``outputs``, of the sub-blocks for batch ``i``, into ``inner``; batches come in order."""
+        del self.inner[len(outputs) :]
+        self.inner += [Batches(self.hidden.room) for _ in outputs[len(self.inner) :]]
+        for batches, output in zip(self.inner, outputs, strict=True):
+            if i == len(batches):
+                batches.append(output)
+            else:
+                batches[i] = output

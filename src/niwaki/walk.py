@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from niwaki.blocks import Block, StreamedModel
+from niwaki.block import Block
+from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows
 from niwaki.checkpoint import CheckpointWriter
 from niwaki.distributed import World
@@ -241,7 +242,7 @@ class Walk:
         self._note_loans(block, experts)
         if origin and (effort.epochs or not last):
             with block.original():
-                block.advance(origin)
+                block.advance(origin, inner=effort.fits_apart)
             clock.lap("advance")
         if origin and effort.epochs:
             progress.stage(block.index, "fit", batches(states, origin, effort, self._world))
