@@ -285,6 +285,23 @@ def test_weights_off_the_grid_are_found(tmp_path: Path, what: str) -> None:
     assert message(lambda: export(out, tmp_path / "packed"), OutputError) == said
 
 
+def test_scales_are_positive(tmp_path: Path) -> None:
+    """Of a negative one the weights may well be on the grid."""
+    model, out, key = save_model(tmp_path / "model"), tmp_path / "out", "model.layers.1.mlp.up_proj.weight"
+    run(model, out)
+    path = out / FILE
+    data, scales = bytearray(path.read_bytes()), load_file(path)[f"{key}_scale"]
+    q = codes(tensors(out)[key], scales)
+    row = int((q.amin(dim=1) > -8).nonzero()[0])  # -8 would be 8
+    at = data.index(raw(scales))
+    scales[row] *= -1
+    data[at : at + scales.nbytes] = raw(scales)
+    path.write_bytes(data)
+    streamed = StreamedModel(Checkpoint(model), "cpu")
+    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), OutputError)
+    assert f"{key!r} has weights on disk that are not on its grid" in said
+
+
 # Packed
 
 
@@ -368,6 +385,7 @@ def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case
     [
         ("llama", None, "has no weights on a grid; prune the dense model with --quantize int4:128"),
         ("llama", "int3", "weights of 3 bits cannot be packed in this format; it has 4 or 8"),
+        ("llama", "int2", "weights of 2 bits cannot be packed in this format; it has 4 or 8"),
         ("gpt2", "int4", "'transformer.h.0.attn.c_attn.weight' of "),
         ("mixtral", "int4", "block_sparse_moe.experts.0.w1.weight' of "),
         (

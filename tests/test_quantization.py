@@ -109,6 +109,18 @@ def test_zeros_stay_zeros() -> None:
     assert not Grid(4, 4).project(W, scales, torch.bfloat16)[W == 0].any()
 
 
+def test_no_more_zeros() -> None:
+    """The nearest number that is not 0, where a weight is not."""
+    grid, W = Grid(3, 4), normal(5, 8, seed=0).masked_fill(normal(5, 8, seed=1) > 0.5, 0.0)
+    scales = normal(5, 2, seed=2).abs() + 1.0
+    found = grid.project(W, scales, F64, same_zeros=True)
+    assert int((found != grid.project(W, scales, F64)).sum()) > 10
+    for i, j in itertools.product(range(5), range(8)):
+        w, s = float(W[i, j]), float(scales[i, j // 4])
+        nearest = min((abs(q * s - w), q * s) for q in range(-4, 4) if q)
+        assert float(found[i, j]) == (nearest[1] if w else 0.0)
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_best_of_some_scales(bits: int) -> None:
     """A loop over groups, ratios and weights."""
@@ -227,13 +239,17 @@ def test_nothing_there(what: str) -> None:
 
 
 def test_dead_inputs_are_rounded_to_the_nearest() -> None:
+    """With the first scales: those that are fitted later have the same whole numbers."""
     problem = make_problem("dead input", dtype=F64)
-    after, scales = check(problem, solved(problem, Unstructured(0.3)), Grid(4, 8), F64)
+    before, grid = solved(problem, Unstructured(0.3), "magnitude"), Grid(4, 8)  # others prune them first
+    after, scales = check(problem, before, grid, F64)
     dead = problem.gram.norm == 0
-    nearest = Grid(4, 8).project(problem.W, scales, F64) * after.mask
-    differs = after.W[:, dead] != nearest[:, dead]
-    # A scale that was fitted later may have another nearest one.
-    assert differs.double().mean() < 0.1
+    assert dead.any()
+    first = grid.scales(before.W, problem.gram.H.diagonal(), F64)
+    nearest = (before.W / first.repeat_interleave(8, dim=1)).round().clamp(-8, 7) * before.mask
+    found = (after.W / scales.repeat_interleave(8, dim=1)).round()
+    assert nearest[:, dead].count_nonzero() > 10
+    assert torch.equal(found[:, dead], nearest[:, dead])
 
 
 def test_rows_are_independent() -> None:

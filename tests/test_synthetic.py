@@ -107,17 +107,22 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "niwaki.synthetic._continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
     )
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
     barrier, table = threading.Barrier(2, timeout=60), [None] * 2
     models = [stream_of(directory) for _ in range(2)]
+    sequence = 2 * (2 * 4) * 8 * 24 * 4 + 3 * 4 * 64
+    budgets = [2**29 + models[0].size + 2 * sequence, None]  # for one at a time, and for all
 
     def do(rank: int) -> Tensor | None:
         world = Thread(rank, 2, barrier, table)
-        return synthesize(models[rank], world.share(TOKENS), 5, world=world)
+        return synthesize(models[rank], world.share(TOKENS), 5, budgets[rank], world)
 
     with ThreadPoolExecutor(2) as threads:
         for found in threads.map(do, range(2)):
             assert found is not None
             assert torch.equal(found, TOKENS[:5, 11:12].expand(-1, 24))
+    assert len(seeds) == len(set(seeds)) == 5  # each draws its own, as many at a time as all have memory for
 
 
 # In a run
