@@ -25,7 +25,9 @@ from niwaki import cli
 from niwaki.block import Block
 from niwaki.checkpoint import Checkpoint
 from niwaki.record import Record
+from niwaki.report import load, render
 from niwaki.solvers import SOLVERS
+from niwaki.speed import SpeedRecord
 from niwaki.table import METHODS
 
 NIWAKI = Path(sys.executable).with_name("niwaki")
@@ -868,3 +870,50 @@ def test_solvers_are_listed_with_their_parameters(niwaki_: Command) -> None:
     rows = {line.split()[0]: line for line in listed.out.splitlines() if line.strip()}
     assert set(SOLVERS) <= set(rows)
     assert "damping=0.01, block_size=128" in rows["sparsegpt"]
+
+
+def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    pruned, packed, again = tmp_path / "pruned", tmp_path / "packed", tmp_path / "again"
+    assert niwaki_("prune", model, pruned, "--solver", "magnitude", "--sparsity", "0.7", *SMALL).code == 0
+    said = niwaki_("pack", pruned, packed)
+    assert said.code == 0
+    assert f"written to {packed}" in said.out
+    assert re.search(r"pruned matrices: [\d.]+ MiB became [\d.]+ \(0\.\d+\)", said.out)
+    assert niwaki_("unpack", packed, again).code == 0
+    assert (again / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
+    said = niwaki_("pack", model, tmp_path / "other")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    text = niwaki_("generate", packed, "The old man", "--tokens", "5")
+    assert text.code == 0
+    assert text.out.startswith("The old man")
+    assert text.out == niwaki_("generate", pruned, "The old man", "--tokens", "5").out
+    assert niwaki_("inspect", packed).out == niwaki_("inspect", pruned).out
+
+
+def test_bench(niwaki_: Command, tmp_path: Path) -> None:
+    """Both forms, whichever is given; the report has the table."""
+    model, pruned, packed = (tmp_path / name for name in ("model", "pruned", "packed"))
+    save_model_with_tokenizer(model)
+    assert niwaki_("prune", model, pruned, "--solver", "magnitude", "--sparsity", "0.7", *SMALL).code == 0
+    assert niwaki_("pack", pruned, packed).code == 0
+    short = ("--prompt-tokens", "8", "--tokens", "3", "--repeats", "1", "--device", "cpu")
+    for directory in (pruned, packed):
+        said = niwaki_("bench", directory, *short)
+        assert said.code == 0, said.err
+        found = SpeedRecord.from_json((directory / "niwaki-bench.json").read_text())
+        assert [(speed.weights, speed.dtype) for speed in found.speeds] == [
+            ("dense", "float32"),
+            ("packed", "float32"),
+        ]
+        dense, small = found.speeds
+        assert small.disk == sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+        assert dense.disk == (pruned / "model.safetensors").stat().st_size
+        assert small.resident < dense.resident < dense.peak
+        assert min(small.tokens_per_second, dense.tokens_per_second, small.first_token, small.load) > 0
+    page = render(load(packed))
+    assert "Speed and size" in page
+    assert all(f"<td>{text}</td>" in page for row in found.table()[1:] for text in row[1:])
+    said = niwaki_("bench", pruned, "--prompt-tokens", "200")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert "128 positions" in said.err

@@ -356,28 +356,14 @@ def summary(record: Record) -> Table:
 
 
 def speed_table(found: SpeedRecord) -> Table:
-    """A row for each form of the model, as `niwaki bench` shows it."""
+    """A row for each form of the model."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("weights", "computed in"):
-        table.add_column(heading)
-    for heading in ("on disk", "in memory", "peak", "loaded in", "first token", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for speed in found.speeds:
-        table.add_row(
-            speed.weights,
-            speed.dtype,
-            _size(speed.disk),
-            _size(speed.resident),
-            _size(speed.peak),
-            f"{speed.load:.2f} s",
-            f"{speed.first_token * 1000:,.1f} ms",
-            f"{speed.tokens_per_second:,.2f}",
-        )
+    head, *rows = found.table()
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:

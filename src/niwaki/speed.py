@@ -65,6 +65,41 @@ class SpeedRecord:
     speeds: list[Speed]
     versions: dict[str, str]
 
+    def table(self) -> list[list[str]]:
+        """For people: the heading, then a row for each form of the model."""
+        head = [
+            "weights",
+            "computed in",
+            "on disk",
+            "in memory",
+            "peak",
+            "loaded in",
+            "first token",
+            "tokens/s",
+        ]
+        return [head] + [
+            [
+                speed.weights,
+                speed.dtype,
+                _size(speed.disk),
+                _size(speed.resident),
+                _size(speed.peak),
+                f"{speed.load:.2f} s",
+                f"{speed.first_token * 1000:,.1f} ms",
+                f"{speed.tokens_per_second:,.2f}",
+            ]
+            for speed in self.speeds
+        ]
+
+    def conditions(self) -> str:
+        """For people: what was measured where."""
+        where = (
+            f"{self.threads} threads; packed weights: {self.kernels}" if self.device == "cpu" else self.device
+        )
+        return (
+            f"a prompt of {self.prompt} tokens, {self.tokens} written, the median of {self.repeats}; {where}"
+        )
+
     def to_json(self) -> str:
         """The text of a file."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -81,3 +116,7 @@ class SpeedRecord:
             return cls(**{**values, "speeds": [Speed(**speed) for speed in values["speeds"]]})
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"this is not what `niwaki bench` wrote: {error}") from error
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

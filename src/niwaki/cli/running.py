@@ -72,8 +72,7 @@ def bench(
             say=status.update,
         )
     out.print(speed_table(found))
-    out.print(f"{found.prompt} + {found.tokens} tokens, {found.device}", end="")
-    out.print(f", {found.threads} threads; kernels: {found.kernels}" if found.device == "cpu" else "")
+    out.print(found.conditions(), soft_wrap=True, markup=False)
     file = record or locate_model(model) / SPEED_NAME
     write_json(file, found.to_json())
     out.print(f"written to {file}", soft_wrap=True, markup=False)

@@ -17,6 +17,7 @@ from typing import Any
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.record import REPORT_NAME, Perplexity, Record, write_json
+from niwaki.speed import SPEED_NAME, SpeedRecord
 from niwaki.table import Comparison
 
 
@@ -70,6 +71,7 @@ class Material:
         versions: Of what matters.
         seconds: Of everything.
         json: The file that says so.
+        speed: What ``niwaki bench`` found, if it was asked.
     """
 
     directory: Path
@@ -82,6 +84,7 @@ class Material:
     versions: dict[str, str]
     seconds: float
     json: str
+    speed: SpeedRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,7 @@ def _model(directory: Path, text: str) -> Material:
     )
     stages = dict(record.seconds)
     total = stages.pop("total", sum(stages.values()))
+    speed = directory / SPEED_NAME
     run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, record)
     return Material(
         directory,
@@ -245,6 +249,7 @@ def _model(directory: Path, text: str) -> Material:
         record.versions,
         total,
         text,
+        SpeedRecord.from_json(speed.read_text(encoding="utf-8")) if speed.is_file() else None,
     )
 
 

@@ -169,6 +169,14 @@ class View:
                 tiles.append(("peak memory", memory(size), where))
         return tiles
 
+    @property
+    def speed(self) -> Table | None:
+        """What ``niwaki bench`` found."""
+        if self.material.speed is None:
+            return None
+        head, *rows = self.material.speed.table()
+        return Table.of(head, rows)
+
     def _best_tiles(self) -> list[tuple[str, str, str]]:
         text = self.texts[0] if self.texts else ""
         tiles = []
