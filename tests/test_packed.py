@@ -225,7 +225,7 @@ class TestSparseLinear:
     )
     def test_as_the_dense_layer(self, bias: bool, shape: tuple[int, ...]) -> None:
         dense, layer = self.layers(bias)
-        x = vectors(1, 2000).flatten()[: int(np.prod(shape))].view(shape)
+        x = vectors(1, 4000).flatten()[: int(np.prod(shape))].view(shape)
         with torch.no_grad():
             expected, found = dense(x), layer(x)
         assert found.shape == expected.shape

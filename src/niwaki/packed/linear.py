@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from niwaki.packed import kernels
 from niwaki.packed.matrix import PackedMatrix
 
-#: Vectors up to which a product reads the packed matrix as it is, on a CPU. With more of them unpacking it once for
+#: Vectors up to which a product reads the packed matrix as it is, on a CPU. Behind that unpacking it once for
 #: all is cheaper (docs/packed.md).
-DIRECT = 8
+DIRECT = 32
 
 
 class SparseLinear(nn.Module):
