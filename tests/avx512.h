@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
+#define _MM_HINT_T0 0
+inline void _mm_prefetch(const char*, int) {}
+
 struct __m512i { std::uint16_t lane[32]; };
 struct __m512bh { std::uint16_t lane[32]; };
 struct __m512 { float lane[16]; };

@@ -111,6 +111,32 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
     }
 }
 
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+
+// The values of a row that is computed together with `rows` - 1 others. The hardware's own foresight ends where a row does:
+// behind it come the rows after these.
+struct Values {
+    const std::uint8_t *next, *end;
+    std::int64_t ahead;
+    Values() = default;
+    Values(const Matrix& m, int size, std::int64_t row, int index, int rows)
+        : next(static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + index]),
+          end(static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + index + 1]),
+          ahead(row + 2 * rows <= m.rows ? size * (m.starts[row + rows] - m.starts[row + 1]) : 0) {}
+    void prefetch() const {
+        const std::uint8_t* soon = next + PREFETCH;
+        soon += soon < end ? 0 : ahead;
+        _mm_prefetch(reinterpret_cast<const char*>(soon), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(soon + 64), _MM_HINT_T0);
+    }
+};
+
+void prefetch_mask(const Matrix& m, std::int64_t row, std::int64_t word) {
+    if (word % 8 == 0) _mm_prefetch(reinterpret_cast<const char*>(m.mask + row * m.stride + 8 * word), _MM_HINT_T0);
+}
+
+#endif
+
 #if defined(NIWAKI_X86)
 
 // For each byte of a mask, the bytes of a register that go to the lanes of its ones; 128 gives a zero.
@@ -173,14 +199,12 @@ TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std:
     constexpr int sums = rows * vectors == 1 ? 4 : rows * vectors < 5 ? 2 : 1;  // of each product: additions wait for the one before
     const Matrix& m = p.matrix;
     const float* x = p.x + b * 8 * m.stride;
-    const std::uint8_t *values[rows], *end[rows];
+    Values values[rows];
     __m256 total[rows][vectors];
     for (int r = 0; r < rows; ++r) {
-        values[r] = static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + r];
-        end[r] = static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + r + 1];
+        values[r] = Values(m, size, row, r, rows);
         for (auto& sum : total[r]) sum = _mm256_setzero_ps();
     }
-    const std::int64_t ahead = row + 2 * rows <= m.rows ? size * (m.starts[row + rows] - m.starts[row + 1]) : 0;
     const Groups groups(m);
     for (std::int64_t group = 0; group < groups.count; ++group) {
         __m256 parts[rows][vectors][sums];
@@ -191,13 +215,8 @@ TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std:
             std::uint64_t bits[rows];
             for (int r = 0; r < rows; ++r) {
                 bits[r] = load<std::uint64_t>(m.mask + (row + r) * m.stride + 8 * word);
-                // The hardware's own foresight ends where a row does: behind it come the rows after these.
-                const std::uint8_t* soon = values[r] + PREFETCH;
-                soon += soon < end[r] ? 0 : ahead;
-                _mm_prefetch(reinterpret_cast<const char*>(soon), _MM_HINT_T0);
-                _mm_prefetch(reinterpret_cast<const char*>(soon + 64), _MM_HINT_T0);
-                if (word % 8 == 0)
-                    _mm_prefetch(reinterpret_cast<const char*>(m.mask + (row + rows + r) * m.stride + 8 * word), _MM_HINT_T0);
+                values[r].prefetch();
+                prefetch_mask(m, row + rows + r, word);
             }
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) {
@@ -210,11 +229,11 @@ TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std:
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; ++r) {
                     const unsigned byte = bits[r] >> 8 * i & 255;
-                    const __m256 weights = expand<dtype>(values[r], byte);
+                    const __m256 weights = expand<dtype>(values[r].next, byte);
 #pragma GCC unroll 4
                     for (int v = 0; v < vectors; ++v)
                         parts[r][v][i % sums] = _mm256_fmadd_ps(weights, shared[v], parts[r][v][i % sums]);
-                    values[r] += size * __builtin_popcountll(byte);
+                    values[r].next += size * __builtin_popcountll(byte);
                 }
             }
         }
@@ -259,44 +278,63 @@ void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t fi
 
 #define NIWAKI_AVX512 "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"
 
-// 2-byte values of BF16 only. The vectors are in another order: of 32 numbers first those at even places, as they come
-// out of a register of pairs; for `pairs` they are bfloat16, in their own order, and so are the products.
-template <int vectors, bool pairs>
-TARGET(NIWAKI_AVX512 ",avx512bf16") inline void avx512_rows(
-    const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
+// `rows` rows from `row` on, of BF16 only. The vectors are in another order: of 32 numbers first those at even places, as
+// they come out of a register of pairs; for `pairs` they are bfloat16, in their own order, and so are the products.
+template <int vectors, bool pairs, int rows>
+TARGET(NIWAKI_AVX512 ",avx512bf16") inline void avx512_some(const Product& p, std::int64_t b, std::int64_t row) {
     const Matrix& m = p.matrix;
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    for (std::int64_t row = first; row < last; ++row) {
-        const std::uint8_t* bits = m.mask + row * m.stride;
-        const auto* values = static_cast<const std::uint16_t*>(m.values) + m.starts[row];
-        __m512 sums[vectors][2];
-        for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
-        for (std::int64_t at = 0; at < 8 * m.stride; at += 64) {
-            const auto word = load<std::uint64_t>(bits + at / 8);
+    Values values[rows];
+    __m512 sums[rows][vectors][2];
+    for (int r = 0; r < rows; ++r) {
+        values[r] = Values(m, 2, row, r, rows);
+        for (auto& sum : sums[r]) sum[0] = sum[1] = _mm512_setzero_ps();
+    }
+    for (std::int64_t word = 0; word < m.stride / 8; ++word) {
+        std::uint64_t bits[rows];
+        for (int r = 0; r < rows; ++r) {
+            bits[r] = load<std::uint64_t>(m.mask + (row + r) * m.stride + 8 * word);
+            values[r].prefetch();
+            prefetch_mask(m, row + rows + r, word);
+        }
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                const auto ones = static_cast<std::uint32_t>(word >> 32 * half);
-                const __m512i weights = _mm512_maskz_expand_epi16(ones, _mm512_loadu_si512(values));
+        for (int half = 0; half < 2; ++half)
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r) {
+                const auto ones = static_cast<std::uint32_t>(bits[r] >> 32 * half);
+                __m512i next = _mm512_loadu_si512(values[r].next);
+#if defined(NIWAKI_X86)
+                asm("" : "+v"(next));  // from memory some processors take many times as long to expand
+#endif
+                const __m512i weights = _mm512_maskz_expand_epi16(ones, next);
+                values[r].next += 2 * __builtin_popcount(ones);
 #pragma GCC unroll 4
                 for (int v = 0; v < vectors; ++v) {
-                    const std::int64_t place = (b + v) * 8 * m.stride + at + 32 * half;
+                    const std::int64_t place = (b + v) * 8 * m.stride + 64 * word + 32 * half;
+                    auto& sum = sums[r][v];
                     if constexpr (pairs) {
                         const __m512i x = _mm512_loadu_si512(p.x_bf16 + place);
-                        sums[v][half] = _mm512_dpbf16_ps(sums[v][half], reinterpret_cast<const __m512bh&>(weights),
-                                                         reinterpret_cast<const __m512bh&>(x));
+                        sum[half] = _mm512_dpbf16_ps(sum[half], reinterpret_cast<const __m512bh&>(weights),
+                                                     reinterpret_cast<const __m512bh&>(x));
                     } else {
                         const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16));
                         const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(weights, upper));
-                        sums[v][0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sums[v][0]);
-                        sums[v][1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sums[v][1]);
+                        sum[0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sum[0]);
+                        sum[1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sum[1]);
                     }
                 }
-                values += __builtin_popcount(ones);
             }
-        }
-        for (int v = 0; v < vectors; ++v)
-            p.y[(b + v) * m.rows + row] = _mm512_reduce_add_ps(_mm512_add_ps(sums[v][0], sums[v][1]));
     }
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < vectors; ++v)
+            p.y[(b + v) * m.rows + row + r] = _mm512_reduce_add_ps(_mm512_add_ps(sums[r][v][0], sums[r][v][1]));
+}
+
+template <int vectors, bool pairs>
+TARGET(NIWAKI_AVX512 ",avx512bf16") void avx512_rows(
+    const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
+    for (; first + 2 <= last; first += 2) avx512_some<vectors, pairs, 2>(p, b, first);
+    for (; first < last; ++first) avx512_some<vectors, pairs, 1>(p, b, first);
 }
 
 #endif
