@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #if defined(NIWAKI_EMULATE)
@@ -130,6 +131,17 @@ struct Values {
         _mm_prefetch(reinterpret_cast<const char*>(soon + 64), _MM_HINT_T0);
     }
 };
+
+// Calls `function` with a number from 1 to VECTORS that the compiler knows.
+template <typename Function>
+void with_number(int number, Function&& function) {
+    switch (number) {
+        case 1: return function(std::integral_constant<int, 1>{});
+        case 2: return function(std::integral_constant<int, 2>{});
+        case 3: return function(std::integral_constant<int, 3>{});
+        default: return function(std::integral_constant<int, VECTORS>{});
+    }
+}
 
 void prefetch_mask(const Matrix& m, std::int64_t row, std::int64_t word) {
     if (word % 8 == 0) _mm_prefetch(reinterpret_cast<const char*>(m.mask + row * m.stride + 8 * word), _MM_HINT_T0);
@@ -264,12 +276,7 @@ TARGET(NIWAKI_AVX2) void avx2_rows(const Product& p, std::int64_t b, std::int64_
 
 template <int dtype>
 void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
-    switch (vectors) {
-        case 1: return avx2_rows<dtype, 1>(p, b, first, last);
-        case 2: return avx2_rows<dtype, 2>(p, b, first, last);
-        case 3: return avx2_rows<dtype, 3>(p, b, first, last);
-        default: return avx2_rows<dtype, 4>(p, b, first, last);
-    }
+    with_number(vectors, [&](auto number) { avx2_rows<dtype, number>(p, b, first, last); });
 }
 
 #endif
@@ -345,12 +352,7 @@ using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t 
 
 template <bool pairs>
 void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
-    switch (vectors) {
-        case 1: return avx512_rows<1, pairs>(p, b, first, last);
-        case 2: return avx512_rows<2, pairs>(p, b, first, last);
-        case 3: return avx512_rows<3, pairs>(p, b, first, last);
-        default: return avx512_rows<4, pairs>(p, b, first, last);
-    }
+    with_number(vectors, [&](auto number) { avx512_rows<number, pairs>(p, b, first, last); });
 }
 
 #endif
