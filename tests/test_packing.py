@@ -154,6 +154,16 @@ def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
         assert torch.allclose(found, reference(edit)(tokens).logits, atol=1e-4)
 
 
+def test_negative_zeros_are_counted(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model")
+    assert niwaki.pack(model, tmp_path / "packed").negative_zeros == 0
+    tensors = load_file(model / "model.safetensors")
+    zeros = next(value.view(-1) for key, value in tensors.items() if is_pruned("llama", key))
+    zeros[(zeros == 0).nonzero()[:5]] = -0.0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert niwaki.pack(model, tmp_path / "again").negative_zeros == 5
+
+
 class TestRefusals:
     def test_dense(self, tmp_path: Path) -> None:
         model = save_model(tmp_path / "model")

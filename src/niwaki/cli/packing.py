@@ -22,6 +22,11 @@ def pack(model: Model, output: Output) -> None:
         f"({sizes.packed / sizes.matrices:.3f}); all weights: {sizes.dense / 2**20:,.1f} MiB became "
         f"{sizes.total / 2**20:,.1f} ({sizes.total / sizes.dense:.3f})"
     )
+    if sizes.negative_zeros:
+        out.print(
+            f"{sizes.negative_zeros:,} of the values that are kept are -0.0, as W * mask leaves them: the model would "
+            "be smaller with 0.0 (docs/packed.md)"
+        )
     out.print(f"written to {output}", soft_wrap=True, markup=False)
 
 

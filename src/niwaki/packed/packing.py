@@ -29,7 +29,7 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, U
 from niwaki.layout import Matrix
 from niwaki.output import Shards, check_output, fingerprint, workplace
 from niwaki.packed.files import FORMAT, INDEX, VERSION, Index, PackedCheckpoint, Shard, Stored, dense, raw
-from niwaki.packed.matrix import PackedMatrix, groups_fit
+from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
 from niwaki.quantization import Grid, parse_grid
 from niwaki.record import write_json
@@ -49,19 +49,26 @@ class Sizes:
         packed: And afterwards.
         dense: Of all weights, before.
         total: And afterwards.
+        negative_zeros: How many of the packed values are -0.0, which other pruners leave: kept, and of no use.
     """
 
     matrices: int = 0
     packed: int = 0
     dense: int = 0
     total: int = 0
+    negative_zeros: int = 0
 
     def plus(self, value: Tensor, parts: Sequence[Tensor]) -> Sizes:
-        """With one more tensor, that became ``parts``."""
+        """With one more tensor, that became ``parts``, the last of which are the values."""
         new = sum(part.nbytes for part in parts)
         changed = (value.nbytes, new) if len(parts) > 1 else (0, 0)
+        useless = int((parts[-1][:-PADDING] == 0).sum()) if len(parts) > 1 else 0
         return Sizes(
-            self.matrices + changed[0], self.packed + changed[1], self.dense + value.nbytes, self.total + new
+            self.matrices + changed[0],
+            self.packed + changed[1],
+            self.dense + value.nbytes,
+            self.total + new,
+            self.negative_zeros + useless,
         )
 
 
