@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 from torch import Tensor, nn
 
 from niwaki.packed import kernels
 from niwaki.packed.matrix import PackedMatrix
 
-#: Vectors up to which a product reads the packed matrix as it is, on a CPU. Behind that unpacking it once for
-#: all is cheaper (docs/packed.md).
-DIRECT = 32
+#: Vectors up to which a product reads the packed matrix as it is, by the kind of device. With more of them unpacking
+#: it once for all is cheaper (docs/packed.md).
+DIRECT = {"cpu": 32, "cuda": 16}
 
 
 class SparseLinear(nn.Module):
     """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
 
-    Few vectors are multiplied with W as it is, by the native kernels, added up in float32; for more of them, and where
-    there are no such kernels, some rows of W at a time are unpacked and multiplied by torch.
+    Few vectors are multiplied with W as it is, by the native kernels or on a GPU by Triton's, added up in float32; for
+    more of them, and where there are no such kernels, some rows of W at a time are unpacked and multiplied by torch.
 
     Args:
         weight: W, (out_features, in_features).
@@ -54,12 +57,7 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in the dtype of x."""
-        W, rows = self.packed, x.reshape(-1, self.in_features)
-        few = 0 < len(rows) <= DIRECT and not (torch.is_grad_enabled() and x.requires_grad)
-        if few and x.device.type == "cpu" and kernels.library() is not None:
-            y = kernels.multiply(W, rows).to(x.dtype)
-        else:
-            y = kernels.multiply_by_tiles(W, rows)
+        y = _multiply(self.packed, x.reshape(-1, self.in_features), x.device.type)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
@@ -71,3 +69,21 @@ class SparseLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"sparsity={sparsity:.3f}, values={kind}"
         )
+
+
+def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
+    """(n, rows) in the dtype of x (n, columns): x W^T, by what a kind of device has for so many vectors."""
+    direct = 0 < len(x) <= DIRECT.get(device, 0) and not (torch.is_grad_enabled() and x.requires_grad)
+    if direct and device == "cpu" and kernels.library() is not None:
+        return kernels.multiply(W, x).to(x.dtype)
+    if direct and device == "cuda" and torch.float64 not in (W.dtype, x.dtype) and _has_triton():
+        from niwaki.packed import gpu
+
+        return gpu.multiply(W, x)
+    return kernels.multiply_by_tiles(W, x)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """It comes with torch for GPUs."""
+    return importlib.util.find_spec("triton") is not None

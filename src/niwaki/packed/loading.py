@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from niwaki.blocks import StreamedModel
 from niwaki.checkpoint import locate_model
-from niwaki.packed import kernels
+from niwaki.packed import kernels, semi_structured
 from niwaki.packed.files import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def load(model: str | Path, device: str = "auto", dtype: str = "auto") -> PreTrainedModel:
+def load(
+    model: str | Path, device: str = "auto", dtype: str = "auto", *, two_four: bool = False
+) -> PreTrainedModel:
     """A model of transformers, ready to generate text, with weights that stay packed in memory.
 
     Linear layers whose weights are packed become :class:`SparseLinear`; other packed tensors (experts in one tensor)
@@ -29,13 +31,21 @@ def load(model: str | Path, device: str = "auto", dtype: str = "auto") -> PreTra
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What is computed in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's
             own on a GPU. Packed weights stay as they are.
+        two_four: On a GPU, linear layers whose weights have the pattern 2:4 become torch's semi-structured ones, and
+            nothing stays packed. While it is read the model takes as much memory as the dense one.
 
     Raises:
+        UsageError: ``two_four`` without a GPU, not in half precision, or of a model without the pattern.
         CheckpointError: it is damaged or incomplete.
         UnsupportedModelError: it is of a kind that niwaki does not know.
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, device, dtype)
+    if two_four:
+        semi_structured.check(streamed.device, streamed.dtype)
+        loaded = streamed.load()
+        semi_structured.convert(streamed)
+        return loaded
     if isinstance(checkpoint, PackedCheckpoint):
         _replace_linears(streamed, checkpoint)
         if streamed.device.type == "cpu" and kernels.library() is None:

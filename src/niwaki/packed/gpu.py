@@ -1,0 +1,255 @@
+"""Products with packed matrices on a GPU, for a few vectors at a time: Triton kernels. Imports Triton.
+
+What bounds them
+    To generate text, each weight is read once for at most 16 vectors, so the floor is bytes over bandwidth. A dense
+    half-precision weight is 2 bytes; a packed one is 1/8 byte of mask and 2 bytes for each value. So no kernel of this
+    format can be faster than the dense product at the same bandwidth by more than 1.78 at 50 %, 2.76 at 70 % and
+    3.81 at 80 % zeros.
+
+    What keeps a kernel from its floor is decoding: all positions are looked at, also those of zeros. A GPU of 132
+    multiprocessors at 1.75 GHz issues 30 T instructions for single lanes a second; reading 3.35 TB/s at 50 % it gets
+    to 3.0 T positions a second, so that an instruction is only free up to the tenth at a position. With 1 TB/s, 128
+    multiprocessors and 2.5 GHz it is up to the 46th. So the kernels save instructions:
+
+    * A word of the mask is 32 columns. Where a column's value is follows from a count of the ones before it: in the
+      words before by one scan over the words of a step, in the word by a population count of the bits below.
+    * Two columns share a lane, their count and their address: the value of the second is the first or the second one
+      at that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
+    * What is behind a zero is read as well and not used: there are always values behind the last one (PADDING), and a
+      load without a condition is cheaper than one with it.
+    * Nothing is added up over lanes, and nothing goes through shared memory but the words' counts, before a row ends.
+    * The words of the next step are read before this one is computed.
+
+Two kernels
+    For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 the decoded values of 16 rows go to
+    the tensor cores, which add up in float32 too; that takes W and x in the same half precision. What is not, is
+    computed by the first one, 2 vectors at a time.
+
+    A lane has 32 positions in flight in the first kernel, 64 in the second: with 8 to 32 warps on a multiprocessor
+    these are the 8 to 32 KB that it takes to hide the time that memory takes to answer.
+
+    As Triton 3.9 compiles them for sm_90, the loop of the first kernel has 11.3 instructions for a position (9.9 for
+    four rows at a time), that of the second 13.3; with a column for each lane it was 16.5. Nothing was timed: see
+    docs/packed.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from niwaki.packed.matrix import PackedMatrix
+
+#: Vectors up to which the first of the two kernels is taken.
+_FEW = 2
+
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
+    """(n, rows) in the dtype of x (n, columns): x W^T, added up in float32.
+
+    Args:
+        W: Of bfloat16, float16 or float32, or with scales; on a GPU.
+        x: Of one of these dtypes, on the same GPU. Right for any n, and meant for 1 to 16.
+
+    Raises:
+        RuntimeError: Triton cannot compile here; it needs a C compiler.
+    """
+    rows, columns = W.shape
+    vectors = len(x)
+    assert vectors > 0
+    assert x.shape[1:] == (columns,)
+    assert {W.dtype, x.dtype} <= _DTYPES.keys()
+    y = torch.empty(vectors, rows, dtype=x.dtype, device=x.device)
+    words = W.mask.shape[1] // 4
+    groups = 1 if W.scales is None else W.scales.shape[1]
+    tensors = (W.mask.view(torch.uint32), W.values, W.starts, W.scales, x.contiguous(), y)
+    sizes = (rows, columns, words, groups, vectors)
+    # Said although it is what it was always: without it Triton warns.
+    options = {"DTYPE": _DTYPES[W.dtype], "SCALED": W.scales is not None, "enable_fp_fusion": True}
+    with torch.cuda.device_of(x):
+        if vectors > _FEW and W.dtype == x.dtype != torch.float32:
+            batch = triton.next_power_of_2(vectors)
+            # In Triton's interpreter tl.dot takes the bits of bfloat16 for whole numbers.
+            wrong = x.dtype == torch.bfloat16 and not isinstance(_by_tensor_cores, triton.JITFunction)
+            factors = tl.float32 if wrong else _DTYPES[x.dtype]
+            _by_tensor_cores[(triton.cdiv(rows, 16),)](
+                *tensors,
+                *sizes,
+                BATCH=batch,
+                ROWS=16,
+                WORDS=16,
+                FACTORS=factors,
+                **options,
+                num_warps=4,
+                num_stages=2,
+            )
+        else:
+            batch = min(vectors, _FEW)
+            each, warps = _tile(rows)
+            grid = (triton.cdiv(rows, each), triton.cdiv(vectors, batch))
+            _by_lanes[grid](
+                *tensors, *sizes, BATCH=batch, ROWS=each, WORDS=32 // each * warps, **options, num_warps=warps
+            )
+    return y
+
+
+def _tile(rows: int) -> tuple[int, int]:
+    """How many rows at a time the first kernel takes, and how many warps share them.
+
+    Four rows read x less often than two; with few rows there are then too few warps. The step is as long as gives each
+    lane 32 positions.
+    """
+    return 4 if rows >= 8192 else 2, 1 if rows >= 4096 else 2 if rows >= 2048 else 4
+
+
+@triton.jit
+def _ones(words):
+    """How many bits of each are 1. LLVM knows this for what it is and makes it one instruction."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return (words * 0x01010101) >> 24
+
+
+@triton.jit
+def _decode(bits, at, base, scale, DTYPE: tl.constexpr, SCALED: tl.constexpr):
+    """The values of even and of odd columns, (ROWS, WORDS, 16) each, and where the next ones are.
+
+    ``bits`` (ROWS, WORDS) uint32, ``at`` (ROWS,) uint32 counted from ``base``, ``scale`` (ROWS, WORDS).
+    """
+    pair = tl.arange(0, 16).to(tl.uint32)
+    even = ((pair * 0 + 1) << (2 * pair))[None, None, :]
+    counts = _ones(bits)
+    before = tl.cumsum(counts, 1) - counts + at[:, None]
+    spread = bits[:, :, None]
+    place = base + (before[:, :, None] + _ones(spread & (even - 1)))
+    first = tl.load(place)
+    second = tl.load(place + 1)
+    if SCALED:
+        first = (first.to(tl.float32) * scale[:, :, None]).to(DTYPE)
+        second = (second.to(tl.float32) * scale[:, :, None]).to(DTYPE)
+    zero = tl.zeros_like(first)
+    there = (spread & even) != 0
+    left = tl.where(there, first, zero)
+    right = tl.where((spread & (even + even)) != 0, tl.where(there, second, first), zero)
+    return left, right, at + tl.sum(counts, 1)
+
+
+@triton.jit
+def _read_words(mask, scales, row, rows, word, words, groups, SCALED: tl.constexpr):
+    """The bits and scales, (ROWS, WORDS) each, of words ``word`` (WORDS,) of rows ``row`` (ROWS,); 0 outside."""
+    inside = (row < rows)[:, None] & (word < words)[None, :]
+    line = row.to(tl.int64)[:, None]
+    bits = tl.load(mask + line * words + word[None, :], mask=inside, other=0)
+    scale = 0.0
+    if SCALED:
+        group = word // (words // groups)
+        scale = tl.load(scales + line * groups + group[None, :], mask=inside, other=0.0)
+    return bits, scale
+
+
+@triton.jit
+def _by_lanes(
+    mask,
+    values,
+    starts,
+    scales,
+    x,
+    y,
+    rows,
+    columns,
+    words,
+    groups,
+    vectors,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """BATCH outputs of ROWS rows, by WORDS words of the mask at a time."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.load(starts + tl.program_id(0) * ROWS)
+    base = values + start
+    at = (tl.load(starts + tl.minimum(row, rows - 1)) - start).to(tl.uint32)
+    word = tl.arange(0, WORDS)
+    column = tl.reshape(tl.arange(0, WORDS * 32), (WORDS, 16, 2))[None]
+    vector = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
+    # Behind the last vector the last one is taken again, and not stored.
+    inputs = x + tl.minimum(vector, vectors - 1)[:, None, None, None] * columns + column
+    sums = tl.zeros((BATCH, ROWS, WORDS, 16), tl.float32)
+    bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)
+    whole = columns // (32 * WORDS) * WORDS
+    for done in range(0, whole, WORDS):
+        bits_then, scale_then = _read_words(
+            mask, scales, row, rows, done + WORDS + word, words, groups, SCALED
+        )
+        left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
+        x_left, x_right = tl.split(tl.load(inputs + done * 32).to(tl.float32))
+        sums += x_left[:, None] * left.to(tl.float32)[None]
+        sums += x_right[:, None] * right.to(tl.float32)[None]
+        bits, scale = bits_then, scale_then
+    if whole < words:
+        left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
+        inside = whole * 32 + column < columns
+        x_left, x_right = tl.split(tl.load(inputs + whole * 32, mask=inside, other=0.0).to(tl.float32))
+        sums += x_left[:, None] * left.to(tl.float32)[None]
+        sums += x_right[:, None] * right.to(tl.float32)[None]
+    outputs = tl.sum(tl.reshape(sums, (BATCH, ROWS, WORDS * 16)), 2).to(y.dtype.element_ty)
+    stored = (vector < vectors)[:, None] & (row < rows)[None, :]
+    tl.store(y + vector[:, None] * rows + row[None, :], outputs, mask=stored)
+
+
+@triton.jit
+def _by_tensor_cores(
+    mask,
+    values,
+    starts,
+    scales,
+    x,
+    y,
+    rows,
+    columns,
+    words,
+    groups,
+    vectors,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """All outputs of ROWS rows, by WORDS words of the mask at a time."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.load(starts + tl.program_id(0) * ROWS)
+    base = values + start
+    at = (tl.load(starts + tl.minimum(row, rows - 1)) - start).to(tl.uint32)
+    word = tl.arange(0, WORDS)
+    column = tl.arange(0, WORDS * 32)[:, None]
+    vector = tl.arange(0, BATCH)
+    inputs = x + tl.minimum(vector, vectors - 1)[None, :] * columns + column
+    sums = tl.zeros((ROWS, BATCH), tl.float32)
+    bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)
+    whole = columns // (32 * WORDS) * WORDS
+    for done in range(0, whole, WORDS):
+        bits_then, scale_then = _read_words(
+            mask, scales, row, rows, done + WORDS + word, words, groups, SCALED
+        )
+        left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
+        weights = tl.reshape(tl.join(left, right), (ROWS, WORDS * 32))
+        x_step = tl.load(inputs + done * 32)
+        sums = tl.dot(weights.to(FACTORS), x_step.to(FACTORS), sums)
+        bits, scale = bits_then, scale_then
+    if whole < words:
+        left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
+        weights = tl.reshape(tl.join(left, right), (ROWS, WORDS * 32))
+        inside = whole * 32 + column < columns
+        x_step = tl.load(inputs + whole * 32, mask=inside, other=0.0)
+        sums = tl.dot(weights.to(FACTORS), x_step.to(FACTORS), sums)
+    stored = (row < rows)[:, None] & (vector < vectors)[None, :]
+    tl.store(y + vector[None, :] * rows + row[:, None], sums.to(y.dtype.element_ty), mask=stored)

@@ -1,0 +1,216 @@
+"""The kernels for GPUs against float64; without a GPU in Triton's interpreter (see conftest.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.packed import linear
+from niwaki.packed.matrix import PackedMatrix, pack
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no package for this platform"
+)
+if importlib.util.find_spec("triton") is not None:
+    from niwaki.packed import gpu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+#: Largest relative error of a number rounded to the dtype; the interpreter cuts bfloat16 off.
+ROUNDING = {HALF: 2**-11, BRAIN: 2**-7, SINGLE: 2**-24}
+
+
+def random(rows: int, columns: int, density: float, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rows + columns)
+    W = torch.randn(rows, columns, generator=generator)
+    kept = torch.rand(rows, columns, generator=generator) < density
+    return torch.where(kept, W, 0.0).to(dtype)
+
+
+def amid(value: Tensor, filler: float) -> Tensor:
+    """The same tensor, on the device, in the midst of memory that holds something else."""
+    room = torch.full((value.numel() + 256,), filler, dtype=value.dtype, device=DEVICE)
+    inside = room[128:-128].view(value.shape)
+    return inside.copy_(value)
+
+
+def in_hostile_memory(W: PackedMatrix) -> PackedMatrix:
+    """With ones, NaNs and far places before and behind its parts, and behind the last value."""
+    whole = W.values.dtype == torch.int8
+    values = W.values.clone()
+    values[int(W.starts[-1]) :] = 99 if whole else torch.nan
+    return replace(
+        W,
+        mask=amid(W.mask, 255),
+        values=amid(values, 99 if whole else torch.nan),
+        starts=amid(W.starts, 1),
+        scales=None if W.scales is None else amid(W.scales, torch.nan),
+    )
+
+
+def check(packed: PackedMatrix, dense: Tensor, vectors: int, dtype: torch.dtype) -> None:
+    """x W^T for random vectors against float64: one rounding, and sums in float32."""
+    x = torch.randn(vectors, dense.shape[1], generator=torch.Generator().manual_seed(vectors)).to(dtype)
+    y = gpu.multiply(in_hostile_memory(packed), amid(x, torch.nan)).cpu()
+    assert (y.dtype, y.shape) == (dtype, (vectors, len(dense)))
+    right = x.double() @ dense.double().T
+    sums = x.double().abs() @ dense.double().abs().T
+    least = 2.0**-24 if dtype == HALF else 0.0  # its smallest number
+    assert ((y.double() - right).abs() <= ROUNDING[dtype] * right.abs() + 1e-6 * sums + least).all()
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+def test_products(dtype: torch.dtype, vectors: int) -> None:
+    W = random(3, 70, 0.5, dtype)
+    check(pack(W), W, vectors, dtype)
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs"), [(HALF, BRAIN), (BRAIN, HALF), (SINGLE, HALF), (BRAIN, SINGLE)]
+)
+def test_dtypes_that_differ(weights: torch.dtype, inputs: torch.dtype) -> None:
+    """Products are of W as it is, not rounded to the dtype of x."""
+    W = random(12, 70, 0.5, weights)
+    check(pack(W), W, 3, inputs)
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (17, 33), (33, 64), (5, 511), (2, 512), (3, 513), (2, 2048), (3, 4200)]
+)
+def test_shapes(rows: int, columns: int, vectors: int) -> None:
+    """Parts of a tile, whole ones, and several steps with and without a rest."""
+    W = random(rows, columns, 0.5, HALF)
+    check(pack(W), W, vectors, HALF)
+
+
+@pytest.mark.parametrize("vectors", [1, 4])
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.98, 1.0])
+def test_densities(density: float, vectors: int) -> None:
+    W = random(4, 600, density, HALF)
+    check(pack(W), W, vectors, HALF)
+
+
+@pytest.mark.parametrize("vectors", [1, 4])
+def test_rows_and_words_that_are_empty_or_full(vectors: int) -> None:
+    W = random(19, 600, 0.5, HALF)
+    W[0] = W[7] = W[18] = 0
+    W[1] = W[17] = 1.5
+    W[2:6, 32:96] = 0
+    W[3:9, 512:576] = -2
+    W[10, ::2] = W[11, 1::2] = 0
+    check(pack(W), W, vectors, HALF)
+
+
+def test_zeros_below_the_usual_are_values() -> None:
+    """-0.0 and numbers next to 0 have bits, so they are in the mask."""
+    W = random(2, 70, 0.5, SINGLE)
+    W[0, 3], W[1, 5] = -0.0, 1e-42
+    check(pack(W), W, 1, SINGLE)
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (4, 1), (2, 1), (2, 2)])
+def test_tiles_of_large_matrices(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that matrices of thousands of rows are given, on a small one."""
+    monkeypatch.setattr(gpu, "_tile", lambda _: tile)
+    W = random(9, 1100, 0.5, HALF)
+    for vectors in (1, 2):
+        check(pack(W), W, vectors, HALF)
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 7])
+@pytest.mark.parametrize(("columns", "groups"), [(70, 1), (192, 3), (2304, 18)])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_whole_numbers_with_scales(columns: int, groups: int, dtype: torch.dtype, vectors: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    codes = torch.randint(-127, 128, (3, columns), generator=generator).to(torch.int8)
+    codes[torch.rand(codes.shape, generator=generator) < 0.5] = 0
+    scales = torch.rand(3, groups, generator=generator) / 100
+    W = (codes.float().unflatten(1, (groups, -1)) * scales.unsqueeze(2)).flatten(1).to(dtype)
+    check(pack(W, codes, scales), W, vectors, dtype)
+
+
+def test_more_vectors_than_it_is_meant_for() -> None:
+    W = random(3, 70, 0.5, HALF)
+    check(pack(W), W, 19, HALF)
+
+
+def test_inputs_of_any_layout() -> None:
+    W = random(3, 70, 0.5, HALF)
+    x = torch.randn(70, 4, generator=torch.Generator().manual_seed(0)).to(HALF).to(DEVICE).T
+    y = gpu.multiply(pack(W).to(DEVICE), x).cpu().double()
+    assert torch.allclose(y, x.cpu().double() @ W.double().T, rtol=2**-10, atol=1e-3)
+
+
+def test_what_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU few vectors go to these kernels, and many, or what they cannot do, to the path by tiles."""
+    seen: list[int] = []
+
+    def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x @ torch.ones(x.shape[1], W.shape[0], dtype=x.dtype)
+
+    monkeypatch.setattr(gpu, "multiply", multiply)
+    W = pack(random(3, 70, 0.5, SINGLE))
+    for vectors in (0, 1, 16, 17):
+        assert linear._multiply(W, torch.ones(vectors, 70), "cuda").shape == (vectors, 3)
+    assert seen == [1, 16]
+    linear._multiply(W, torch.ones(1, 70), "cpu")
+    linear._multiply(W, torch.ones(1, 70, requires_grad=True), "cuda")
+    linear._multiply(W, torch.ones(1, 70, dtype=torch.float64), "cuda")
+    monkeypatch.setattr(linear, "_has_triton", lambda: False)
+    linear._multiply(W, torch.ones(1, 70), "cuda")
+    assert seen == [1, 16]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_layer_on_a_gpu() -> None:
+    W = random(300, 700, 0.5, HALF)
+    layer = linear.SparseLinear(pack(W)).to(DEVICE)
+    for vectors in (1, 2, 7, 16, 40):
+        x = torch.randn(vectors, 700, generator=torch.Generator().manual_seed(0)).to(HALF)
+        y = layer(x.to(DEVICE)).cpu().double()
+        assert torch.allclose(y, x.double() @ W.double().T, rtol=2**-10, atol=1e-2)
+
+
+#: Builds a kernel as for a GPU, with no GPU: what the interpreter lets pass, the compiler may not.
+COMPILE = """
+import sys
+import triton.language as tl
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from niwaki.packed import gpu
+
+def build(kernel, **constants):
+    pointers = {"mask": "*u32", "values": "*fp16", "starts": "*i64", "x": "*fp16", "y": "*fp16"}
+    constants = {"ROWS": 2, "DTYPE": tl.float16, "scales": None, "SCALED": False, **constants}
+    types = {name: "i32" for name in kernel.arg_names} | pointers | dict.fromkeys(constants, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, places)
+    built = compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4, "enable_fp_fusion": True})
+    assert len(built.asm["cubin"]) > 0
+    return built.asm["ptx"]
+
+assert "popc.b32" in build(gpu._by_lanes, BATCH=1, WORDS=64)
+ptx = build(gpu._by_tensor_cores, BATCH=8, ROWS=16, WORDS=16, FACTORS=tl.float16)
+assert "popc.b32" in ptx and "mma.sync" in ptx
+"""
+
+
+def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+    """With the one instruction for counting bits, and tensor cores."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr
