@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from niwaki.errors import CheckpointError
 from niwaki.packed import kernels
@@ -261,11 +263,78 @@ class TestSparseLinear:
         assert layer.bias is not None
         assert layer.bias.dtype == torch.float32
 
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_its_state_is_that_of_the_dense_layer(self, transposed: bool) -> None:
+        W = sparse(40, 100, 0.5)
+        state = SparseLinear(pack(W), nn.Parameter(torch.ones(40)), transposed).state_dict()
+        assert list(state) == ["bias", "weight"]
+        assert same_bits(state["weight"], W.T if transposed else W)
+
+    @pytest.mark.filterwarnings("ignore")  # of torch, about its own tools
+    def test_compiled(self) -> None:
+        """Compilers do not look into it: they let go of what the library still reads."""
+        _, layer = self.layers(dtype=torch.bfloat16)
+        x = vectors(3, 100, torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_not_traced(self) -> None:
+        _, layer = self.layers()
+        with pytest.raises(RuntimeError, match="cannot be traced"):
+            torch.jit.trace(layer, (vectors(1, 100),))
+
+    @pytest.mark.filterwarnings("ignore")  # of torch, about its own tools
+    def test_forward_mode_derivatives(self) -> None:
+        dense, layer = self.layers()
+        x, direction = vectors(2, 100), vectors(3, 100)[1:]
+        with forward_ad.dual_level():
+            made = forward_ad.make_dual(x, direction)
+            found, expected = (forward_ad.unpack_dual(of(made)).tangent for of in (layer, dense))
+        assert found is not None
+        assert expected is not None
+        assert torch.allclose(found, expected, atol=1e-5)
+
+    def test_never_reads_what_is_not_there(self) -> None:
+        """Modules can be moved and changed as a whole, and weights have no say in that."""
+        dense, layer = self.layers()
+        x = vectors(2, 100)
+        layer.type(torch.float64).float()
+        assert torch.allclose(layer(x), dense(x), atol=1e-5)
+        layer.to_empty(device="cpu")
+        assert layer.mask.any()
+        layer.to("meta")
+        with pytest.raises(RuntimeError, match="packed weights on meta"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="int64"):
+            self.layers()[1](x.long())
+        W = pack(sparse(5, 64, 0.5))
+        for broken in (
+            dataclasses.replace(W, mask=W.mask.float()),
+            dataclasses.replace(W, starts=W.starts.int()),
+            dataclasses.replace(W, values=W.values.double()),
+        ):
+            with pytest.raises(RuntimeError, match="load the model again"):
+                kernels.multiply(broken, vectors(1, 64))
+            with pytest.raises(RuntimeError, match="load the model again"):
+                kernels.expand(broken)
+
+    def test_autocast(self) -> None:
+        dense, layer = self.layers()
+        with torch.autocast("cpu", torch.bfloat16):
+            for count in (2, 40):
+                x = vectors(count, 100)
+                assert layer(x).dtype == dense(x).dtype == torch.bfloat16
+
+    def test_double_precision(self) -> None:
+        dense, layer = self.layers()
+        x = vectors(2, 100).double()
+        assert torch.allclose(layer(x), dense.double()(x), atol=1e-12)
+
     def test_says_what_it_is(self) -> None:
         _, layer = self.layers(dtype=torch.bfloat16)
         assert "in_features=100, out_features=40, bias=True, sparsity=0.4" in repr(layer)
         assert "values=bfloat16" in repr(layer)
-        assert list(layer.state_dict()) == ["bias"]
 
     def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "library", lambda: None)

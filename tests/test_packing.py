@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import niwaki
 from models import (
     CASES,
+    edit_json,
     is_pruned,
     message,
     random_tokens,
@@ -25,8 +26,9 @@ from models import (
     save_model,
     save_model_with_tokenizer,
 )
-from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.packed.files import Index, PackedCheckpoint
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
+from niwaki.output import Workplace
+from niwaki.packed.files import Index, PackedCheckpoint, digest_of
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
 from niwaki.perplexity import evaluate
@@ -164,6 +166,68 @@ def test_negative_zeros_are_counted(tmp_path: Path) -> None:
     assert niwaki.pack(model, tmp_path / "again").negative_zeros == 5
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
+def test_what_a_loaded_model_saves_is_the_dense_one(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case)
+    niwaki.pack(model, tmp_path / "packed")
+    niwaki.load(tmp_path / "packed", "cpu").save_pretrained(tmp_path / "saved")
+    tokens = random_tokens(2, 20)
+    with torch.no_grad():
+        assert torch.equal(reference(tmp_path / "saved")(tokens).logits, reference(model)(tokens).logits)
+
+
+def test_float8_stays_as_it_is(tmp_path: Path) -> None:
+    """There are no kernels for it."""
+    model = sparse_model(tmp_path / "model")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if is_pruned("llama", key))
+    save_file({**tensors, key: tensors[key].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    niwaki.pack(model, tmp_path / "packed")
+    assert not Index.read(tmp_path / "packed").tensors[key].packed
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+@pytest.mark.parametrize("what", ["pack", "unpack"])
+@pytest.mark.parametrize("there", [False, True])
+def test_stopped_while_it_was_moved(
+    what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a folder that is in its place already; the same command ends it."""
+    model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
+    (model / "sub").mkdir()
+    (model / "sub" / "a.txt").write_text("a")
+    niwaki.pack(model, tmp_path / "packed")
+    source = model if what == "pack" else tmp_path / "packed"
+    expected = tmp_path / ("packed" if what == "pack" else "model")
+    if there:
+        out.mkdir()
+
+    def stop(place: Workplace) -> None:
+        if there:
+            (place.directory / "sub").rename(out / "sub")
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if it had been killed
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workplace, "move", stop)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(niwaki, what)(source, out)
+    getattr(niwaki, what)(source, out)
+    assert same_files(out, expected)
+
+
+def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
+    model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
+    (out / ".partial").mkdir(parents=True)
+    (out / ".partial.jsonabcd").touch()
+    niwaki.pack(model, out)
+    assert "packed.json" in {path.name for path in out.iterdir()}
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
 class TestRefusals:
     def test_dense(self, tmp_path: Path) -> None:
         model = save_model(tmp_path / "model")
@@ -216,6 +280,20 @@ class TestRefusals:
         said = message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
         assert "version 2" in said
 
+    def test_names_that_two_tensors_would_have(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        tensors = load_file(model / "model.safetensors")
+        key = next(key for key in tensors if is_pruned("llama", key))
+        save_file({**tensors, f"{key}.mask": torch.ones(3)}, model / "model.safetensors", {"format": "pt"})
+        said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
+        assert f"{key}.mask" in said
+
+    def test_another_config(self, tmp_path: Path) -> None:
+        """The model is made from it."""
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        edit_json(tmp_path / "packed" / "config.json", rms_norm_eps=1.0)
+        assert "config.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
     def test_missing_file(self, tmp_path: Path) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         (tmp_path / "packed" / "packed-00001-of-00001.safetensors").unlink()
@@ -266,6 +344,49 @@ def test_a_damaged_byte_is_an_error_or_changes_nothing(
         assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.just("../x.safetensors"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Anybody can write a digest: what is wrong then is an error too."""
+    expected = load_file(whole / "model" / "model.safetensors")
+    directory = tmp_path / "copy"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(whole / "packed", directory)
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    place: Any = values
+    for _ in range(data.draw(st.integers(0, 3))):
+        inside = [
+            place[key]
+            for key in (sorted(place) if isinstance(place, dict) else range(len(place)))
+            if isinstance(place[key], dict | list) and place[key]
+        ]
+        if inside:
+            place = data.draw(st.sampled_from(inside))
+    key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+    place[key] = data.draw(ANYTHING)
+    text = json.dumps({**values, "sha256": digest_of(values)})
+    (directory / "packed.json").write_text(text)
+    with contextlib.suppress(CheckpointError, OutputError):
+        niwaki.unpack(directory, tmp_path / "out")
+        assert (tmp_path / "out" / "model.safetensors").exists()
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
 def test_the_index_cannot_name_files_elsewhere(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "copy"
     shutil.copytree(whole / "packed", directory)
@@ -276,4 +397,4 @@ def test_the_index_cannot_name_files_elsewhere(whole: Path, tmp_path: Path) -> N
     }
     changed = Index(index.config, index.index, index.shards, stored)
     (directory / "packed.json").write_text(changed.to_json())
-    assert "outside its directory" in message(lambda: PackedCheckpoint(directory), CheckpointError)
+    assert "cannot be one of weights" in message(lambda: PackedCheckpoint(directory), CheckpointError)

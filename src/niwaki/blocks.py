@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -313,11 +313,19 @@ class StreamedModel:
                 held.enter_context(_holding(block, self._read(block, f"{self.path}.{index}.")))
             yield self.model
 
-    def load(self) -> PreTrainedModel:
-        """The model with all its weights and settings for generating text, for good."""
-        weights = self._read(self.model, "")
+    def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
+        """The model with its weights and settings for generating text, for good.
+
+        Of parameters whose keys in the checkpoint are in ``skip`` the weights are left out.
+        """
+        left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
+        weights = {
+            name: self.layout.read(name).to(self.device)
+            for name in self.model.state_dict()
+            if name in self.layout and name not in left
+        }
         self.model.load_state_dict(weights, strict=False, assign=True)
-        if any(parameter.is_meta for parameter in self.model.parameters()):
+        if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
             self.model.tie_weights()
         with contextlib.suppress(OSError):  # many models have none
             self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)

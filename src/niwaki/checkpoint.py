@@ -88,7 +88,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = _read_json(path / "config.json")
+        self.config: dict[str, Any] = read_json(path / "config.json")
         self.entries: dict[str, Entry] = {}
         weight_map = self._weight_map()
         self.shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
@@ -104,7 +104,7 @@ class Checkpoint:
 
     def _weight_map(self) -> dict[str, str] | None:
         if (self.path / INDEX_NAME).exists() and not (self.path / SINGLE_NAME).exists():
-            index = _read_json(self.path / INDEX_NAME).get("weight_map")
+            index = read_json(self.path / INDEX_NAME).get("weight_map")
             if not isinstance(index, dict) or not index:
                 raise CheckpointError(
                     f"{self.path / INDEX_NAME} has no weight_map; is the download complete?"
@@ -425,12 +425,17 @@ def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:
         size -= len(chunk)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it is not there, or no such file.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -507,7 +512,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             ):
                 raise ValueError(f"the entry for {key!r} makes no sense")
             entries[key] = Entry(path.name, value["dtype"], shape, end + first, last - first)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error

@@ -58,7 +58,7 @@ def export(model: str | Path, out: str | Path) -> None:
     packed = {matrix.key: matrix for matrix in streamed.matrices()}
     verify_grid(path, streamed.matrices(), grid)
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
-    with workplace(target, {"export": fingerprint(checkpoint)}) as place:
+    with workplace(target, {"export": fingerprint(checkpoint)}, resume=False) as place:
         if not place.journal.complete:
             place.clear([])
             carry_over(path, place.directory, checkpoint.shards)

@@ -58,7 +58,9 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
     out = out.expanduser().resolve()
     directory, journal = _places(out)
     taken = out.exists() and (
-        not out.is_dir() or any(path not in (directory, journal) for path in out.iterdir())
+        # With a journal that was being written.
+        not out.is_dir()
+        or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
     )
     if taken and not _was_moving(directory, journal):
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
@@ -131,8 +133,12 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> Iterator[Workplace]:
+def workplace(
+    out: Path, fingerprint: dict[str, Any], restart: bool = False, resume: bool = True
+) -> Iterator[Workplace]:
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
+
+    Without ``resume`` only a run that was stopped while it moved its directory into place is gone on with.
 
     If the run fails before its first block is done, nothing is left behind. Later, what is done stays for
     the same command to go on with.
@@ -155,7 +161,7 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
                 for stray in path.parent.iterdir():  # a journal that was being written
                     if stray.name.startswith(path.name) and stray != path:
                         stray.unlink()
-                journal = _earlier(path, out, fingerprint, restart)
+                journal = _earlier(path, out, fingerprint, restart, resume)
                 if journal is None:
                     path.unlink(missing_ok=True)
                 elif moved:
@@ -222,13 +228,19 @@ def _was_moving(directory: Path, journal: Path) -> bool:
     return False
 
 
-def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool) -> Journal | None:
+def _earlier(
+    path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool
+) -> Journal | None:
     """The journal of an earlier run that this one can go on with."""
     if restart or not path.exists():
         return None
     try:
         journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
+        if not resume:
+            return journal if journal.complete and journal.fingerprint == fingerprint else None
     except (ValueError, TypeError) as error:
+        if not resume:
+            return None
         raise OutputError(
             f"{path} is not readable as the journal of a run; start over with --restart"
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niwaki.checkpoint import DTYPES, Checkpoint, Entry, read_header, read_tensor
+from niwaki.checkpoint import DTYPES, Checkpoint, Entry, read_header, read_json, read_tensor
 from niwaki.errors import CheckpointError
 from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
@@ -115,7 +115,7 @@ class Index:
             "version": VERSION,
             **asdict(self),
         }
-        return json.dumps({**values, "sha256": _digest_of(values)}, indent=1) + "\n"
+        return json.dumps({**values, "sha256": digest_of(values)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, directory: Path) -> Index:
@@ -130,14 +130,14 @@ class Index:
             found = values.pop("sha256", None) if isinstance(values, dict) else None
             if not isinstance(values, dict) or values.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
-            if found != _digest_of(values):
+            if found != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
             if values["version"] != VERSION:
                 raise CheckpointError(
                     f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
                     "install a later one"
                 )
-            return cls(
+            index = cls(
                 values["config"],
                 values["index"],
                 [Shard(**shard) for shard in values["shards"]],
@@ -146,8 +146,43 @@ class Index:
                     for key, stored in values["tensors"].items()
                 },
             )
+            index.check()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return index
+
+    def check(self) -> None:
+        """Raises ValueError where it cannot be an index, though nobody has damaged it."""
+        texts = [self.config, self.index]
+        names = [stored.file for stored in self.tensors.values()]
+        numbers: list[Any] = []
+        for shard in self.shards:
+            texts += [shard.header, shard.sha256, *shard.keys]
+            names.append(shard.name)
+        for stored in self.tensors.values():
+            texts.append(stored.sha256)
+            numbers += [stored.count, stored.groups, *stored.shape]
+        if not all(type(text) is str for text in [*texts, *names]):
+            raise ValueError("a text is none")
+        if not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
+            raise ValueError("a number is none")
+        for name in {*names}:
+            # A path could name any file of the machine, to read or to write.
+            if (
+                Path(name).name != name
+                or not name.endswith(".safetensors")
+                or "\0" in name
+                or len(name) > 200
+            ):
+                raise ValueError(f"it names a file that cannot be one of weights: {name!r}")
+        for key, stored in self.tensors.items():
+            if stored.dtype not in DTYPES or (stored.packed and len(stored.shape) < 2):
+                raise ValueError(f"{key!r} cannot be {stored.dtype} {stored.shape}")
+        keys = [key for shard in self.shards for key in shard.keys]
+        if sorted(keys) != sorted(self.tensors):
+            raise ValueError("its files do not have its tensors")
+        if not isinstance(json.loads(self.config), dict):
+            raise ValueError("its config.json is none")
 
 
 class PackedCheckpoint(Checkpoint):
@@ -164,12 +199,14 @@ class PackedCheckpoint(Checkpoint):
         self.path = path
         self.index = Index.read(path)
         self.config: dict[str, Any] = json.loads(self.index.config)
+        if read_json(path / "config.json") != marked(self.config):
+            raise CheckpointError(
+                f"{path / 'config.json'} is not what was written; edit that of the dense model, and pack it again"
+            )
         tensors = self.index.tensors
         self.shards = sorted({stored.file for stored in tensors.values()})
         self._parts: dict[str, Entry] = {}
         for file in self.shards:
-            if Path(file).name != file:
-                raise CheckpointError(f"{path / INDEX} names a file outside its directory: {file!r}")
             if not (path / file).exists():
                 raise CheckpointError(f"{path} lacks the file {file}; is the download complete?")
             for key, entry in read_header(path / file).items():
@@ -192,7 +229,7 @@ class PackedCheckpoint(Checkpoint):
         if key not in self.index.tensors:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         stored = self.index.tensors[key]
-        value = dense(self.packed(key), stored) if stored.packed else self._verified(key)[0]
+        value = dense(self.packed(key), stored) if stored.packed else self.parts(key)[0]
         return value if part is None else value[part]
 
     def is_packed(self, key: str) -> bool:
@@ -206,12 +243,16 @@ class PackedCheckpoint(Checkpoint):
             CheckpointError: it is damaged.
         """
         stored = self.index.tensors[key]
-        mask, *scales, values = self._verified(key)
+        mask, *scales, values = self.parts(key)
         _, columns = stored.rows
         return unpacked(mask, values, columns, DTYPES[stored.dtype], scales[0] if scales else None)
 
-    def _verified(self, key: str) -> list[Tensor]:
-        """The tensors that it is stored as."""
+    def parts(self, key: str) -> list[Tensor]:
+        """The tensors that it is stored as, in the order of :meth:`Stored.parts`.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
         stored = self.index.tensors[key]
         digest = hashlib.sha256()
         found = []
@@ -224,6 +265,11 @@ class PackedCheckpoint(Checkpoint):
                 f"{self.path / stored.file} is damaged: {key!r} is not what was written; download it again"
             )
         return found
+
+
+def marked(config: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` of a packed model; who does not know the format stops at a quantisation that nobody else has."""
+    return {**config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -256,5 +302,6 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return size
 
 
-def _digest_of(values: dict[str, Any]) -> str:
+def digest_of(values: dict[str, Any]) -> str:
+    """The digest of an index, from its values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

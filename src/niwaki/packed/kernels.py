@@ -98,17 +98,19 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
         path: Which instructions to use, at most; by default the best ones here.
 
     Raises:
-        RuntimeError: there is no native library.
+        RuntimeError: there is no native library, or a tensor is not on the CPU or not of the dtype that it should be.
     """
     native = library()
     if native is None:
         raise RuntimeError("niwaki's native kernels are not built")
-    assert W.values.dtype in _DTYPES
+    _check(W)
     rows, columns = W.shape
-    assert x.shape[1:] == (columns,)
+    if x.device.type != "cpu" or not x.is_floating_point() or x.shape[1:] != (columns,):
+        raise RuntimeError(
+            f"a packed matrix with {columns} columns cannot be multiplied with {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
     stride = W.mask.shape[1]
-    exact = x.dtype == torch.bfloat16
-    wide = x.to(torch.float32).contiguous()
+    wide = x.detach().to(torch.float32).contiguous()
     if columns != 8 * stride:
         wide = torch.nn.functional.pad(wide, (0, 8 * stride - columns))
     y = torch.empty(len(x), rows)
@@ -123,7 +125,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
         None if W.scales is None else W.scales.data_ptr(),
         1 if W.scales is None else W.scales.shape[1],
         wide.data_ptr(),
-        exact,
+        x.dtype == torch.bfloat16,
         len(x),
         y.data_ptr(),
         torch.get_num_threads(),
@@ -132,12 +134,17 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
 
 
 def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path | None = None) -> Tensor:
-    """(last - first, columns): rows of W as they were, bit for bit, on the device of W."""
+    """(last - first, columns): rows of W as they were, bit for bit, on the device of W.
+
+    Raises:
+        RuntimeError: a tensor of W is not of the dtype that it should be.
+    """
     last = W.shape[0] if last is None else last
     native = library() if W.mask.device.type == "cpu" else None
-    if native is None or W.values.itemsize > 4:
+    if native is None:
         raw = _expanded(W, first, last)
     else:
+        _check(W)
         raw = torch.empty(last - first, W.columns, dtype=W.values.dtype)
         native.niwaki_expand(
             Path.AVX512_BF16 if path is None else path,
@@ -157,6 +164,18 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     scales = W.scales[first:last]
     grouped: Tensor = raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)
     return grouped.flatten(1).to(W.dtype)
+
+
+def _check(W: PackedMatrix) -> None:
+    """The library reads what it is given: better an error than whatever lies there."""
+    wanted = [(W.mask, (torch.uint8,)), (W.values, _DTYPES), (W.starts, (torch.int64,))]
+    if W.scales is not None:
+        wanted.append((W.scales, (torch.float32,)))
+    for tensor, dtypes in wanted:
+        if tensor.device.type != "cpu" or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise RuntimeError(
+                f"a packed matrix has a part in {tensor.dtype} on {tensor.device}; load the model again"
+            )
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 
 from niwaki.packed import kernels
 from niwaki.packed.matrix import PackedMatrix
@@ -14,6 +15,8 @@ from niwaki.packed.matrix import PackedMatrix
 #: Vectors up to which a product reads the packed matrix as it is, by the kind of device. With more of them unpacking
 #: it once for all is cheaper (docs/packed.md).
 DIRECT = {"cpu": 32, "cuda": 16}
+
+_PARTS = ("mask", "values", "starts", "scales")
 
 
 class SparseLinear(nn.Module):
@@ -25,6 +28,7 @@ class SparseLinear(nn.Module):
     Args:
         weight: W, (out_features, in_features).
         bias: (out_features,), or None.
+        transposed: The dense layer has its weight as (in_features, out_features), and so has ``state_dict()``.
     """
 
     mask: Tensor
@@ -33,12 +37,13 @@ class SparseLinear(nn.Module):
     scales: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, weight: PackedMatrix, bias: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, weight: PackedMatrix, bias: nn.Parameter | None = None, transposed: bool = False
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._dtype = weight.dtype
-        for name in ("mask", "values", "starts", "scales"):
-            # Not persistent: state_dict() of a model is that of the dense one without these.
+        self._dtype, self._transposed = weight.dtype, transposed
+        for name in _PARTS:
             self.register_buffer(name, getattr(weight, name), persistent=False)
         self.register_parameter("bias", bias)
 
@@ -48,16 +53,36 @@ class SparseLinear(nn.Module):
         return PackedMatrix(self.mask, self.values, self.in_features, self._dtype, self.starts, self.scales)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
-        # model.to(dtype) and model.half() change what is computed with, and not the packed values.
-        kept = {name: getattr(self, name) for name in ("values", "scales") if getattr(self, name) is not None}
+        # Other dtypes are for what is computed with, and not for the packed values; they only move.
+        kept = {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in kept.items():
             setattr(self, name, value.to(getattr(self, name).device))
         return self
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
+        # That of the dense layer, so that what is saved is the model.
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        dense = kernels.expand(self.packed)
+        destination[f"{prefix}weight"] = dense.T.contiguous() if self._transposed else dense
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what compilers see of the library makes no sense
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), in the dtype of x."""
-        y = _multiply(self.packed, x.reshape(-1, self.in_features), x.device.type)
+        """(..., in_features) to (..., out_features), in the dtype of x.
+
+        Raises:
+            RuntimeError: W is on another device, x is no float tensor, or this is to be traced.
+        """
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError("layers with packed weights cannot be traced; unpack the model for that")
+        kind = x.device.type
+        if not x.is_floating_point() or self.mask.device.type != kind:
+            raise RuntimeError(
+                f"packed weights on {self.mask.device} cannot be multiplied with {x.dtype} on {x.device}"
+            )
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        y = _multiply(self.packed, x.reshape(-1, self.in_features), kind)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
@@ -73,10 +98,12 @@ class SparseLinear(nn.Module):
 
 def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
     """(n, rows) in the dtype of x (n, columns): x W^T, by what a kind of device has for so many vectors."""
-    direct = 0 < len(x) <= DIRECT.get(device, 0) and not (torch.is_grad_enabled() and x.requires_grad)
-    if direct and device == "cpu" and kernels.library() is not None:
+    derived = (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
+    if not 0 < len(x) <= DIRECT.get(device, 0) or derived or torch.float64 in (W.dtype, x.dtype):
+        return kernels.multiply_by_tiles(W, x)
+    if device == "cpu" and kernels.library() is not None:
         return kernels.multiply(W, x).to(x.dtype)
-    if direct and device == "cuda" and torch.float64 not in (W.dtype, x.dtype) and _has_triton():
+    if device == "cuda" and _has_triton():
         from niwaki.packed import gpu
 
         return gpu.multiply(W, x)

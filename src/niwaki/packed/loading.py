@@ -46,18 +46,17 @@ def load(
         loaded = streamed.load()
         semi_structured.convert(streamed)
         return loaded
-    if isinstance(checkpoint, PackedCheckpoint):
-        _replace_linears(streamed, checkpoint)
-        if streamed.device.type == "cpu" and kernels.library() is None:
-            _log.warning("packed weights are computed with by %s", kernels.describe())
-    return streamed.load()
-
-
-def _replace_linears(streamed: StreamedModel, checkpoint: PackedCheckpoint) -> None:
-    """Puts packed layers in the place of those whose weights are packed."""
-    for matrix in streamed.matrices():
-        if matrix.expert is None and checkpoint.is_packed(matrix.key):
-            parent, _, name = matrix.name.rpartition(".")
-            inside = streamed.blocks[matrix.block].get_submodule(parent)
-            weight = checkpoint.packed(matrix.key).to(streamed.device)
-            setattr(inside, name, SparseLinear(weight, getattr(inside, name).bias))
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return streamed.load()
+    packed = [m for m in streamed.matrices() if m.expert is None and checkpoint.is_packed(m.key)]
+    if packed and streamed.device.type == "cpu" and kernels.library() is None:
+        _log.warning("packed weights are computed with by %s", kernels.describe())
+    whole = streamed.load(skip=[matrix.key for matrix in packed])
+    # It is no sign of the model in memory, which can be saved like any other.
+    vars(whole.config).pop("quantization_config", None)
+    for matrix in packed:
+        parent, _, name = matrix.name.rpartition(".")
+        inside = streamed.blocks[matrix.block].get_submodule(parent)
+        weight = checkpoint.packed(matrix.key).to(streamed.device)
+        setattr(inside, name, SparseLinear(weight, getattr(inside, name).bias, matrix.transposed))
+    return whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from niwaki.checkpoint import (
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.layout import Matrix
 from niwaki.output import Shards, check_output, fingerprint, workplace
-from niwaki.packed.files import FORMAT, INDEX, VERSION, Index, PackedCheckpoint, Shard, Stored, dense, raw
+from niwaki.packed.files import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
 from niwaki.quantization import Grid, parse_grid
@@ -58,18 +58,25 @@ class Sizes:
     total: int = 0
     negative_zeros: int = 0
 
-    def plus(self, value: Tensor, parts: Sequence[Tensor]) -> Sizes:
-        """With one more tensor, that became ``parts``, the last of which are the values."""
-        new = sum(part.nbytes for part in parts)
-        changed = (value.nbytes, new) if len(parts) > 1 else (0, 0)
-        useless = int((parts[-1][:-PADDING] == 0).sum()) if len(parts) > 1 else 0
-        return Sizes(
-            self.matrices + changed[0],
-            self.packed + changed[1],
-            self.dense + value.nbytes,
-            self.total + new,
-            self.negative_zeros + useless,
-        )
+    @classmethod
+    def of(cls, checkpoint: PackedCheckpoint) -> Sizes:
+        """Those of a packed model, all of which is read and checked against its digests.
+
+        Raises:
+            CheckpointError: it is not what was meant to be written.
+        """
+        found = cls()
+        for key, entry in checkpoint.entries.items():
+            parts = checkpoint.parts(key)
+            packed, new = checkpoint.is_packed(key), sum(part.nbytes for part in parts)
+            found = cls(
+                found.matrices + packed * entry.size,
+                found.packed + packed * new,
+                found.dense + entry.size,
+                found.total + new,
+                found.negative_zeros + packed * int((parts[-1][:-PADDING] == 0).sum()),
+            )
+        return found
 
 
 def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = lambda *_: None) -> Sizes:
@@ -101,56 +108,54 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
     grid = _grid(checkpoint)
     headers = {shard: read_header(path / shard) for shard in checkpoint.shards}
     count = sum(map(len, headers.values()))
-    with workplace(target, {"pack": fingerprint(checkpoint)}) as place:
-        place.clear([])
-        carry_over(path, place.directory, checkpoint.shards)
-        if (path / SCALES).exists():
-            _copy(path / SCALES, place.directory / SCALES)
-        tensors: dict[str, Stored] = {}
-        sizes = Sizes()
-        writer = Shards(place.directory)
-        names = [f"packed-{i + 1:05d}-of-{len(headers):05d}.safetensors" for i in range(len(headers))]
-        shards = []
-        for (shard, entries), name in zip(headers.items(), names, strict=True):
-            start = header_bytes(path / shard)
-            digest = hashlib.sha256(start)
-            written: dict[str, Tensor] = {}
-            keys = sorted(entries, key=lambda key: entries[key].offset)
-            for key in keys:
-                if key in tensors:
-                    raise UnsupportedModelError(f"{path} has the tensor {key!r} in two files")
-                if entries[key].dtype not in DTYPES:
-                    raise UnsupportedModelError(f"{path} has {key!r} in {entries[key].dtype}, unknown here")
-                value = read_tensor(path / shard, key, entries[key])
-                W = _packed(checkpoint, value, matrices.get(key, []), grid)
-                parts = [value] if W is None else [p for p in (W.mask, W.scales, W.values) if p is not None]
-                stored = _stored(
-                    name, entries[key], W, parts, any(m.transposed for m in matrices.get(key, []))
-                )
-                tensors[key] = stored
-                written |= dict(zip(stored.parts(key), parts, strict=True))
-                digest.update(raw(value if W is None else dense(W, stored)))
-                sizes = sizes.plus(value, parts)
-                done(len(tensors), count)
-            found = _sha256(path / shard)
-            if digest.hexdigest() != found:
-                raise UnsupportedModelError(
-                    f"{path / shard} has bytes that are no tensor's, or overlapping tensors; load the model in "
-                    "transformers and save it again"
-                )
-            shards.append(Shard(shard, start[8:].decode(), keys, found))
-            writer.write(name, written)
-        if not any(stored.packed for stored in tensors.values()):
-            raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
-        config, index = (_text(path / name) for name in _TEXTS)
-        write_json(place.directory / INDEX, Index(config, index, shards, tensors).to_json())
-        (place.directory / INDEX_NAME).unlink(missing_ok=True)
-        # Who knows nothing of the format stops here: its weights look like those of no other.
-        marked = {**checkpoint.config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
-        write_json(place.directory / "config.json", json.dumps(marked, indent=2) + "\n")
-        place.save(complete=True)
+    sizes: Sizes | None = None
+    with workplace(target, {"pack": fingerprint(checkpoint)}, resume=False) as place:
+        if not place.journal.complete:
+            place.clear([])
+            carry_over(path, place.directory, checkpoint.shards)
+            if (path / SCALES).exists():
+                _copy(path / SCALES, place.directory / SCALES)
+            shards: list[Shard] = []
+            tensors: dict[str, Stored] = {}
+            writer = Shards(place.directory)
+            for number, (name, entries) in enumerate(headers.items()):
+                file = f"packed-{number + 1:05d}-of-{len(headers):05d}.safetensors"
+                written: dict[str, Tensor] = {}
+                digest = hashlib.sha256(header_bytes(path / name))
+                keys = sorted(entries, key=lambda key: entries[key].offset)
+                for key in keys:
+                    value = _read(path, key, entries[key], tensors)
+                    those = matrices.get(key, [])
+                    W = _packed(checkpoint, value, those, grid)
+                    parts = (
+                        [value] if W is None else [p for p in (W.mask, W.scales, W.values) if p is not None]
+                    )
+                    stored = _stored(file, entries[key], W, parts, any(m.transposed for m in those))
+                    tensors[key] = stored
+                    written |= dict(zip(stored.parts(key), parts, strict=True))
+                    digest.update(raw(value if W is None else dense(W, stored)))
+                    done(len(tensors), count)
+                if digest.hexdigest() != _sha256(path / name):
+                    raise UnsupportedModelError(
+                        f"{path / name} has bytes that are no tensor's, or overlapping tensors; load the model in "
+                        "transformers and save it again"
+                    )
+                header = header_bytes(path / name)[8:].decode()
+                shards.append(Shard(name, header, keys, digest.hexdigest()))
+                writer.write(file, written)
+            _check_names(path, tensors)
+            config, index = (_text(path / name) for name in _TEXTS)
+            write_json(place.directory / INDEX, Index(config, index, shards, tensors).to_json())
+            (place.directory / INDEX_NAME).unlink(missing_ok=True)
+            write_json(
+                place.directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n"
+            )
+            sizes = Sizes.of(PackedCheckpoint(place.directory))
+            if not sizes.matrices:
+                raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
+            place.save(complete=True)
         place.move()
-    return sizes
+    return Sizes.of(PackedCheckpoint(target)) if sizes is None else sizes
 
 
 def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = lambda *_: None) -> None:
@@ -172,7 +177,10 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
     target = check_output(path, Path(out), None)
     checkpoint = PackedCheckpoint(path)
-    with workplace(target, {"unpack": fingerprint(checkpoint)}) as place:
+    with workplace(target, {"unpack": fingerprint(checkpoint)}, resume=False) as place:
+        if place.journal.complete:
+            place.move()
+            return
         place.clear([])
         carry_over(path, place.directory, checkpoint.shards)
         (place.directory / INDEX).unlink()
@@ -180,11 +188,10 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
             _copy(path / SCALES, place.directory / SCALES)
         for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
             if text:
-                write_json(place.directory / name, text)
+                with output_errors(place.directory):
+                    (place.directory / name).write_bytes(text.encode())
         count = 0
         for shard in checkpoint.index.shards:
-            if Path(shard.name).name != shard.name:
-                raise CheckpointError(f"{path / INDEX} names a file outside its directory: {shard.name!r}")
             file = place.directory / shard.name
             with output_errors(place.directory), file.open("wb") as write:
                 start = shard.header.encode()
@@ -201,11 +208,29 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
         place.move()
 
 
+def _read(path: Path, key: str, entry: Entry, others: Collection[str]) -> Tensor:
+    if key in others:
+        raise UnsupportedModelError(f"{path} has the tensor {key!r} in two files")
+    if entry.dtype not in DTYPES:
+        raise UnsupportedModelError(f"{path} has {key!r} in {entry.dtype}, unknown here")
+    return read_tensor(path / entry.shard, key, entry)
+
+
+def _check_names(path: Path, tensors: Mapping[str, Stored]) -> None:
+    """Raises UnsupportedModelError where two tensors would have the same name in the packed files."""
+    names = [name for key, stored in tensors.items() for name in stored.parts(key)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UnsupportedModelError(
+            f"{path} has a tensor {twice!r}, as a part of a packed one would be called; rename it"
+        )
+
+
 def _packed(
     checkpoint: Checkpoint, value: Tensor, matrices: Sequence[Matrix], grid: Grid | None
 ) -> PackedMatrix | None:
     """``value`` without its zeros; None if nothing is won."""
-    if not matrices or not value.is_floating_point() or value.itemsize > 4:
+    if not matrices or not value.is_floating_point() or value.itemsize not in (2, 4):  # float8 has no kernels
         return None
     if any(matrix.transposed for matrix in matrices):
         value = value.transpose(-1, -2).contiguous()
@@ -257,7 +282,10 @@ def _grid(checkpoint: Checkpoint) -> Grid | None:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        return path.read_bytes().decode() if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
 
 
 def _copy(source: Path, target: Path) -> None:
