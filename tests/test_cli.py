@@ -383,6 +383,9 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.split() == ["written", "to", str(packed)]
     assert "quantization_config" in (packed / "config.json").read_text()
+    ran = niwaki_("inspect", packed)
+    assert ran.code == 1
+    assert "was exported for other programs" in ran.err
     ran = niwaki_("export", model, tmp_path / "other")
     assert (ran.code, ran.out) == (2, "")
     assert "has no weights on a grid; prune the dense model with --quantize int4:128" in ran.err

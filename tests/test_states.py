@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,3 +329,17 @@ def test_a_full_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
     assert "hidden states go there; give more --memory, or another place as TMPDIR" in str(caught.value)
     assert "as large as the model" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "temporary"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts it so")
+def test_memory_of_the_parent_does_not_count() -> None:
+    """Of a process that a large one has started; its own is that of Python and torch."""
+    code = """
+import subprocess, sys
+held = bytearray(1_500_000_000)
+held[::4096] = bytes([1]) * len(held[::4096])
+show = "from niwaki.states import most_resident; print(most_resident())"
+print(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 10_000_000 < int(run.stdout) < 1_200_000_000

@@ -63,7 +63,9 @@ class StreamedModel:
     ) -> None:
         if "quantization_config" in checkpoint.config:
             raise UnsupportedModelError(
-                f"{checkpoint.path} is quantised; prune the original and quantise the result"
+                f"{checkpoint.path} was exported for other programs; give the directory that it was made from"
+                if "quantization" in checkpoint.config.get("pruning_config", {})
+                else f"{checkpoint.path} is quantised; prune the original and quantise the result"
             )
         self.checkpoint = checkpoint
         self.room = room or Room()

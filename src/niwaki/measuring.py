@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from niwaki.packed.loading import load
 from niwaki.packed.packing import pack, unpack
 from niwaki.record import versions
 from niwaki.speed import Speed, SpeedRecord
+from niwaki.states import most_resident
 
 
 def bench(
@@ -186,5 +185,4 @@ def _wait(model: Any) -> None:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return most_resident()
