@@ -261,6 +261,26 @@ def precision() -> list[str]:
     ]
 
 
+def decode() -> list[str]:
+    """For each size and number of threads and vectors: the time of torch's dense product over that of a packed one."""
+    entries = record("decode")["results"]
+    packed = list(dict.fromkeys(e["name"] for e in entries if e["name"].startswith("packed")))
+    cases = list(dict.fromkeys((e["size"], e["threads"], e["batch"]) for e in entries))
+    rows = []
+    for size, threads, batch in cases:
+        found = {
+            e["name"]: e for e in entries if (e["size"], e["threads"], e["batch"]) == (size, threads, batch)
+        }
+        row = [
+            f"{size.replace('x', ' x ')}, {threads}, {batch}",
+            f"{1e3 * found['torch bfloat16']['seconds']:.1f}",
+        ]
+        row.append(f"{1e3 * found['plain dense']['seconds']:.1f}" if "plain dense" in found else "")
+        rows.append(row + [f"{found[name]['torch_over_this']:.2f}" for name in packed])
+    shown = [f"{100 * float(name.split()[1]):.0f} %" for name in packed]
+    return markdown(["size, threads, vectors", "torch, ms", "plain dense kernel, ms", *shown], rows)
+
+
 def _always_at(entry: Cell, place: str) -> bool:
     return bool((entry["where"], entry["what"], entry["factors"]) == (place, "all", "TF32"))
 
@@ -284,6 +304,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/benchmarks.md", "table3", table3),
     ("docs/benchmarks.md", "layer_time", layer_time),
     ("docs/benchmarks.md", "precision", precision),
+    ("docs/packed.md", "decode", decode),
 ]
 
 
