@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,16 +29,20 @@ def generate(
     quiet_libraries()
     from niwaki.calibration import load_tokenizer
     from niwaki.checkpoint import locate_model
-    from niwaki.generating import continue_text
+    from niwaki.generating import check, continue_text
     from niwaki.packed.loading import load
 
+    begin = iter([prompt])  # goes before the first piece: nothing is written where nothing is generated
+
     def say(text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(next(begin, "") + text)
         sys.stdout.flush()
 
+    check(prompt, tokens, temperature)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
     tokenizer = load_tokenizer(locate_model(model))
     loaded = load(model, device, dtype)
-    say(prompt)
     continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
     say("\n")
 
