@@ -265,9 +265,9 @@ def test_prune_and_look_at_it(model: Path, tmp_path: Path, niwaki_: Command) -> 
         assert row[-4:-2] == ["100.0", "%"]  # 2:4
     assert sum(row == [str(n), *["50.00"] * 7] for n in range(2) for row in rows) == 2
 
-    for path, name in ((model, "before"), (out, "after")):
+    for path, name, samples in ((model, "before", "--samples"), (out, "after", "--text-samples")):
         to = tmp_path / f"{name}.json"
-        read = niwaki_("eval", path, "--text", "demo", "--seqlen", "32", "--samples", "6", "--record", to)
+        read = niwaki_("eval", path, "--text", "demo", "--seqlen", "32", samples, "6", "--record", to)
         assert (read.code, read.err) == (0, "")
         values = json.loads(to.read_text())
         assert values["model"] == str(path)
@@ -737,6 +737,23 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
             "some/model is no directory here and could not be had from the hub: no route to host" in ran.err
         )
     assert listing(tmp_path) == []
+
+
+def test_records_that_cannot_be_written(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    """It shows before the work: none of these has a model, a text or a table to say anything of."""
+    (tmp_path / "file").write_text("keep me")
+    before = listing(tmp_path)
+    for command in (
+        ("eval", "./nowhere", "--text", "demo"),
+        ("eval", "./nowhere", "--tasks", "which-follows"),
+        ("bench", "./nowhere"),
+        ("demo", "--samples", "0"),
+    ):
+        for record in (tmp_path / "file" / "record.json", tmp_path):
+            ran = niwaki_(*command, "--record", record)
+            assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+            assert f"{record} cannot be the record's file" in ran.err
+    assert listing(tmp_path) == before
 
 
 def test_outputs_that_are_taken(model: Path, tmp_path: Path, niwaki_: Command) -> None:

@@ -63,8 +63,10 @@ def bench(
     from niwaki.checkpoint import locate_model
     from niwaki.display import speed_table
     from niwaki.measuring import bench as run
+    from niwaki.output import check_record
     from niwaki.speed import SPEED_NAME
 
+    file = check_record(record or locate_model(model) / SPEED_NAME)
     with out.status("reading") as status:
         found = run(
             model,
@@ -78,6 +80,5 @@ def bench(
         )
     out.print(speed_table(found))
     out.print(found.conditions(), soft_wrap=True, markup=False)
-    file = record or locate_model(model) / SPEED_NAME
     write_json(file, found.to_json())
     out.print(f"written to {file}", soft_wrap=True, markup=False)
