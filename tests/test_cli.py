@@ -236,7 +236,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
     assert "Traceback" not in err
     ran = subprocess_niwaki(*command, cwd=tmp_path)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "note: going on behind block 1 of 6, where an earlier run was stopped" in ran.stdout
+    assert "note: going on behind the first 1 of 6 blocks, where an earlier run was stopped" in ran.stdout
     rows = [line.split() for line in ran.stdout.splitlines()]
     assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["2", "3", "4", "5", "6"]
     assert listing(tmp_path)[0] == "out"
@@ -363,7 +363,7 @@ def test_going_on_and_starting_over(
     assert "start over with --restart" in ran.err
     ran = niwaki_(*command)
     assert (ran.code, ran.err) == (0, "")
-    assert "note: going on behind block 1 of 2" in ran.out
+    assert "note: going on behind the first 1 of 2 blocks" in ran.out
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).resumed == [1]
     shutil.rmtree(tmp_path / "out")
     stop()
@@ -488,6 +488,20 @@ def test_help_tells_defaults_that_depend(niwaki_: Command, monkeypatch: pytest.M
         helped = re.sub(r"[\s│]+", " ", niwaki_(command, "--help").out)
         for hint in hints:
             assert f"default: {hint}" in helped
+
+
+def test_help_calls_arguments_what_its_text_calls_them(niwaki_: Command) -> None:
+    for command, usage in (
+        ("prune", "MODEL OUT"),
+        ("generate", "MODEL PROMPT"),
+        ("unpack", "MODEL OUT"),
+        ("export", "MODEL OUT"),
+        ("inspect", "MODEL"),
+    ):
+        helped = niwaki_(command, "--help").out
+        assert re.search(rf"Usage: niwaki {command} \[OPTIONS\] {usage}\s", re.sub("[{}]", "", helped)), (
+            helped
+        )
 
 
 def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:

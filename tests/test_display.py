@@ -212,9 +212,9 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
         assert sum(line.strip() == expected for line in lines) == 1, expected
     blocks = [line.split() for line in lines if re.fullmatch(r" +\d+ +\d+\.\d( +0\.\d{4}){3}", line.rstrip())]
     assert blocks == [
-        ["1", "9.0", "0.0100", "0.0100", "0.0100"],
-        ["2", "9.0", "0.0200", "0.0200", "0.0200"],
-        ["3", "8.0", "0.0300", "0.0300", "0.0300"],
+        ["0", "9.0", "0.0100", "0.0100", "0.0100"],
+        ["1", "9.0", "0.0200", "0.0200", "0.0200"],
+        ["2", "8.0", "0.0300", "0.0300", "0.0300"],
     ]
     assert any(line.split() == ["block", "seconds", "q_proj", "o_proj", "down_proj"] for line in lines)
     # The note comes with its block, not at the end.
@@ -276,7 +276,7 @@ def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
     lines = [line.split() for line in text(where).splitlines()]
     start = lines.index(["block", "seconds", "q_proj"])
     assert lines[start - 1][0] == "relative"
-    assert lines[start + 1 : start + 3] == [["2", "9.0", "0.0100"], ["3", "9.0", "0.0200"]]
+    assert lines[start + 1 : start + 3] == [["1", "9.0", "0.0100"], ["2", "9.0", "0.0200"]]
     assert lines[start + 3][0] == "zeros"
     assert sum(line[:1] == ["block"] for line in lines) == 1
 

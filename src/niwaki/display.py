@@ -162,7 +162,7 @@ class Display(Progress):
             self._names = names
         means = [sum(errors) / len(errors) for errors in kinds.values()]
         shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
-        self._line("  ".join([f"{self._block + 1:5}", f"{seconds:7.1f}", *shown]))
+        self._line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
 
     def _draw(self) -> None:
         now = time.monotonic()

@@ -24,7 +24,10 @@ class TF32(str, Enum):
     never = "never"
 
 
-Model = Annotated[str, typer.Argument(help="A model directory, a hub id, or 'demo' for the embedded model.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model."),
+]
 Length = Annotated[
     int | None,
     typer.Option("--seqlen", help="Tokens in a window. \\[default: 2048, or the model's positions if fewer]"),

@@ -16,7 +16,7 @@ from niwaki.record import write_json
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="What the model goes on with.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the model goes on with.")],
     tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 100,
     temperature: Annotated[
         float, typer.Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
