@@ -238,7 +238,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "note: going on behind the first 1 of 6 blocks, where an earlier run was stopped" in ran.stdout
     rows = [line.split() for line in ran.stdout.splitlines()]
-    assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["2", "3", "4", "5", "6"]
+    assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["1", "2", "3", "4", "5"]
     assert listing(tmp_path)[0] == "out"
 
 
@@ -316,7 +316,7 @@ def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None
     rows = [line.split() for line in ran.out.splitlines()]
     start = next(i for i, row in enumerate(rows) if row[:2] == ["block", "seconds"])
     assert len(rows[start]) == 9
-    assert rows[start + 1][0] == "2"
+    assert rows[start + 1][0] == "1"
     assert rows[start + 2][0] == "zeros"
     looked = niwaki_("inspect", tmp_path / "out").out
     rows = [line.split() for line in looked.splitlines()]
@@ -901,6 +901,9 @@ def test_solvers_are_listed_with_their_parameters(niwaki_: Command) -> None:
     rows = {line.split()[0]: line for line in listed.out.splitlines() if line.strip()}
     assert set(SOLVERS) <= set(rows)
     assert "damping=0.01, block_size=128" in rows["sparsegpt"]
+    said = {name: re.split(" {2,}", rows[name])[1] for name in SOLVERS}
+    assert len(set(said.values())) == len(SOLVERS)
+    assert all(len(line) > 40 and line[0].isupper() for line in said.values())
 
 
 def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:

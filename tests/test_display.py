@@ -12,6 +12,7 @@ from rich.console import Console
 
 from niwaki import display as module
 from niwaki.display import Display, duration, operations, summary
+from niwaki.effort import EFFORTS
 from niwaki.record import FitRecord, MatrixRecord, Record
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -199,13 +200,14 @@ def test_what_the_solver_says(clock: Clock) -> None:
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     where = console(terminal)
     with Display(where) as display:
-        play(display, clock, record(flops=3.21e12))
+        play(display, clock, record(flops=3.21e12, effort=repr(EFFORTS["balanced"])))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
         "models/tiny: 3 blocks with 3 matrices, 2:4",
         "Wanda()",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
         "solving: 3.2 Tflop",
+        "effort: balanced (allocation loss, importance 0.5, epochs 0.4)",
         "note: noted before",
         "note: damping raised from 0.1 to 0.2",
     ):

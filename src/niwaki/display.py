@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from niwaki.effort import described
 from niwaki.progress import Progress, TableProgress
 from niwaki.record import MatrixRecord, Perplexity, Record
 from niwaki.speed import SpeedRecord
@@ -79,6 +80,8 @@ class Display(Progress):
         wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
         self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {wanted}")
         self._line(record.solver)
+        if record.effort:
+            self._line(f"effort: {described(record.effort)}")
         self._line(
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
             f"{calibration['source']}, on {record.device} in {record.dtype}"
