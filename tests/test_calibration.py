@@ -445,7 +445,8 @@ def test_a_hub_that_cannot_be_reached(
     said = message(lambda: read_windows("c4", tokenizer, 16, 8))
     assert "the data set c4 could not be had" in said
     assert (str(error).splitlines() or [type(error).__name__])[0] in said
-    assert "'demo'" in said  # what to do instead
+    assert "'demo' (to calibrate) or 'demo-held' (to measure)" in said  # what to do instead
+    assert "--" not in said  # commands differ in their options
 
 
 def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:

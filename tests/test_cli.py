@@ -236,9 +236,9 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
     assert "Traceback" not in err
     ran = subprocess_niwaki(*command, cwd=tmp_path)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "note: going on behind block 1 of 6, where an earlier run was stopped" in ran.stdout
+    assert "note: going on behind the first 1 of 6 blocks, where an earlier run was stopped" in ran.stdout
     rows = [line.split() for line in ran.stdout.splitlines()]
-    assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["2", "3", "4", "5", "6"]
+    assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["1", "2", "3", "4", "5"]
     assert listing(tmp_path)[0] == "out"
 
 
@@ -265,9 +265,9 @@ def test_prune_and_look_at_it(model: Path, tmp_path: Path, niwaki_: Command) -> 
         assert row[-4:-2] == ["100.0", "%"]  # 2:4
     assert sum(row == [str(n), *["50.00"] * 7] for n in range(2) for row in rows) == 2
 
-    for path, name in ((model, "before"), (out, "after")):
+    for path, name, samples in ((model, "before", "--samples"), (out, "after", "--text-samples")):
         to = tmp_path / f"{name}.json"
-        read = niwaki_("eval", path, "--text", "demo", "--seqlen", "32", "--samples", "6", "--record", to)
+        read = niwaki_("eval", path, "--text", "demo", "--seqlen", "32", samples, "6", "--record", to)
         assert (read.code, read.err) == (0, "")
         values = json.loads(to.read_text())
         assert values["model"] == str(path)
@@ -316,7 +316,7 @@ def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None
     rows = [line.split() for line in ran.out.splitlines()]
     start = next(i for i, row in enumerate(rows) if row[:2] == ["block", "seconds"])
     assert len(rows[start]) == 9
-    assert rows[start + 1][0] == "2"
+    assert rows[start + 1][0] == "1"
     assert rows[start + 2][0] == "zeros"
     looked = niwaki_("inspect", tmp_path / "out").out
     rows = [line.split() for line in looked.splitlines()]
@@ -363,7 +363,7 @@ def test_going_on_and_starting_over(
     assert "start over with --restart" in ran.err
     ran = niwaki_(*command)
     assert (ran.code, ran.err) == (0, "")
-    assert "note: going on behind block 1 of 2" in ran.out
+    assert "note: going on behind the first 1 of 2 blocks" in ran.out
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).resumed == [1]
     shutil.rmtree(tmp_path / "out")
     stop()
@@ -491,6 +491,20 @@ def test_help_tells_defaults_that_depend(niwaki_: Command, monkeypatch: pytest.M
         helped = re.sub(r"[\s│]+", " ", niwaki_(command, "--help").out)
         for hint in hints:
             assert f"default: {hint}" in helped
+
+
+def test_help_calls_arguments_what_its_text_calls_them(niwaki_: Command) -> None:
+    for command, usage in (
+        ("prune", "MODEL OUT"),
+        ("generate", "MODEL PROMPT"),
+        ("unpack", "MODEL OUT"),
+        ("export", "MODEL OUT"),
+        ("inspect", "MODEL"),
+    ):
+        helped = niwaki_(command, "--help").out
+        assert re.search(rf"Usage: niwaki {command} \[OPTIONS\] {usage}\s", re.sub("[{}]", "", helped)), (
+            helped
+        )
 
 
 def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
@@ -742,6 +756,23 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
     assert listing(tmp_path) == []
 
 
+def test_records_that_cannot_be_written(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    """It shows before the work: none of these has a model, a text or a table to say anything of."""
+    (tmp_path / "file").write_text("keep me")
+    before = listing(tmp_path)
+    for command in (
+        ("eval", "./nowhere", "--text", "demo"),
+        ("eval", "./nowhere", "--tasks", "which-follows"),
+        ("bench", "./nowhere"),
+        ("demo", "--samples", "0"),
+    ):
+        for record in (tmp_path / "file" / "record.json", tmp_path):
+            ran = niwaki_(*command, "--record", record)
+            assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+            assert f"{record} cannot be the record's file" in ran.err
+    assert listing(tmp_path) == before
+
+
 def test_outputs_that_are_taken(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     (tmp_path / "file").write_text("keep me")
     before = listing(tmp_path)
@@ -873,6 +904,9 @@ def test_solvers_are_listed_with_their_parameters(niwaki_: Command) -> None:
     rows = {line.split()[0]: line for line in listed.out.splitlines() if line.strip()}
     assert set(SOLVERS) <= set(rows)
     assert "damping=0.01, block_size=128" in rows["sparsegpt"]
+    said = {name: re.split(" {2,}", rows[name])[1] for name in SOLVERS}
+    assert len(set(said.values())) == len(SOLVERS)
+    assert all(len(line) > 40 and line[0].isupper() for line in said.values())
 
 
 def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:

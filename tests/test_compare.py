@@ -403,6 +403,23 @@ def test_no_times(text: str) -> None:
     assert repr(text) in message(lambda: _seconds(text))
 
 
+@pytest.mark.parametrize(
+    ("solver", "sparsities", "key"),
+    [
+        ("wanda", "2:4", ("wanda", "2:4")),
+        ("wanda", 0.5, ("wanda", "50 %")),
+        (Flipped(), 0, ("flipped", "0 %")),
+    ],
+    ids=str,
+)
+def test_one_alone_is_a_list_of_one(
+    model: Path, solver: str | Solver, sparsities: str | float, key: tuple[str, str]
+) -> None:
+    found = run(model, None, solvers=solver, sparsities=sparsities, texts="demo-held")
+    assert keys(found) == [("dense", ""), key]
+    assert found.texts == ["demo-held"]
+
+
 # What is refused
 
 

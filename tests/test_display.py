@@ -12,6 +12,7 @@ from rich.console import Console
 
 from niwaki import display as module
 from niwaki.display import Display, duration, operations, summary
+from niwaki.effort import EFFORTS
 from niwaki.record import FitRecord, MatrixRecord, Record
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -199,22 +200,23 @@ def test_what_the_solver_says(clock: Clock) -> None:
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     where = console(terminal)
     with Display(where) as display:
-        play(display, clock, record(flops=3.21e12))
+        play(display, clock, record(flops=3.21e12, effort=repr(EFFORTS["balanced"])))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
         "models/tiny: 3 blocks with 3 matrices, 2:4",
         "Wanda()",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
         "solving: 3.2 Tflop",
+        "effort: balanced (allocation loss, importance 0.5, epochs 0.4)",
         "note: noted before",
         "note: damping raised from 0.1 to 0.2",
     ):
         assert sum(line.strip() == expected for line in lines) == 1, expected
     blocks = [line.split() for line in lines if re.fullmatch(r" +\d+ +\d+\.\d( +0\.\d{4}){3}", line.rstrip())]
     assert blocks == [
-        ["1", "9.0", "0.0100", "0.0100", "0.0100"],
-        ["2", "9.0", "0.0200", "0.0200", "0.0200"],
-        ["3", "8.0", "0.0300", "0.0300", "0.0300"],
+        ["0", "9.0", "0.0100", "0.0100", "0.0100"],
+        ["1", "9.0", "0.0200", "0.0200", "0.0200"],
+        ["2", "8.0", "0.0300", "0.0300", "0.0300"],
     ]
     assert any(line.split() == ["block", "seconds", "q_proj", "o_proj", "down_proj"] for line in lines)
     # The note comes with its block, not at the end.
@@ -276,7 +278,7 @@ def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
     lines = [line.split() for line in text(where).splitlines()]
     start = lines.index(["block", "seconds", "q_proj"])
     assert lines[start - 1][0] == "relative"
-    assert lines[start + 1 : start + 3] == [["2", "9.0", "0.0100"], ["3", "9.0", "0.0200"]]
+    assert lines[start + 1 : start + 3] == [["1", "9.0", "0.0100"], ["2", "9.0", "0.0200"]]
     assert lines[start + 3][0] == "zeros"
     assert sum(line[:1] == ["block"] for line in lines) == 1
 

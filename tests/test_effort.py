@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
 from niwaki.block import Block
-from niwaki.effort import DEFAULT_EFFORT, EFFORTS, PLAIN_EFFORT, Effort, make_effort, usual_effort
+from niwaki.effort import DEFAULT_EFFORT, EFFORTS, PLAIN_EFFORT, Effort, described, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.pipeline import prune
 from niwaki.progress import Progress
@@ -384,6 +384,17 @@ def test_stages_and_steps(tmp_path: Path) -> None:
     assert [stage[1:] for stage in watch.stages[:10]] == block
     assert [stage[1:] for stage in watch.stages[10:]] == [*block[:-1], ["advance", 1, 0]]
     assert watch.solved_in == [0] * 7 + [1] * 7
+
+
+def test_efforts_in_words() -> None:
+    names = {name: described(repr(make_effort(name))) for name in EFFORTS}
+    assert names == {
+        "fast": "fast",
+        "balanced": "balanced (allocation loss, importance 0.5, epochs 0.4)",
+        "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
+    }
+    other = repr(make_effort("best:epochs=3"))
+    assert described(other) == other
 
 
 def test_the_files_say_it(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
         evaluate(path, "demo", length=1)
     with pytest.raises(UsageError, match="got 0 of 16"):
         evaluate(path, "demo", length=16, samples=0)
+    with pytest.raises(UsageError, match=r"one text at a time, .*; got \['demo'\]"):
+        evaluate(path, ["demo"])  # type: ignore[arg-type]
     (tmp_path / "short.txt").write_text("a b c")
     with pytest.raises(CalibrationError, match=r"it has \d+, \d+ are missing"):
         evaluate(path, str(tmp_path / "short.txt"))

@@ -69,7 +69,7 @@ MAY_BE_IMPORTED_BY = {
     "cli": {"__main__"},
     "pipeline": {"cli", "comparison", "shrinking", "__init__"},
     "walk": {"pipeline", "shrinking"},
-    "exporting": {"cli"},
+    "exporting": {"cli", "__init__"},
     "block": {"blocks", "fitting", "planning", "sensitivity", "shrinking", "walk"},
     "blocks": {
         *(
@@ -225,6 +225,10 @@ def test_import_niwaki_loads_neither_torch_nor_transformers() -> None:
     loaded = modules_after("import niwaki; niwaki.__version__")
     assert "niwaki" in loaded
     assert not loaded & {"torch", "transformers"}
+
+
+def test_public_names_are_offered_before_they_are_loaded() -> None:
+    modules_after("import niwaki; assert set(niwaki.__all__) <= set(dir(niwaki))")
 
 
 def test_solvers_do_not_load_transformers() -> None:

@@ -1129,6 +1129,7 @@ def test_a_link_to_an_empty_directory(tmp_path: Path, model: Path) -> None:
         ({"pattern": NM(1, 32)}, "model.layers.0.mlp.down_proj.weight: the pattern 1:32 needs"),
         ({"pattern": None}, "say how sparse"),
         ({"sparsity": 0.5, "pattern": "2:4"}, "not both"),
+        ({"sparsity": "2:4"}, "a sparsity is a number such as 0.6; for '2:4' say pattern='2:4'"),
         ({"solver": "sparse-gpt"}, "no solver is called 'sparse-gpt'; did you mean sparsegpt"),
         ({"samples": 0}, "got 0"),
         ({"text_samples": 0}, "got 0"),

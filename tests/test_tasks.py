@@ -261,12 +261,24 @@ def test_the_embedded_model_is_better_than_chance() -> None:
         ("a.json", "[]", "a.json has no questions"),
         ("a.jsonl", "\n", "a.jsonl has no questions"),
         ("a.jsonl", b"\xff", "a.jsonl cannot be read"),
-        ("a.jsonl", None, "a.jsonl cannot be read"),
+        ("a.jsonl", None, "there is no file"),
+        ("a\0.jsonl", None, "cannot be read: embedded null byte"),
+        ("a.json", "[" * 100_000, "a.json: lists or objects are nested too deeply"),
+        (
+            "a.jsonl",
+            '{"context": "x", "choices": ["y", "\\ud800"], "answer": 0}',
+            "a.jsonl, line 1: half of a surrogate pair",
+        ),
         ("a.json", '["x"]', "a.json, entry 1: wants a text as either 'context' or 'question'"),
         ("a.jsonl", '{"context": "x", "question": "y"}', "wants a text as either 'context' or 'question'"),
         ("a.jsonl", '{"context": "x", "choices": ["y"], "answer": 0}', "2 or more texts; got ['y']"),
         ("a.jsonl", '{"context": "x", "choices": "yz", "answer": 0}', "2 or more texts; got 'yz'"),
         ("a.jsonl", '{"context": "x", "choices": ["y", ""], "answer": 0}', "2 or more texts; got"),
+        (
+            "a.jsonl",
+            '{"context": "x", "choices": ["y", " "], "answer": 0}',
+            "line 1: 'choices' must be 2 or more",
+        ),
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"], "answer": 2}', "0 to 1; got 2"),
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"], "answer": true}', "0 to 1; got True"),
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"]}', "0 to 1; got None"),
@@ -281,10 +293,24 @@ def test_files_that_are_none(
     assert said in message(lambda: evaluate_tasks(str(model), [str(path)]), TaskError)
 
 
+def test_a_file_in_several_ways(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two paths, alone and not in a list, and as an editor on Windows writes it."""
+    monkeypatch.chdir(tmp_path)
+    text = Path(write(tmp_path / "a.jsonl", shipped(3))).read_bytes()
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + text)
+    found = evaluate_tasks(model, ["a.jsonl", "./a.jsonl", str(tmp_path / "a.jsonl")])
+    assert {score.task for score in found.scores} == {"a.jsonl"}
+    assert evaluate_tasks(model, "a.jsonl") == found
+    assert read_questions(tmp_path / "marked.jsonl") == read_questions(tmp_path / "a.jsonl")
+
+
 def test_what_goes_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask: Callable[..., TaskScores] = functools.partial(evaluate_tasks, tasks=["which-follows"])
     assert "limit must be 1 or more; got 0" in message(lambda: ask(model, limit=0))
     assert "which tasks?" in message(lambda: evaluate_tasks(model, []))
+    assert "home directory" in message(
+        lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError
+    )
     assert "no directory" in message(lambda: ask("./nowhere"), UsageError)
     assert "device 'quantum'" in message(lambda: ask(model, device="quantum"))
     assert "got float8" in message(lambda: ask(model, dtype="float8"))

@@ -13,6 +13,7 @@ __all__ = [
     "compare",
     "evaluate",
     "evaluate_tasks",
+    "export",
     "load",
     "make_solver",
     "pack",
@@ -23,6 +24,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from niwaki.comparison import compare
+    from niwaki.exporting import export
     from niwaki.packed.loading import load
     from niwaki.packed.packing import pack, unpack
     from niwaki.perplexity import evaluate
@@ -42,6 +44,7 @@ _HOMES = {
     "compare": "niwaki.comparison",
     "evaluate": "niwaki.perplexity",
     "evaluate_tasks": "niwaki.tasks",
+    "export": "niwaki.exporting",
     "load": "niwaki.packed.loading",
     "make_solver": "niwaki.solvers",
     "pack": "niwaki.packed.packing",
@@ -58,3 +61,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """For completion, also of what is not loaded yet."""
+    return sorted({*globals(), *__all__})

@@ -386,6 +386,6 @@ def _dataset_texts(source: str) -> Iterator[str]:
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CalibrationError(
-            f"the data set {source} could not be had ({reason}); give a text file with --calibration or --text, "
-            "or 'demo' for the excerpt that ships with niwaki"
+            f"the data set {source} could not be had ({reason}); give a text file instead, or "
+            "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error

@@ -9,6 +9,7 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 
 from niwaki.checkpoint import output_errors
+from niwaki.effort import described
 from niwaki.record import Record
 
 #: The dense model's own card, which the new one takes the place of.
@@ -77,7 +78,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "| | |",
         "|---|---|",
         f"| method | `{record.solver}` |",
-        *([f"| effort | `{record.effort}` |"] if record.effort else []),
+        *([f"| effort | `{described(record.effort)}` |"] if record.effort else []),
         *rows,
         *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
         f"| calibration | {record.calibration['samples']} windows of "

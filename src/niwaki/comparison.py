@@ -36,13 +36,13 @@ def compare(
     model: str | Path,
     out: str | Path | None = None,
     *,
-    solvers: Sequence[str | Solver] = METHODS,
-    sparsities: Sequence[str | float] = PATTERNS,
+    solvers: str | Solver | Sequence[str | Solver] = METHODS,
+    sparsities: str | float | Sequence[str | float] = PATTERNS,
     effort: str = PLAIN_EFFORT,
     calibration: str = "c4",
     samples: int = 128,
     length: int | None = None,
-    texts: Sequence[str] = ("wikitext2",),
+    texts: str | Sequence[str] = ("wikitext2",),
     text_samples: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -65,6 +65,8 @@ def compare(
     read back from their files to be measured, which takes 0.5 % of the measuring: these are what a user will load.
     Each cell is what a single ``prune`` and ``evaluate`` give, to the bit; only the peak memory in a record is that
     of the whole process so far.
+
+    Of solvers, sparsities and texts one alone needs no list.
 
     Args:
         model: A directory or hub id.
@@ -101,7 +103,9 @@ def compare(
     """
     began = time.monotonic()
     progress = progress or TableProgress()
-    texts = list(dict.fromkeys(texts))
+    texts = [texts] if isinstance(texts, str) else list(dict.fromkeys(texts))
+    solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
+    sparsities = [sparsities] if isinstance(sparsities, str | float | int) else sparsities
     runs = _runs(solvers, sparsities, effort)
     fewest = samples if text_samples is None else min(samples, text_samples)
     if fewest < 1:

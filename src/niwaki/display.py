@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from niwaki.effort import described
 from niwaki.progress import Progress, TableProgress
 from niwaki.record import MatrixRecord, Perplexity, Record
 from niwaki.speed import SpeedRecord
@@ -79,6 +80,8 @@ class Display(Progress):
         wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
         self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {wanted}")
         self._line(record.solver)
+        if record.effort:
+            self._line(f"effort: {described(record.effort)}")
         self._line(
             f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
             f"{calibration['source']}, on {record.device} in {record.dtype}"
@@ -162,7 +165,7 @@ class Display(Progress):
             self._names = names
         means = [sum(errors) / len(errors) for errors in kinds.values()]
         shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
-        self._line("  ".join([f"{self._block + 1:5}", f"{seconds:7.1f}", *shown]))
+        self._line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
 
     def _draw(self) -> None:
         now = time.monotonic()

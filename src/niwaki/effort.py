@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from niwaki.errors import UsageError
@@ -121,3 +121,14 @@ def make_effort(name: str) -> Effort:
         UsageError: a value is not of the parameter's type, or out of its range, or a parameter has none.
     """
     return choose("effort", name, EFFORTS)
+
+
+def described(effort: str) -> str:
+    """What a record has of an effort, in words where it has a name: "balanced (allocation loss, epochs 0.4)"."""
+    for name, known in EFFORTS.items():
+        if repr(known) == effort:
+            values = {field.name: getattr(known, field.name) for field in fields(known)}
+            plain = Effort()
+            told = [f"{key} {value}" for key, value in values.items() if value != getattr(plain, key)]
+            return f"{name} ({', '.join(told)})" if told else name
+    return effort

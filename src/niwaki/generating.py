@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,18 @@ from niwaki.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def check(prompt: str, tokens: int, temperature: float) -> None:
+    """Raises UsageError for what :func:`continue_text` takes from no model."""
+    if tokens < 1 or not 0 <= temperature < math.inf:
+        raise UsageError(
+            f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt {prompt!r} is no valid Unicode text; give it as UTF-8") from error
 
 
 @torch.inference_mode()
@@ -33,40 +46,45 @@ def continue_text(
         tokens: At most so many are written.
         temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
         seed: Of what is drawn.
-        say: Is told of each piece of the text as soon as it is certain.
+        say: Is told of each piece of the text as soon as it is certain; what it raises goes on to the caller.
 
     Raises:
-        UsageError: the prompt has no tokens, or a number is out of its range.
+        UsageError: the prompt has no tokens or is no valid text, or a number is out of its range.
         CheckpointError: transformers cannot generate text with this model.
     """
     from transformers import GenerationConfig, TextStreamer
 
+    check(prompt, tokens, temperature)
+    said_wrong: list[Exception] = []  # what ``say`` raised
+
     class Teller(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            if say is not None:
-                say(text)
+            try:
+                if say is not None:
+                    say(text)
+            except Exception as error:
+                said_wrong.append(error)
+                raise
 
     given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
     if given.numel() == 0:
         raise UsageError(f"the prompt {prompt!r} has no tokens; give some text")
-    if tokens < 1 or temperature < 0:
-        raise UsageError(
-            f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}"
-        )
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
     if tokens >= longest:
         raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
     given = given[:, -(longest - tokens) :].to(model.device)
+    own = model.generation_config
+    end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
     settings = GenerationConfig(
         max_new_tokens=tokens,
         do_sample=temperature > 0,
         temperature=temperature or None,
         top_k=0 if temperature else None,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id if end is None else end,
         pad_token_id=0,
     )
     # What is not set here would be taken from the model's own settings, which may draw or punish repetition.
-    own, model.generation_config = model.generation_config, settings
+    model.generation_config = settings
     generate: Any = model.generate
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
@@ -80,6 +98,8 @@ def continue_text(
                 else None,
             )
     except Exception as error:  # transformers raises nearly anything
+        if error in said_wrong:
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"the model generates no text: {reason}") from error
     finally:

@@ -18,10 +18,14 @@ from niwaki.solvers import Solver
 PatternOf = Callable[[Matrix], Pattern]
 
 
-def wanted_pattern(solver: Solver, sparsity: float | None, pattern: str | Pattern | None) -> Pattern | None:
+def wanted_pattern(
+    solver: Solver, sparsity: float | str | None, pattern: str | Pattern | None
+) -> Pattern | None:
     """The pattern that was asked for; None if only a mask was."""
     if sparsity is not None and pattern is not None:
         raise UsageError("give a sparsity or a pattern, not both")
+    if isinstance(sparsity, str):
+        raise UsageError(f"a sparsity is a number such as 0.6; for {sparsity!r} say pattern={sparsity!r}")
     if sparsity is not None:
         return solver.default_pattern(sparsity)
     return parse_pattern(pattern) if isinstance(pattern, str) else pattern

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,15 +68,25 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     if record_to is not None:
-        file = record_to.expanduser().absolute()
-        if file.is_dir() or any(parent.is_file() for parent in file.parents):
-            raise UsageError(
-                f"{record_to} cannot be the record's file: a directory is one, or a file in its path"
-            )
-        there = next(parent for parent in file.parents if parent.exists())
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UsageError(f"{record_to} cannot be the record's file: {there} may not be written to")
+        check_record(record_to)
     return out
+
+
+def check_record(record_to: Path) -> Path:
+    """``record_to`` with a home directory for ``~``, after a look at whether it can be written at the end.
+
+    Raises:
+        UsageError: it cannot be a file, or not be written.
+    """
+    file = record_to.expanduser().absolute()
+    if file.is_dir() or any(parent.is_file() for parent in file.parents):
+        raise UsageError(
+            f"{record_to} cannot be the record's file: a directory is one, or a file in its path"
+        )
+    there = next(parent for parent in file.parents if parent.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{record_to} cannot be the record's file: {there} may not be written to")
+    return file
 
 
 class Workplace:
@@ -246,7 +257,7 @@ def _earlier(
         ) from error
     asked = json.loads(json.dumps(fingerprint))
     differing = [
-        f"{name} ({journal.fingerprint.get(name)} there, {asked.get(name)} here)"
+        _difference(name, journal.fingerprint.get(name), asked.get(name))
         for name in dict.fromkeys([*asked, *journal.fingerprint])
         if journal.fingerprint.get(name) != asked.get(name)
     ]
@@ -256,6 +267,13 @@ def _earlier(
             "for the same to go on with it, or start over with --restart"
         )
     return journal
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+    """In words; SHA-256 sums would say nothing to anybody."""
+    if any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here)):
+        return name
+    return f"{name} ({there} there, {here} here)"
 
 
 @contextlib.contextmanager

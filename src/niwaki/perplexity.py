@@ -9,6 +9,7 @@ from pathlib import Path
 from niwaki.blocks import StreamedModel
 from niwaki.calibration import Windows, load_tokenizer, read_windows
 from niwaki.checkpoint import locate_model
+from niwaki.errors import UsageError
 from niwaki.packed.files import open_checkpoint
 from niwaki.record import Perplexity
 from niwaki.states import Room, resident
@@ -49,6 +50,8 @@ def evaluate(
         if isinstance(text, str):
             length, _ = streamed.window_length(length)
             text = read_windows(text, load_tokenizer(checkpoint.path), length, samples)
+        elif not isinstance(text, Windows):
+            raise UsageError(f"one text at a time, or windows of it; got {text!r}")
         if memory is not None:
             # Besides a block's weights as much again for its activations.
             room.limit(max(0, memory - resident() - 2 * streamed.block_size))

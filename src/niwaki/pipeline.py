@@ -236,8 +236,8 @@ def prune(
                 record.resumed.append(journal.blocks)
                 clock.add(record.seconds)
                 progress.note(
-                    f"going on behind block {journal.blocks} of {len(streamed.blocks)}, where an earlier run was "
-                    "stopped; the blocks before it run again for their outputs"
+                    f"going on behind the first {journal.blocks} of {len(streamed.blocks)} blocks, where an "
+                    "earlier run was stopped; these run again for their outputs"
                 )
             run = Walk(
                 streamed, solver, effort, pattern_of, grid, memory, record, progress, clock, world, journal

@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -107,7 +108,7 @@ class TaskScores:
 
 def evaluate_tasks(
     model: str | Path,
-    tasks: Sequence[str],
+    tasks: str | Sequence[str],
     *,
     limit: int | None = None,
     device: str = "auto",
@@ -118,7 +119,7 @@ def evaluate_tasks(
 
     Args:
         model: A directory, a hub id or "demo".
-        tasks: See the module's docstring.
+        tasks: See the module's docstring; one or several.
         limit: Only the first so many questions of each task.
         device: As in :func:`niwaki.prune`.
         dtype: As in :func:`niwaki.prune`.
@@ -131,11 +132,12 @@ def evaluate_tasks(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be 1 or more; got {limit}")
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     if not tasks:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     evaluate, version = _harness()
     with _quiet(progress):
-        built = _build(list(dict.fromkeys(tasks)))
+        built = _build(_distinct(tasks))
         lm = _load(str(model), device, dtype)
         try:
             found = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
@@ -161,8 +163,11 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         TaskError: it cannot be read, or one of them is none.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        path = path.expanduser()
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise TaskError(f"there is no file {path}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, a NUL in the path, ~ of nobody
         raise TaskError(f"{path} cannot be read: {_first_line(error)}") from error
     if path.suffix == ".json":
         entries = _json(text, str(path))
@@ -182,6 +187,8 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise TaskError(f"{where}: no JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise TaskError(f"{where}: lists or objects are nested too deeply") from error
 
 
 def _question(entry: Any, where: str) -> dict[str, Any]:
@@ -191,7 +198,9 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     if isinstance(context, str) == isinstance(question, str):
         raise TaskError(f"{where}: wants a text as either 'context' or 'question'")
     if not (
-        isinstance(choices, list) and len(choices) > 1 and all(isinstance(c, str) and c for c in choices)
+        isinstance(choices, list)
+        and len(choices) > 1
+        and all(isinstance(c, str) and c.strip() for c in choices)
     ):
         raise TaskError(f"{where}: 'choices' must be 2 or more texts; got {choices!r}")
     if type(answer) is not int or not 0 <= answer < len(choices):
@@ -199,6 +208,10 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
             f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}; got {answer!r}"
         )
     asked = context if isinstance(context, str) else f"Question: {question}\nAnswer:"
+    try:
+        "".join([asked, *choices]).encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{where}: half of a surrogate pair, which is no character") from error
     return {"context": asked, "choices": choices, "answer": answer}
 
 
@@ -212,6 +225,20 @@ def _harness() -> tuple[Any, str]:
     return evaluate, str(lm_eval.__version__)
 
 
+def _distinct(tasks: Sequence[str]) -> list[str]:
+    """Each once, also a file that is given by two paths."""
+    found: dict[str, str] = {}
+    for name in tasks:
+        # realpath takes any text, and makes no file of ~nobody.
+        same = os.path.realpath(os.path.expanduser(name)) if _is_file(name) and "\0" not in name else name
+        found.setdefault(same, name)
+    return list(found.values())
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in {".json", ".jsonl"}
+
+
 def _build(tasks: list[str]) -> dict[str, Any]:
     """The harness's task objects by name; a group is all of its tasks."""
     manager: Any = None
@@ -219,8 +246,8 @@ def _build(tasks: list[str]) -> dict[str, Any]:
     for name in tasks:
         if name in SHIPPED:
             built[name] = _from_file(name, Path(str(files("niwaki"))) / "data" / SHIPPED[name])
-        elif Path(name).suffix in {".json", ".jsonl"}:
-            built[name] = _from_file(name, Path(name).expanduser())
+        elif _is_file(name):
+            built[name] = _from_file(name, Path(name))
         else:
             if manager is None:
                 from lm_eval.tasks import TaskManager
@@ -247,7 +274,7 @@ def _from_file(name: str, path: Path) -> Any:
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
-    questions = read_questions(path)
+    questions, path = read_questions(path), path.expanduser()
     accuracies = [
         {"metric": metric, "aggregation": "mean", "higher_is_better": True}
         for metric in (_ACCURACY, "acc_norm")

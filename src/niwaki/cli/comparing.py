@@ -96,7 +96,9 @@ def demo(
     """Prune the embedded model by the methods of the paper's table 1 and by the default."""
     quiet_libraries()
     from niwaki.comparison import compare as run
+    from niwaki.output import check_record
 
+    record = record and check_record(record)
     with TableDisplay(out) as display:
         found = run(
             "demo",

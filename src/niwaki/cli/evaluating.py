@@ -27,7 +27,10 @@ def evaluate(
     ] = None,
     length: Length = None,
     samples: Annotated[
-        int | None, typer.Option(help="The first so many windows of the text. \\[default: all]")
+        int | None,
+        typer.Option(
+            "--samples", "--text-samples", help="The first so many windows of the text. \\[default: all]"
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -51,8 +54,10 @@ def evaluate(
     elif text is None and (length is not None or samples is not None):
         raise UsageError("--seqlen and --samples are for --text; --limit is for --tasks")
     quiet_libraries()
+    from niwaki.output import check_record
     from niwaki.record import versions
 
+    record = record and check_record(record)
     began = time.perf_counter()
     values: dict[str, Any] = {"command": command_line(), "model": model}
     if tasks is not None:

@@ -11,7 +11,7 @@ from niwaki.cli.options import Output
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A directory that 'prune --quantize' wrote.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that 'prune --quantize' wrote.")],
     output: Output,
 ) -> None:
     """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""

@@ -24,7 +24,10 @@ class TF32(str, Enum):
     never = "never"
 
 
-Model = Annotated[str, typer.Argument(help="A model directory, a hub id, or 'demo' for the embedded model.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model."),
+]
 Length = Annotated[
     int | None,
     typer.Option("--seqlen", help="Tokens in a window. \\[default: 2048, or the model's positions if fewer]"),
@@ -35,7 +38,9 @@ Output = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that do
 Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
 TextSamples = Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")]
 RecordFile = Annotated[Path | None, typer.Option("--record", help="Also write the record to this JSON file.")]
-TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), or 'demo'."
+TEXT = (
+    "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
+)
 HeldText = Annotated[
     str | None,
     typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),

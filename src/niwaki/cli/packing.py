@@ -31,7 +31,7 @@ def pack(model: Model, output: Output) -> None:
 
 
 def unpack(
-    model: Annotated[str, typer.Argument(help="A directory that 'pack' wrote.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that 'pack' wrote.")],
     output: Output,
 ) -> None:
     """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ from niwaki.record import write_json
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="What the model goes on with.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the model goes on with.")],
     tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 100,
     temperature: Annotated[
         float, typer.Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
@@ -28,16 +29,20 @@ def generate(
     quiet_libraries()
     from niwaki.calibration import load_tokenizer
     from niwaki.checkpoint import locate_model
-    from niwaki.generating import continue_text
+    from niwaki.generating import check, continue_text
     from niwaki.packed.loading import load
 
+    begin = iter([prompt])  # goes before the first piece: nothing is written where nothing is generated
+
     def say(text: str) -> None:
-        sys.stdout.write(text)
+        sys.stdout.write(next(begin, "") + text)
         sys.stdout.flush()
 
+    check(prompt, tokens, temperature)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
     tokenizer = load_tokenizer(locate_model(model))
     loaded = load(model, device, dtype)
-    say(prompt)
     continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
     say("\n")
 
@@ -58,8 +63,10 @@ def bench(
     from niwaki.checkpoint import locate_model
     from niwaki.display import speed_table
     from niwaki.measuring import bench as run
+    from niwaki.output import check_record
     from niwaki.speed import SPEED_NAME
 
+    file = check_record(record or locate_model(model) / SPEED_NAME)
     with out.status("reading") as status:
         found = run(
             model,
@@ -73,6 +80,5 @@ def bench(
         )
     out.print(speed_table(found))
     out.print(found.conditions(), soft_wrap=True, markup=False)
-    file = record or locate_model(model) / SPEED_NAME
     write_json(file, found.to_json())
     out.print(f"written to {file}", soft_wrap=True, markup=False)

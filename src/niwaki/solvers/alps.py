@@ -1,4 +1,4 @@
-"""ALPS: ADMM on the number of weights itself, with a penalty that follows the support."""
+"""ALPS: ADMM on the number of weights, with a penalty that follows the support; arXiv 2406.07831."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conjugate gradients: a refit of the weights on a given mask."""
+"""Conjugate gradients: fits the weights to a mask, all rows side by side, by conjugate gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuation: ADMM on the pattern itself, with a choice of weights that hardens from sweep to sweep."""
+"""Continuation: ADMM on the pattern, with a choice of weights that hardens, then a refit; the default."""
 
 from __future__ import annotations
 

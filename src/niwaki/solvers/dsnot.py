@@ -1,4 +1,4 @@
-"""DSnoT: pruned and kept weights change places until the mean of the output is right."""
+"""DSnoT: exchanges pruned and kept weights until the mean of the output is right; arXiv 2310.08915."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Magnitude pruning."""
+"""Magnitude: keeps the largest weights and leaves them as they are; arXiv 1506.02626."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimal Brain Compression: greedy removal, one weight of each row at a time."""
+"""OBC: greedy removal of one weight of each row after another, for small matrices; arXiv 2208.11580."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The saliency of optimal brain surgeon, for all weights at once."""
+"""OBS: keeps the weights whose loss the others could least make up for, as they are; Hassibi & Stork 1993."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RIA: pruning by relative importance and activations."""
+"""RIA: keeps the weights that matter most in their row and their column, as they are; ICLR 2024."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SparseGPT: one sweep of optimal-brain-surgeon updates over the columns."""
+"""SparseGPT: one sweep of optimal-brain-surgeon updates over the columns; arXiv 2301.00774."""
 
 from __future__ import annotations
 

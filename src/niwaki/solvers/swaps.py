@@ -1,4 +1,4 @@
-"""SparseSwaps: exchanges a kept and a pruned weight of a row for as long as that helps."""
+"""SparseSwaps: exchanges a kept and a pruned weight of a row while that helps; arXiv 2512.10922."""
 
 from __future__ import annotations
 

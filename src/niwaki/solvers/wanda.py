@@ -1,4 +1,4 @@
-"""Wanda: pruning by weights and activations."""
+"""Wanda: keeps the weights with the largest |weight| x input norm, as they are; arXiv 2306.11695."""
 
 from __future__ import annotations
 

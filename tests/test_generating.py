@@ -1,0 +1,115 @@
+"""Text from a model, against a loop of single tokens; and what can go wrong around it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from models import EMBEDDED, message, reference
+from niwaki import cli
+from niwaki.errors import CheckpointError
+from niwaki.generating import continue_text
+
+PROMPT = "The old man looked at"
+
+
+@pytest.fixture(scope="module")
+def given() -> tuple[Any, Any]:
+    return reference(EMBEDDED, torch.float32), AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@torch.no_grad()
+def likeliest(model: Any, ids: list[int], count: int) -> list[int]:
+    """``count`` tokens, each the most likely one after all before it."""
+    found = list(ids)
+    for _ in range(count):
+        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(ids) :]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_text_ends_where_the_model_says(given: tuple[Any, Any], several: bool) -> None:
+    """Chat models have other ends than their tokenizer's, and more than one."""
+    model, tokenizer = given
+    made = likeliest(model, tokenizer.encode(PROMPT), 12)
+    assert tokenizer.eos_token_id not in made
+    end = made[6]
+    own = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [own, end] if several else end
+    try:
+        text = continue_text(model, tokenizer, PROMPT, 12)
+        assert text == tokenizer.decode(made[: made.index(end) + 1])
+        model.generation_config.eos_token_id = None
+        assert continue_text(model, tokenizer, PROMPT, 12) == tokenizer.decode(made)
+    finally:
+        model.generation_config.eos_token_id = own
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), UnicodeEncodeError("ascii", "é", 0, 1, "no"), KeyError(1)]
+)
+def test_errors_of_the_listener_are_its_own(given: tuple[Any, Any], error: Exception) -> None:
+    def say(text: str) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        continue_text(*given, PROMPT, 3, say=say)
+    assert caught.value is error
+
+
+def test_errors_of_the_model(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(*_: object, **__: object) -> None:
+        raise KeyError("cache")
+
+    monkeypatch.setattr(given[0], "generate", generate)
+    said = message(lambda: continue_text(*given, PROMPT, 3, say=print), CheckpointError)
+    assert said == "the model generates no text: 'cache'"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((PROMPT, "--temperature", "nan"), "the temperature 0 or more; got 100 and nan"),
+        ((PROMPT, "--temperature", "inf"), "got 100 and inf"),
+        ((PROMPT, "--temperature", "-1"), "got 100 and -1.0"),
+        ((PROMPT, "--tokens", "0"), "tokens are 1 or more"),
+        (("bad \udcff",), "the prompt 'bad \\udcff' is no valid Unicode text"),
+        ((PROMPT, "--tokens", "256"), "256 tokens are more than the 256 positions"),
+        (("",), "the prompt '' has no tokens"),
+    ],
+)
+def test_what_is_refused(
+    options: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without a word of the prompt; and what needs no model to see, before one is looked for."""
+    model = "demo" if options[-1] in ("", "256") else "./nowhere"
+    monkeypatch.setattr(sys, "argv", ["niwaki", "generate", model, *options])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = capsys.readouterr()
+    assert (left.value.code, shown.out) == (2, "")
+    assert said in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_a_reader_that_goes_away() -> None:
+    """As with ``| head -c 5``: no word about it."""
+    command = [str(Path(sys.executable).with_name("niwaki")), "generate", "demo", PROMPT, "--tokens", "200"]
+    with subprocess.Popen(
+        [*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as ran:
+        assert ran.stdout is not None
+        assert ran.stderr is not None
+        assert ran.stdout.read(5) == b"The o"
+        ran.stdout.close()
+        assert ran.stderr.read() == b""
+        assert ran.wait(60) == 1
