@@ -13,12 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from niwaki.display import duration, kind, short
-from niwaki.record import MatrixRecord, Perplexity, Record
+from niwaki.record import MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.report import Extras, Material, Run, Sample, charts
+from niwaki.words import counted
 
 #: What the stages of a run are for.
 STAGES = {
     "prepare": "reading texts and the model's structure",
+    "influence": "looking for the blocks that matter least",
     "plan": "looking at the dense model: where zeros cost least",
     "capture": "running blocks for the inputs of their matrices",
     "read": "reading weights",
@@ -39,13 +41,11 @@ class Cell:
         text: What it says.
         step: Its colour in a heat map, if it is in one.
         best: Whether it is the best of its column.
-        span: How many columns it is for.
     """
 
     text: str
     step: int | None = None
     best: bool = False
-    span: int = 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,9 @@ class View:
         published: Whether published numbers are shown too.
     """
 
+    #: What is behind each ±, and what the bars of charts are.
+    spread = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
+
     def __init__(self, material: Material, extras: Extras, published: bool) -> None:
         self.material = material
         self.extras = extras
@@ -125,7 +128,8 @@ class View:
         #: The range of errors that colours stand for, the same over the page.
         self.errors = (min(errors), max(errors)) if errors else None
         self.name = Path(material.model).name or material.model
-        what = f"{len(self.methods)} methods compared" if material.compared else _sparse(self.runs[0])
+        compared = f"{counted(len(self.methods), 'method')} compared"
+        what = compared if material.compared else _smaller(self.runs[0])
         self.title = f"{self.name}, {what}"
         self.published = self._published() if published else []
         self.steps = range(charts.STEPS)
@@ -141,7 +145,9 @@ class View:
                 about[note].append(run)
         found = []
         for note, runs in about.items():
-            where = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {len(self.runs)} runs"
+            where = (
+                f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {counted(len(self.runs), 'run')}"
+            )
             found.append(note if len(runs) == len(self.runs) else f"{where}: {note}")
         return found
 
@@ -151,7 +157,7 @@ class View:
         if self.material.compared:
             return self._best_tiles()
         (run,) = self.runs
-        tiles = [("zeros", f"{100 * run.sparsity:.4g} %", f"of {_matrices(run)}")]
+        tiles = _removed(run)
         for text, after in run.perplexity.items():
             before = self.material.dense.get(text)
             where = f"{after.tokens:,} tokens of {short_text(text)}, context {after.context:,}"
@@ -171,10 +177,10 @@ class View:
 
     @property
     def speed(self) -> Table | None:
-        """What ``niwaki bench`` found."""
+        """What ``niwaki bench`` found, a column for each form of the model: there are few, and phones are narrow."""
         if self.material.speed is None:
             return None
-        head, *rows = self.material.speed.table()
+        head, *rows = zip(*self.material.speed.table(), strict=True)
         return Table.of(head, rows)
 
     def _best_tiles(self) -> list[tuple[str, str, str]]:
@@ -198,7 +204,8 @@ class View:
         text = ""
         if calibration:
             text = (
-                f"{calibration.get('samples', '?')} windows of {calibration.get('sequence_length', '?')} tokens "
+                f"{counted(calibration.get('samples', '?'), 'window')} of "
+                f"{counted(calibration.get('sequence_length', '?'), 'token')} "
                 f"of {short_text(str(calibration.get('source', '?')))}"
             )
         found = [("model", self.material.model)]
@@ -206,14 +213,22 @@ class View:
             found.append(("runs", f"{len(self.runs)}, in {duration(self.material.seconds)} with measuring"))
         else:
             found += _facts(self.runs[0])
-        return [*found, *([("calibration", text)] if text else [])]
+        found += [("calibration", text)] if text else []
+        if not self.material.compared and any("±" in value for _, value, _ in self.tiles):
+            found.append(("±", self.spread))
+        return found
 
     # Perplexity against sparsity
 
     @property
     def frontiers(self) -> list[Shown]:
-        """For each text perplexity against sparsity, beside it patterns that are no percentages."""
-        found = []
+        """For each text perplexity against sparsity, beside it patterns that are no percentages.
+
+        Of a single model the tiles say it all.
+        """
+        found: list[Shown] = []
+        if not self.material.compared:
+            return found
         for text in self.texts:
             measured = [(run, run.perplexity[text]) for run in self.runs if text in run.perplexity]
             points = [_point(run, value) for run, value in measured]
@@ -254,7 +269,7 @@ class View:
         }
         rows = []
         if dense := self.material.dense.get(text):
-            rows.append([Cell("dense"), Cell(_with_error(dense), span=len(self.patterns))])
+            rows.append([Cell("dense"), Cell(_with_error(dense)), *(Cell("") for _ in self.patterns[1:])])
         for method in self.methods:
             row = [Cell(method)]
             for pattern in self.patterns:
@@ -274,7 +289,7 @@ class View:
         model is lost, and one chart for each published model: models differ in how much they lose, too.
         """
         data = json.loads((files("niwaki.report") / "published.json").read_text(encoding="utf-8"))
-        own = self._ratios()
+        own = self.ratios
         # The same colours in all charts.
         methods = list(dict.fromkeys([*self.methods, *(item["method"] for item in data["series"])]))
         found = []
@@ -305,15 +320,16 @@ class View:
             found.append(Shown(f"{where} ({sources})", [figure], table))
         return found
 
-    def _ratios(self) -> list[charts.Row]:
-        """What was measured here on the first text, as a ratio to the dense model."""
+    @property
+    def ratios(self) -> list[charts.Row]:
+        """What was measured here on the first text, as a ratio to the dense model; none where no zeros were made."""
         text = self.texts[0] if self.texts else ""
         dense = self.material.dense.get(text)
         if dense is None:
             return []
         found = []
         for run in self.runs:
-            if text in run.perplexity and not run.grouped:
+            if text in run.perplexity and not run.grouped and not _structure(run):
                 point = _point(run, run.perplexity[text])
                 for key in ("value", "low", "high"):
                     point[key] = None if point[key] is None else point[key] / dense.value
@@ -355,10 +371,12 @@ class View:
 
     @property
     def allocation(self) -> Shown | None:
-        """Sparsity of blocks and matrices, of a single model."""
+        """Sparsity of blocks and matrices, of a single model with zeros."""
         if self.material.compared or not self.records or not self.records[0].matrices:
             return None
         record = self.records[0]
+        if record.structure:
+            return None
         weights: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for matrix in record.matrices:
             size = math.prod(matrix.shape)
@@ -473,7 +491,7 @@ class View:
             {
                 "name": labels[name],
                 "value": value,
-                "label": f"{name}: {value:.2f} s in {counts[name]} matrices",
+                "label": f"{name}: {value:.2f} s in {counted(counts[name], 'matrix', 'matrices')}",
             }
             for name, value in seconds.items()
         ]
@@ -615,7 +633,14 @@ def _dense_line(perplexity: Perplexity) -> charts.Row:
     return {**_interval(perplexity), "text": text, "label": f"dense: {_with_error(perplexity)}"}
 
 
-def _sparse(run: Run) -> str:
+def _structure(run: Run) -> StructureRecord | None:
+    return run.record.structure if run.record is not None else None
+
+
+def _smaller(run: Run) -> str:
+    """For the title."""
+    if structure := _structure(run):
+        return f"{structure.share} smaller"
     part = f" in {run.record.part}" if run.record is not None and run.record.part else ""
     return f"{100 * run.sparsity:.4g} % sparse{part}"
 
@@ -627,12 +652,24 @@ def _notes(record: Record | None) -> list[str]:
     return [*record.notes, *([f"stopped and gone on with behind block {resumed}"] if resumed else [])]
 
 
+def _removed(run: Run) -> list[tuple[str, str, str]]:
+    """The first tiles."""
+    if structure := _structure(run):
+        after, before = (structure.parameters[when] for when in ("after", "before"))
+        return [
+            ("fewer parameters", structure.share, f"{after:,} of {before:,} stay"),
+            ("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters: {run.pattern}"),
+        ]
+    return [("zeros", f"{100 * run.sparsity:.4g} %", f"of {_matrices(run)}")]
+
+
 def _matrices(run: Run) -> str:
     if run.record is None:
         return "the pruned matrices"
     part = f" in {run.record.part}" if run.record.part else ""
     weights = sum(math.prod(matrix.shape) for matrix in run.record.matrices)
-    return f"{len(run.record.matrices)} matrices{part}, {weights / 1e6:,.4g} M weights"
+    number = counted(len(run.record.matrices), "matrix", "matrices")
+    return f"{number}{part}, {weights / 1e6:,.4g} M weights"
 
 
 def _device(record: Record | None) -> str:
@@ -643,14 +680,18 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     record = run.record
     if record is None:
         return [("method", run.method), ("pattern", run.pattern)]
-    error = f"{record.mean_error:.4g} of the output's square, geometric mean over matrices"
     found = [("method", run.method), ("solver", record.solver)]
     found += [("effort", record.effort)] if record.effort else []
-    found += [("pattern", record.pattern)]
+    if record.structure is None:
+        found += [("pattern", record.pattern)]
+    elif record.structure.blocks:
+        found += [("blocks removed", f"{', '.join(map(str, record.structure.blocks))}, counted from 0")]
     found += [("mask from", record.mask_from)] if record.mask_from else []
     found += [("grid", record.rounding)] if record.quantization else []
     found += [("own text", record.own_text)] if record.own_text else []
-    return [*found, ("error", error)]
+    if record.matrices:
+        found += [("error", f"{record.mean_error:.4g} of the output's square, geometric mean over matrices")]
+    return found
 
 
 def _labels(names: Iterable[str]) -> dict[str, str]:
