@@ -580,7 +580,7 @@ def test_display() -> None:
 
     text = shown(100)
     assert "\x1b" not in text
-    for part in ("a: 2 runs, 1 are there already; calibration: 4 x 32 tokens of demo", "note: [once]"):
+    for part in ("a: 2 runs, 1 there already; calibration: 4 x 32 tokens of demo", "note: [once]"):
         assert text.count(part) == 1
     assert "wanda 2:4: 5.00 ±0.05 on t; 1.0 s" in text
     assert re.search(r"wanda +5\.00 ±0\.05 +1\.0", text)

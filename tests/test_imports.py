@@ -20,6 +20,7 @@ ROOT = Path(niwaki.__file__).parent
 #: What the modules of the numerical core, and those that know one thing only, may import of niwaki.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "words": set(),
     "rows": set(),
     "selection": {"rows"},
     "patterns": {"errors", "rows", "selection"},
@@ -34,8 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "targets": {"linalg", "problem"},
     "checkpoint": {"errors"},
     "calibration": {"errors"},
-    "record": {"errors", "precision"},
-    "report": {"errors", "record", "display", "table", "speed"},
+    "record": {"errors", "precision", "words"},
+    "report": {"errors", "record", "display", "table", "speed", "words"},
     "packed": {"errors", "record", "checkpoint", "layout", "blocks", "output", "quantization", "scales"},
     "specimens": {
         *("errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"),

@@ -364,7 +364,12 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
             value.nbytes for value in tensors(tmp_path / "packed").values()
         )
     assert (tmp_path / "packed" / "notes.txt").read_text() == "notes"
-    assert "packed integers" in (tmp_path / "packed" / "README.md").read_text()
+    for name in ("README.md", "niwaki.json"):
+        assert "stored as usual" in (tmp_path / "out" / name).read_text()
+        assert "stored as usual" not in (tmp_path / "packed" / name).read_text()
+        assert "weights are packed integers" in (tmp_path / "packed" / name).read_text()
+    notes = Record.from_json((tmp_path / "packed" / "niwaki.json").read_text()).notes
+    assert len(notes) == len(Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).notes)
     assert not (tmp_path / "packed" / FILE).exists()
 
 

@@ -28,10 +28,11 @@ from niwaki import cli
 from niwaki.calibration import load_tokenizer
 from niwaki.checkpoint import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
-from niwaki.record import FitRecord, MatrixRecord, Perplexity, Record
+from niwaki.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.report import Extras, MaskPicture, Material, Sample, load, render, write
 from niwaki.report.view import View
 from niwaki.specimens import extras, generate, mask_pictures, png
+from niwaki.speed import Speed, SpeedRecord
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
 BLOCKS, NAMES = 3, ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
@@ -160,6 +161,64 @@ def test_the_head_of_a_model(tmp_path: Path) -> None:
     assert tiles["peak memory"] == ("1.5 GiB", "resident")
 
 
+def smaller(path: Path, **more: Any) -> Path:
+    """A record of ``niwaki shrink``."""
+    structure = StructureRecord({"before": 8000, "after": 5944}, 0.3125, [0.5, 0.1, 0.25, 0.2], [1, 3])
+    pattern = "2 of 4 blocks, 50 % of the neurons of each block"
+    return model_directory(path, sparsity=0.0, structure=structure, pattern=pattern, **more)
+
+
+def test_a_smaller_model(tmp_path: Path) -> None:
+    """Nothing of zeros and masks, which it has none of."""
+    material = load(smaller(tmp_path / "m"))
+    shown = view(material, published=True)
+    assert shown.title == "model, 25.7 % smaller"
+    assert [tile[:2] for tile in shown.tiles] == [
+        ("fewer parameters", "25.7 %"),
+        ("removed", "31.2 %"),
+        ("perplexity dense", "20.25 ± 0.41"),
+        ("perplexity pruned", "31.50 ± 0.63"),
+        ("time", "4 s"),
+        ("peak memory", "1.5 GiB"),
+    ]
+    assert shown.tiles[0][2] == "5,944 of 8,000 stay"
+    assert "2 of 4 blocks" in shown.tiles[1][2]
+    facts = dict(shown.facts)
+    assert facts["blocks removed"] == "1, 3, counted from 0"
+    assert "pattern" not in facts
+    assert shown.allocation is None
+    assert len(shown.heat_maps) == 1
+    assert not shown.ratios  # it has no place on an axis of zeros
+    text = Page(render(material)).text().split("To make it again")[0]
+    assert "sparse" not in text
+    assert "zeros in" not in text.lower()
+    blocks_only = view(load(smaller(tmp_path / "n", matrices=[])))
+    assert blocks_only.heat_maps == []
+    assert "error" not in dict(blocks_only.facts)
+
+
+def test_a_single_run(tmp_path: Path) -> None:
+    """The tiles have its perplexities; beside published ones it is drawn."""
+    material = load(model_directory(tmp_path / "m"))
+    shown = view(material, published=True)
+    assert shown.frontiers == []
+    assert dict(shown.facts)["±"].startswith("standard errors")
+    assert [point["value"] for point in shown.ratios] == [pytest.approx(31.5 / 20.25)]
+    assert sum(label.startswith("measured: ") for label in marks(shown.published[0].figures[0].wide)) == 1
+    text = Page(render(material, reference="paper")).text()
+    assert "filled marks are this model" in text
+    exact = {key: {**perplexity(9.0), "standard_error": None} for key in ("before", "after")}
+    assert "±" not in dict(view(load(model_directory(tmp_path / "n", perplexity=exact))).facts)
+
+
+def test_one_of_each(tmp_path: Path) -> None:
+    calibration = {"source": "c4", "samples": 1, "sequence_length": 32}
+    done = record(matrices=record().matrices[:1], calibration=calibration)
+    shown = view(load(model_directory(tmp_path / "m", matrices=done.matrices, calibration=calibration)))
+    assert dict(shown.facts)["calibration"] == "1 window of 32 tokens of c4"
+    assert shown.tiles[0][2].startswith("of 1 matrix, ")
+
+
 def test_a_model_that_was_not_measured(tmp_path: Path) -> None:
     shown = view(load(model_directory(tmp_path / "m", perplexity={}, notes=["a note"], resumed=[2])))
     assert ("perplexity", "?", "not measured") in shown.tiles
@@ -172,7 +231,7 @@ def test_the_table_of_a_comparison(tmp_path: Path) -> None:
     (frontier,) = shown.frontiers
     assert frontier.table.head == ["method", "50 %", "60 %", "2:4"]
     rows = {row[0].text: row[1:] for row in frontier.table.rows}
-    assert [(cell.text, cell.span) for cell in rows.pop("dense")] == [("20.00 ± 0.40", 3)]
+    assert [cell.text for cell in rows.pop("dense")] == ["20.00 ± 0.40", "", ""]
     for method, row in rows.items():
         for pattern, cell in zip(frontier.table.head[1:], row, strict=True):
             value = TABLE[method].get(pattern)
@@ -228,6 +287,37 @@ def test_time(tmp_path: Path) -> None:
     assert compared is not None
     rows = {row[0].text: [cell.text for cell in row[1:]] for row in compared.table.rows}
     assert rows["wanda"] == [f"{2 + (0.5 + 0.6 + 0.5) / 3:.2f}", f"{(2.15 + 4.0 + 5.525) / 3:.2f}"]
+
+
+def test_stages_have_colours_of_their_own(tmp_path: Path) -> None:
+    stages = ["prepare", "plan", "capture", "read", "solve", "fit", "advance", "write", "perplexity", "check"]
+    shown = view(load(model_directory(tmp_path / "m", seconds=dict.fromkeys(stages, 1.0)))).time
+    assert shown is not None
+    bars = re.findall(r'<path aria-label="[^"]*"[^>]*aria-roledescription="bar"[^>]*>', shown.figures[0].wide)
+    colours = {found for bar in bars for found in re.findall(r'fill="(var\(--c\d+\))"', bar)}
+    assert len(colours) == len(bars) == len(stages)
+    style = (Path(niwaki.__file__).parent / "report/templates/report.css").read_text()
+    for scheme in style.split("@media screen and (prefers-color-scheme: dark)")[:2]:
+        values = [re.findall(rf"{found[4:-1]}: (#\w+);", scheme) for found in colours]
+        assert len({value for (value,) in values}) == len(stages)
+
+
+def test_speed(tmp_path: Path) -> None:
+    """Forms of the model are columns: three and their names have room on a phone."""
+    forms = (("dense", "bfloat16", 40.0), ("dense", "float32", 30.5), ("packed", "float32", 45.25))
+    speeds = [Speed(name, dtype, 2**20, 2**21, 2**30, 0.5, 0.002, rate) for name, dtype, rate in forms]
+    found = SpeedRecord("m", 8, 4, 1, "cpu", 1, "native", "", speeds, {})
+    path = model_directory(tmp_path / "m")
+    (path / "niwaki-bench.json").write_text(found.to_json())
+    shown = view(load(path)).speed
+    assert shown is not None
+    assert shown.head == ["weights", "dense", "dense", "packed"]
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in shown.rows}
+    assert rows["computed in"] == ["bfloat16", "float32", "float32"]
+    assert rows["on disk"] == ["1.0 MiB"] * 3
+    assert rows["tokens/s"] == ["40.00", "30.50", "45.25"]
+    assert len(rows) == 7
+    assert "1 thread; packed weights: native" in render(load(path))
 
 
 def test_fits(tmp_path: Path) -> None:
@@ -369,6 +459,20 @@ def test_the_record_is_in_the_page(tmp_path: Path) -> None:
     assert records == kept
 
 
+def test_where_lines_break(tmp_path: Path) -> None:
+    """In commands between words, in names of methods at the @."""
+    path = comparison(tmp_path / "c")
+    file = path / "compare.json"
+    values = json.loads(file.read_text().replace("admm-grad", "continuation@balanced"))
+    values["command"] = "niwaki compare m --solvers wanda,<b> --out 'a b'"
+    file.write_text(json.dumps(values))
+    html = render(load(path))
+    assert '<th scope="row">continuation\u200b@balanced</th>' in html
+    (command,) = re.findall(r'<pre class="command">(.*?)</pre>', html)
+    assert "<span>--solvers</span> <span>wanda,<wbr>&lt;b&gt;</span> <span>--out</span> " in command
+    assert "".join(data for _, data in Page(command).said) == values["command"]
+
+
 def test_pages_are_whole_or_not_there(tmp_path: Path) -> None:
     assert write("page", tmp_path) == tmp_path / "report.html"
     assert write("page", tmp_path, tmp_path / "new" / "x.html").read_text() == "page"
@@ -467,8 +571,8 @@ def test_pictures_are_the_masks(shape: tuple[int, int]) -> None:
 def test_masks_of_a_model(pruned: Path) -> None:
     checkpoint = Checkpoint(pruned)
     pictures = mask_pictures(checkpoint, Record.from_json((pruned / "niwaki.json").read_text()))
-    assert len(pictures) == 6
-    assert len({picture.name for picture in pictures}) == 6
+    assert len(pictures) == 7
+    assert len({picture.name for picture in pictures}) == 7
     assert {picture.block for picture in pictures} == {0, 1}
     for picture in pictures:
         weight = checkpoint.read(f"model.layers.{picture.block}.{picture.name}.weight")
@@ -507,6 +611,17 @@ def test_what_cannot_be_had_is_said(pruned: Path, tmp_path: Path) -> None:
     assert said.startswith("masks and text: ")
 
 
+def test_text_of_a_smaller_model(pruned: Path, tmp_path: Path) -> None:
+    """Its dense one is known by the number of parameters; there are no masks."""
+    options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "text_samples": 0}
+    done = niwaki.shrink(pruned.parent / "dense", tmp_path / "s", neurons=0.5, device="cpu", **options)
+    found = extras(tmp_path / "s", done, ["One"])
+    assert (found.remarks, list(found.masks)) == ([], [])
+    assert found.samples[0].dense == generate(Checkpoint(pruned.parent / "dense"), ["One"])[0]
+    (said,) = extras(tmp_path / "s", dataclasses.replace(done, model="demo"), ["One"]).remarks
+    assert said == "text of the dense model: demo is another model than the one that was pruned"
+
+
 def test_command(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,7 +638,7 @@ def test_command(
     assert ran(out, "--prompt", "One", "--prompt", "Two") in (0, None)
     page = Page((out / "report.html").read_text())
     assert page.text().count("pruned") > 2
-    assert len([tag for tag, _ in page.elements if tag == "img"]) == 6
+    assert len([tag for tag, _ in page.elements if tag == "img"]) == 7
     assert f"written to {out / 'report.html'}" in capfd.readouterr().out
     assert ran(out, "--no-samples", "-o", tmp_path / "x.html") in (0, None)
     assert 'id="samples"' not in (tmp_path / "x.html").read_text()
@@ -599,8 +714,8 @@ def test_in_a_browser(
     if what == "model":
         assert count("#errors [aria-roledescription='rect mark']") == 2 * 7
         assert count("#sparsity [aria-roledescription='tick']") == 2 * 7
-        assert count("#frontier [aria-roledescription='point']") == 1
-        assert count("#masks img") == 6
+        assert count("#frontier") == 0
+        assert count("#masks img") == 7
         assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
         before = page.locator(".mask img").first.bounding_box()
         page.locator("#zoom").fill("4")
@@ -618,11 +733,12 @@ def test_in_a_browser(
         page.locator("details.run summary").first.click()
         assert count("details.run td.h8") + count("details.run td.h4") > 0
     # Colours follow the scheme: what is drawn stands out from the card.
+    section, drawn = ("#time", "bar") if what == "model" else ("#frontier", "point")
     colours = page.evaluate(
-        """() => ['section', 'body'].map(name => getComputedStyle(document.querySelector(name)).backgroundColor)
+        """drawn => ['section', 'body'].map(name => getComputedStyle(document.querySelector(name)).backgroundColor)
            .concat(getComputedStyle(document.body).color,
-                   [...document.querySelectorAll('#frontier [aria-roledescription=point]')]
-                   .map(mark => getComputedStyle(mark).fill))"""
+                   [...document.querySelectorAll(drawn)].map(mark => getComputedStyle(mark).fill))""",
+        f"{section} [aria-roledescription={drawn}]",
     )
     card, _, ink, *filled = [
         sum(map(int, re.findall(r"\d+", value)[:3])) / 3 for value in colours if "none" not in value
@@ -631,7 +747,7 @@ def test_in_a_browser(
     assert filled
     assert all(abs(card - mark) > 60 for mark in filled)
     # Pointing at a mark says what it is.
-    mark = page.locator("#frontier [aria-roledescription='point']:visible").last  # on top of all others
+    mark = page.locator(f"{section} [aria-roledescription={drawn}]:visible").last  # on top of all others
     (mark.tap if width < 500 else mark.hover)(force=True)
     assert page.locator("#tip").inner_text() == mark.get_attribute("aria-label")
     page.evaluate("document.querySelectorAll('details').forEach(detail => { detail.open = true })")
@@ -644,8 +760,8 @@ def test_in_a_browser(
         page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
         == "rgb(255, 255, 255)"
     )
-    assert count("#frontier .wide") >= 1
-    assert count("#frontier .narrow") == 0
+    assert count(f"{section} .wide") >= 1
+    assert count(f"{section} .narrow") == 0
     assert page.pdf(format="A4").startswith(b"%PDF")
     page.close()
     assert errors == []

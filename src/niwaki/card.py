@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData, metadata_load
 from niwaki.checkpoint import output_errors
 from niwaki.effort import described
 from niwaki.record import Record
+from niwaki.words import counted
 
 #: The dense model's own card, which the new one takes the place of.
 BASE_CARD = "README.base.md"
@@ -48,8 +49,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         tags=sorted({*tags, "niwaki", "pruned", *([] if structure else ["sparse"])}),
     )
     if structure:
-        before, after = structure.parameters["before"], structure.parameters["after"]
-        title = f"{100 * (1 - after / before):.1f} % smaller"
+        title = f"{structure.share} smaller"
         about = (
             f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
@@ -81,7 +81,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| effort | `{described(record.effort)}` |"] if record.effort else []),
         *rows,
         *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
-        f"| calibration | {record.calibration['samples']} windows of "
+        f"| calibration | {counted(record.calibration['samples'], 'window')} of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
         *([f"| besides | {record.own_text} |"] if record.own_text else []),
         *(

@@ -17,6 +17,7 @@ from niwaki.progress import Progress, TableProgress
 from niwaki.record import MatrixRecord, Perplexity, Record
 from niwaki.speed import SpeedRecord
 from niwaki.table import CAPTION, Cell, Comparison, listed
+from niwaki.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,7 +79,9 @@ class Display(Progress):
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         calibration = record.calibration
         wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
-        self._line(f"{record.model}: {blocks} blocks with {matrices} matrices, {wanted}")
+        self._line(
+            f"{record.model}: {counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}, {wanted}"
+        )
         self._line(record.solver)
         if record.effort:
             self._line(f"effort: {described(record.effort)}")
@@ -221,9 +224,9 @@ class TableDisplay(TableProgress):
 
     def table(self, comparison: Comparison, runs: int) -> None:
         calibration = comparison.calibration
-        there = f", {len(comparison.cells) - 1} are there already" if comparison.cells else ""
+        there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
         self._line(
-            f"{comparison.model}: {runs} runs{there}; calibration: {calibration['samples']} x "
+            f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {calibration['samples']} x "
             f"{calibration['sequence_length']} tokens of {calibration['source']}"
         )
 
@@ -329,7 +332,8 @@ def summary(record: Record) -> Table:
         table.add_row("removed", record.pattern)
         table.add_row("parameters", str(record.structure))
     else:
-        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {len(record.matrices)} matrices{between}")
+        number = counted(len(record.matrices), "matrix", "matrices")
+        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
     if record.matrices:
         table.add_row(
             "error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)"

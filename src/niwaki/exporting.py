@@ -16,12 +16,12 @@ from niwaki.layout import Matrix
 from niwaki.output import Shards, check_output, fingerprint, workplace
 from niwaki.quantization import Grid, parse_grid
 from niwaki.record import write_json
-from niwaki.scales import read_scales, verify_grid
+from niwaki.scales import read_scales, stored_as_usual, verify_grid
 
-#: For the model card.
+#: For the record and the model card, in the place of the note that they are not packed.
 _PACKED = (
-    "Exported since: here the weights are packed integers in the format `pack-quantized` of compressed-tensors, which "
-    "has to be installed to load them in transformers."
+    "weights are packed integers in the format `pack-quantized` of compressed-tensors, which has to be installed to "
+    "load them in transformers"
 )
 #: What programs that compute with packed weights have kernels for.
 _BITS = (4, 8)
@@ -63,11 +63,8 @@ def export(model: str | Path, out: str | Path) -> None:
             place.clear([])
             carry_over(path, place.directory, checkpoint.shards)
             _write(checkpoint, packed, grid, place.directory)
-            with (
-                output_errors(place.directory),
-                (place.directory / "README.md").open("a", encoding="utf-8") as card,
-            ):
-                card.write(f"\n{_PACKED}\n")
+            for name in ("niwaki.json", "README.md"):
+                _correct(place.directory / name, stored_as_usual(grid))
             write_json(place.directory / "config.json", json.dumps(config, indent=2) + "\n")
             place.save(complete=True)
         place.move()
@@ -93,6 +90,13 @@ def _write(checkpoint: Checkpoint, packed: dict[str, Matrix], grid: Grid, direct
                 tensors |= _parts(checkpoint.path, packed[key], W, grid) if key in packed else {key: W}
         shards.write(shard, tensors)
     shards.finish()
+
+
+def _correct(file: Path, note: str) -> None:
+    """Puts ``_PACKED`` where ``note`` is."""
+    with output_errors(file.parent):
+        if file.is_file():
+            file.write_bytes(file.read_bytes().replace(note.encode(), _PACKED.encode()))
 
 
 def _parts(path: Path, matrix: Matrix, W: Tensor, grid: Grid) -> dict[str, Tensor]:

@@ -33,11 +33,12 @@ from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.quantization import Grid, parse_grid
 from niwaki.record import REPORT_NAME, Record, versions, write_json
-from niwaki.scales import FILE, FOLDER, places, verify_grid
+from niwaki.scales import FOLDER, places, stored_as_usual, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 from niwaki.speed import SPEED_NAME
 from niwaki.states import Room, resident
 from niwaki.walk import Clock, Measure, Walk
+from niwaki.words import counted
 
 #: Windows for the perplexity before and after, behind those of the calibration.
 DEFAULT_TEXT_SAMPLES = 16
@@ -193,10 +194,7 @@ def prune(
         notes=notes,
     )
     if grid:
-        notes.append(
-            f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
-            f"does; their scales are in {FILE}, and 'niwaki export' packs 4 and 8 bits"
-        )
+        notes.append(stored_as_usual(grid))
     if record.part:
         notes.append(f"only {record.part} of {len(streamed.blocks)}, counted from 0: no other is pruned")
     asked = {
@@ -389,5 +387,5 @@ def device_name(device: torch.device, world: World) -> str:
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
     else:
-        name = f"{device} ({torch.get_num_threads()} threads)"
+        name = f"{device} ({counted(torch.get_num_threads(), 'thread')})"
     return name if world.size == 1 else f"{world.size} processes, the first on {name}"

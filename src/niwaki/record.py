@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from niwaki.errors import OutputError
+from niwaki.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +66,8 @@ class Perplexity:
     def protocol(self) -> str:
         """All that another program needs to measure the same, in words."""
         return (
-            f"{self.origin or self.text}; {self.windows:,} non-overlapping windows of {self.context:,} tokens, the "
-            f"first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
+            f"{self.origin or self.text}; {counted(self.windows, 'non-overlapping window')} of {self.context:,} "
+            f"tokens, the first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
         )
 
     def __str__(self) -> str:
@@ -141,9 +142,14 @@ class StructureRecord:
     heads: list[list[int]] = field(default_factory=list)
     neurons: list[list[int]] = field(default_factory=list)
 
+    @property
+    def share(self) -> str:
+        """How much of all parameters is gone, such as "25.7 %"."""
+        return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
+
     def __str__(self) -> str:
         before, after = self.parameters["before"], self.parameters["after"]
-        share = f"{100 * (1 - after / before):.1f} % fewer, of those in blocks {100 * self.removed:.1f} %"
+        share = f"{self.share} fewer, of those in blocks {100 * self.removed:.1f} %"
         return f"{after:,} of {before:,} ({share})"
 
 
@@ -229,7 +235,7 @@ class Record:
     def own_text(self) -> str:
         """What the dense model wrote to calibrate on besides, such as "64 windows"; nothing if it did not."""
         count = self.calibration.get("synthetic", 0)
-        return f"{count} windows that the dense model wrote itself" if count else ""
+        return f"{counted(count, 'window')} that the dense model wrote itself" if count else ""
 
     @property
     def part(self) -> str:

@@ -19,6 +19,14 @@ FOLDER = "quantization"
 FILE = f"{FOLDER}/scales.safetensors"
 
 
+def stored_as_usual(grid: Grid) -> str:
+    """The note of ``prune``, which ``export`` has to take back."""
+    return (
+        f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
+        f"does; their scales are in {FILE}, and 'niwaki export' packs 4 and 8 bits"
+    )
+
+
 def scale_key(matrix: Matrix) -> str:
     """The key of its scales there."""
     return f"{matrix.key}_scale"

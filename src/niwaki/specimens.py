@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -24,14 +25,14 @@ from niwaki.record import Record
 from niwaki.report import Extras, MaskPicture, Sample
 
 #: Rows and columns of a piece, and how many pieces there are at most.
-PIECE, PIECES = 256, 6
+PIECE, PIECES = 256, 8
 PROMPTS = ("The old man looked at the sea and", "She opened the letter and", "In the beginning of the year")
 #: Tokens that are generated behind a prompt.
 TOKENS = 48
 
 
 def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None) -> Extras:
-    """Masks and text of the pruned model in ``directory``.
+    """Masks, where weights became zeros, and text of the pruned model in ``directory``.
 
     What cannot be had is left out with a remark that says why: the record is worth a report without it.
 
@@ -46,12 +47,13 @@ def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None
     samples: Sequence[Sample] = ()
     try:
         checkpoint = open_checkpoint(directory)
-        masks = mask_pictures(checkpoint, record)
+        if record.structure is None:
+            masks = mask_pictures(checkpoint, record)
     except NiwakiError as error:
         return Extras(remarks=[f"masks and text: {error}"])
     try:
         if prompts:
-            samples = text_samples(checkpoint, record.model, prompts, remarks)
+            samples = text_samples(checkpoint, record, prompts, remarks)
     except NiwakiError as error:
         remarks.append(f"text: {error}")
     return Extras(masks, samples, TOKENS, remarks)
@@ -79,13 +81,13 @@ def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
 
 
 def text_samples(
-    checkpoint: Checkpoint, dense: str, prompts: Sequence[str], remarks: list[str]
+    checkpoint: Checkpoint, record: Record, prompts: Sequence[str], remarks: list[str]
 ) -> list[Sample]:
     """What the pruned model and, where it is on this machine, the dense one say after each prompt.
 
     Args:
         checkpoint: The pruned model.
-        dense: What the record says the dense one was: a directory, a hub id or "demo".
+        record: Says what the dense one was: a directory, a hub id or "demo".
         prompts: What is given.
         remarks: Are told why the dense model says nothing.
 
@@ -95,7 +97,7 @@ def text_samples(
     pruned = generate(checkpoint, prompts)
     original: list[str | None]
     try:
-        original = [*generate(_same_model(dense, checkpoint), prompts)]
+        original = [*generate(_same_model(record, checkpoint), prompts)]
     except NiwakiError as error:
         remarks.append(f"text of the dense model: {error}")
         original = [None] * len(prompts)
@@ -119,8 +121,12 @@ def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
     return [continue_text(model, tokenizer, prompt, TOKENS) for prompt in prompts]
 
 
-def _same_model(name: str, pruned: Checkpoint) -> Checkpoint:
-    """The dense model, if it is on this machine and what ``pruned`` was made from as far as its shapes say."""
+def _same_model(record: Record, pruned: Checkpoint) -> Checkpoint:
+    """The dense model, if it is on this machine and what ``pruned`` was made from as far as its shapes say.
+
+    Where parts of it are gone, which have other shapes, the number of its parameters has to do.
+    """
+    name = record.model
     if name != "demo" and not Path(name).expanduser().is_dir():
         if name.count("/") != 1:
             raise CheckpointError(f"there is no directory {name} here")
@@ -134,7 +140,12 @@ def _same_model(name: str, pruned: Checkpoint) -> Checkpoint:
     shapes, others = (
         {key: (entry.dtype, entry.shape) for key, entry in of.entries.items()} for of in (dense, pruned)
     )
-    if shapes != others:
+    if record.structure:
+        parameters = sum(math.prod(shape) for _, shape in shapes.values())
+        same = parameters == record.structure.parameters["before"]
+    else:
+        same = shapes == others
+    if not same:
         raise CheckpointError(f"{name} is another model than the one that was pruned")
     return dense
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 
 from niwaki.errors import UsageError
+from niwaki.words import counted
 
 #: In the model's directory, where a report finds it.
 SPEED_NAME = "niwaki-bench.json"
@@ -94,11 +95,12 @@ class SpeedRecord:
     def conditions(self) -> str:
         """For people: what was measured where."""
         where = (
-            f"{self.threads} threads; packed weights: {self.kernels}" if self.device == "cpu" else self.device
+            f"{counted(self.threads, 'thread')}; packed weights: {self.kernels}"
+            if self.device == "cpu"
+            else self.device
         )
-        return (
-            f"a prompt of {self.prompt} tokens, {self.tokens} written, the median of {self.repeats}; {where}"
-        )
+        prompt = counted(self.prompt, "token")
+        return f"a prompt of {prompt}, {self.tokens} written, the median of {self.repeats}; {where}"
 
     def to_json(self) -> str:
         """The text of a file."""

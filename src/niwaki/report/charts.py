@@ -20,7 +20,7 @@ import altair as alt
 import vl_convert
 
 #: Of methods and stages: that many CSS variables ``--c0`` ... are in report.css.
-COLOURS = 9
+COLOURS = 10
 #: Steps of the heat map's colours, ``--h0`` ...
 STEPS = 9
 _SHAPES = (

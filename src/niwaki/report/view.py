@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from niwaki.display import duration, kind, short
-from niwaki.record import MatrixRecord, Perplexity, Record
+from niwaki.display import duration, kind
+from niwaki.record import MatrixRecord, Record
 from niwaki.report import Extras, Material, Run, Sample, charts
+from niwaki.report.parts import (
+    Cell,
+    Detail,
+    Shown,
+    Table,
+    dense_line,
+    device_of,
+    facts_of,
+    heading,
+    heat_table,
+    labels_of,
+    memory,
+    notes_of,
+    point_of,
+    removed_tiles,
+    same_start,
+    short_text,
+    structure_of,
+    with_error,
+)
+from niwaki.words import counted
 
 #: What the stages of a run are for.
 STAGES = {
     "prepare": "reading texts and the model's structure",
+    "influence": "looking for the blocks that matter least",
     "plan": "looking at the dense model: where zeros cost least",
     "capture": "running blocks for the inputs of their matrices",
     "read": "reading weights",
@@ -31,79 +51,6 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table.
-
-    Attributes:
-        text: What it says.
-        step: Its colour in a heat map, if it is in one.
-        best: Whether it is the best of its column.
-        span: How many columns it is for.
-    """
-
-    text: str
-    step: int | None = None
-    best: bool = False
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table whose first column names the rows.
-
-    Attributes:
-        head: Names of the columns.
-        rows: Their cells.
-    """
-
-    head: list[str]
-    rows: list[list[Cell]]
-
-    @classmethod
-    def of(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-        """From text alone."""
-        return cls(list(head), [[Cell(text) for text in row] for row in rows])
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Something with a heading of its own: a chart, and the same numbers as a table.
-
-    Attributes:
-        title: Its heading.
-        figures: Charts, from left to right.
-        table: Their numbers.
-    """
-
-    title: str
-    figures: list[charts.Figure]
-    table: Table
-
-
-@dataclass(frozen=True)
-class Detail:
-    """All about one run of several: what the page says of a single model at the top, on small room.
-
-    Attributes:
-        name: Its method and pattern.
-        facts: Names and values.
-        notes: As in its record.
-        error: Heat map of errors, as a table.
-        sparsity: The same of sparsities.
-        record: The record as compact JSON.
-        file: A name for it.
-    """
-
-    name: str
-    facts: list[tuple[str, str]]
-    notes: list[str]
-    error: Table
-    sparsity: Table
-    record: str
-    file: str
-
-
 class View:
     """What the template shows.
 
@@ -112,6 +59,9 @@ class View:
         extras: Masks and text.
         published: Whether published numbers are shown too.
     """
+
+    #: What is behind each ±, and what the bars of charts are.
+    spread = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
 
     def __init__(self, material: Material, extras: Extras, published: bool) -> None:
         self.material = material
@@ -125,7 +75,8 @@ class View:
         #: The range of errors that colours stand for, the same over the page.
         self.errors = (min(errors), max(errors)) if errors else None
         self.name = Path(material.model).name or material.model
-        what = f"{len(self.methods)} methods compared" if material.compared else _sparse(self.runs[0])
+        compared = f"{counted(len(self.methods), 'method')} compared"
+        what = compared if material.compared else heading(self.runs[0])
         self.title = f"{self.name}, {what}"
         self.published = self._published() if published else []
         self.steps = range(charts.STEPS)
@@ -137,11 +88,13 @@ class View:
         """What a careful reader should know, of all runs, and which runs it is about if not all."""
         about: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            for note in _notes(run.record):
+            for note in notes_of(run.record):
                 about[note].append(run)
         found = []
         for note, runs in about.items():
-            where = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {len(self.runs)} runs"
+            where = (
+                f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {counted(len(self.runs), 'run')}"
+            )
             found.append(note if len(runs) == len(self.runs) else f"{where}: {note}")
         return found
 
@@ -151,19 +104,19 @@ class View:
         if self.material.compared:
             return self._best_tiles()
         (run,) = self.runs
-        tiles = [("zeros", f"{100 * run.sparsity:.4g} %", f"of {_matrices(run)}")]
+        tiles = removed_tiles(run)
         for text, after in run.perplexity.items():
             before = self.material.dense.get(text)
             where = f"{after.tokens:,} tokens of {short_text(text)}, context {after.context:,}"
             if before is None:
-                tiles.append(("perplexity", _with_error(after), where))
+                tiles.append(("perplexity", with_error(after), where))
             else:
-                tiles.append(("perplexity dense", _with_error(before), where))
+                tiles.append(("perplexity dense", with_error(before), where))
                 gain = 100 * (after.value / before.value - 1)
-                tiles.append(("perplexity pruned", _with_error(after), f"{gain:+.1f} % against dense"))
+                tiles.append(("perplexity pruned", with_error(after), f"{gain:+.1f} % against dense"))
         if not run.perplexity:
             tiles.append(("perplexity", "?", "not measured"))
-        tiles.append(("time", duration(run.seconds), _device(run.record)))
+        tiles.append(("time", duration(run.seconds), device_of(run.record)))
         if run.record is not None:
             for where, size in run.record.peak_memory.items():
                 tiles.append(("peak memory", memory(size), where))
@@ -171,10 +124,10 @@ class View:
 
     @property
     def speed(self) -> Table | None:
-        """What ``niwaki bench`` found."""
+        """What ``niwaki bench`` found, a column for each form of the model: there are few, and phones are narrow."""
         if self.material.speed is None:
             return None
-        head, *rows = self.material.speed.table()
+        head, *rows = zip(*self.material.speed.table(), strict=True)
         return Table.of(head, rows)
 
     def _best_tiles(self) -> list[tuple[str, str, str]]:
@@ -183,12 +136,12 @@ class View:
         dense = self.material.dense.get(text)
         if dense is not None:
             where = f"{dense.tokens:,} tokens of {short_text(text)}, context {dense.context:,}"
-            tiles.append(("perplexity dense", _with_error(dense), where))
+            tiles.append(("perplexity dense", with_error(dense), where))
         for pattern in self.patterns:
             found = [run for run in self.runs if run.pattern == pattern and text in run.perplexity]
             if found:
                 best = min(found, key=lambda run: run.perplexity[text].value)
-                tiles.append((f"best at {pattern}", _with_error(best.perplexity[text]), best.method))
+                tiles.append((f"best at {pattern}", with_error(best.perplexity[text]), best.method))
         return tiles
 
     @property
@@ -198,27 +151,36 @@ class View:
         text = ""
         if calibration:
             text = (
-                f"{calibration.get('samples', '?')} windows of {calibration.get('sequence_length', '?')} tokens "
+                f"{counted(calibration.get('samples', '?'), 'window')} of "
+                f"{counted(calibration.get('sequence_length', '?'), 'token')} "
                 f"of {short_text(str(calibration.get('source', '?')))}"
             )
         found = [("model", self.material.model)]
         if self.material.compared:
             found.append(("runs", f"{len(self.runs)}, in {duration(self.material.seconds)} with measuring"))
         else:
-            found += _facts(self.runs[0])
-        return [*found, *([("calibration", text)] if text else [])]
+            found += facts_of(self.runs[0])
+        found += [("calibration", text)] if text else []
+        if not self.material.compared and any("±" in value for _, value, _ in self.tiles):
+            found.append(("±", self.spread))
+        return found
 
     # Perplexity against sparsity
 
     @property
     def frontiers(self) -> list[Shown]:
-        """For each text perplexity against sparsity, beside it patterns that are no percentages."""
-        found = []
+        """For each text perplexity against sparsity, beside it patterns that are no percentages.
+
+        Of a single model the tiles say it all.
+        """
+        found: list[Shown] = []
+        if not self.material.compared:
+            return found
         for text in self.texts:
             measured = [(run, run.perplexity[text]) for run in self.runs if text in run.perplexity]
-            points = [_point(run, value) for run, value in measured]
+            points = [point_of(run, value) for run, value in measured]
             dense = self.material.dense.get(text)
-            line = _dense_line(dense) if dense else None
+            line = dense_line(dense) if dense else None
             span = charts.value_span([*points, *([line] if line else [])])
             plain = [point for point, (run, _) in zip(points, measured, strict=True) if not run.grouped]
             grouped = [point for point, (run, _) in zip(points, measured, strict=True) if run.grouped]
@@ -254,7 +216,7 @@ class View:
         }
         rows = []
         if dense := self.material.dense.get(text):
-            rows.append([Cell("dense"), Cell(_with_error(dense), span=len(self.patterns))])
+            rows.append([Cell("dense"), Cell(with_error(dense)), *(Cell("") for _ in self.patterns[1:])])
         for method in self.methods:
             row = [Cell(method)]
             for pattern in self.patterns:
@@ -262,7 +224,7 @@ class View:
                 if (value := values.get((method, pattern))) is None:
                     row.append(Cell(""))
                 else:
-                    row.append(Cell(_with_error(value), best=len(column) > 1 and value.value == min(column)))
+                    row.append(Cell(with_error(value), best=len(column) > 1 and value.value == min(column)))
             rows.append(row)
         return Table(["method", *self.patterns], rows)
 
@@ -274,7 +236,7 @@ class View:
         model is lost, and one chart for each published model: models differ in how much they lose, too.
         """
         data = json.loads((files("niwaki.report") / "published.json").read_text(encoding="utf-8"))
-        own = self._ratios()
+        own = self.ratios
         # The same colours in all charts.
         methods = list(dict.fromkeys([*self.methods, *(item["method"] for item in data["series"])]))
         found = []
@@ -305,16 +267,17 @@ class View:
             found.append(Shown(f"{where} ({sources})", [figure], table))
         return found
 
-    def _ratios(self) -> list[charts.Row]:
-        """What was measured here on the first text, as a ratio to the dense model."""
+    @property
+    def ratios(self) -> list[charts.Row]:
+        """What was measured here on the first text, as a ratio to the dense model; none where no zeros were made."""
         text = self.texts[0] if self.texts else ""
         dense = self.material.dense.get(text)
         if dense is None:
             return []
         found = []
         for run in self.runs:
-            if text in run.perplexity and not run.grouped:
-                point = _point(run, run.perplexity[text])
+            if text in run.perplexity and not run.grouped and not structure_of(run):
+                point = point_of(run, run.perplexity[text])
                 for key in ("value", "low", "high"):
                     point[key] = None if point[key] is None else point[key] / dense.value
                 point["label"] = (
@@ -350,15 +313,17 @@ class View:
             drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in cells]
             share = 0.5 if self.material.compared else 1.0
             figure = charts.heat_map(drawn, rows, blocks, share)
-            found.append(Shown(run.method, [figure], _heat_table(cells, rows, blocks)))
+            found.append(Shown(run.method, [figure], heat_table(cells, rows, blocks)))
         return found
 
     @property
     def allocation(self) -> Shown | None:
-        """Sparsity of blocks and matrices, of a single model."""
+        """Sparsity of blocks and matrices, of a single model with zeros."""
         if self.material.compared or not self.records or not self.records[0].matrices:
             return None
         record = self.records[0]
+        if record.structure:
+            return None
         weights: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for matrix in record.matrices:
             size = math.prod(matrix.shape)
@@ -375,7 +340,7 @@ class View:
         cells, rows, numbers = self._grid(record, lambda matrix: matrix.sparsity, "{:.2%} zeros", self._share)
         ticks = [{"block": c["block"], "value": 100 * c["value"], "label": c["label"]} for c in cells]
         figure = charts.shares(blocks, ticks)
-        return Shown("sparsity", [figure], _heat_table(cells, rows, numbers, "{:.1%}"))
+        return Shown("sparsity", [figure], heat_table(cells, rows, numbers, "{:.1%}"))
 
     @property
     def uniform(self) -> bool:
@@ -468,12 +433,12 @@ class View:
             counts[kind(matrix.name)] += 1
         if not any(seconds.values()):
             return None
-        labels = _labels(seconds)
+        labels = labels_of(seconds)
         drawn = [
             {
                 "name": labels[name],
                 "value": value,
-                "label": f"{name}: {value:.2f} s in {counts[name]} matrices",
+                "label": f"{name}: {value:.2f} s in {counted(counts[name], 'matrix', 'matrices')}",
             }
             for name, value in seconds.items()
         ]
@@ -490,7 +455,7 @@ class View:
             Sample(sample.prompt, sample.pruned.strip(), sample.dense and sample.dense.strip())
             for sample in self.extras.samples
         ]
-        return [(sample, _same(sample)) for sample in clean]
+        return [(sample, same_start(sample)) for sample in clean]
 
     @property
     def details(self) -> list[Detail]:
@@ -504,18 +469,18 @@ class View:
             errors = self._grid(run.record, lambda matrix: matrix.error, "{:.4g}", self._step)
             shares = self._grid(run.record, lambda matrix: matrix.sparsity, "{:.2%}", self._share)
             measured = [
-                (f"perplexity, {short_text(text)}", _with_error(value))
+                (f"perplexity, {short_text(text)}", with_error(value))
                 for text, value in run.perplexity.items()
             ]
             error = [("error of the matrices, geometric mean", f"{run.error:.4g}")]
-            facts = [*measured, *error, ("time", f"{run.seconds:.1f} s"), *_facts(run)]
+            facts = [*measured, *error, ("time", f"{run.seconds:.1f} s"), *facts_of(run)]
             found.append(
                 Detail(
                     run.name,
                     facts,
-                    _notes(run.record),
-                    _heat_table(*errors),
-                    _heat_table(*shares, "{:.1%}"),
+                    notes_of(run.record),
+                    heat_table(*errors),
+                    heat_table(*shares, "{:.1%}"),
                     json.dumps(json.loads(run.record.to_json()), separators=(",", ":")),
                     f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
                 )
@@ -548,7 +513,7 @@ class View:
         groups: dict[tuple[int, str], list[float]] = defaultdict(list)
         for matrix in record.matrices:
             groups[matrix.block, kind(matrix.name)].append(value(matrix))
-        labels = _labels(name for _, name in groups)
+        labels = labels_of(name for _, name in groups)
         cells = []
         for (block, name), values in groups.items():
             mean = sum(values) / len(values)
@@ -566,122 +531,3 @@ class View:
                 }
             )
         return cells, list(labels.values()), sorted({block for block, _ in groups})
-
-
-def short_text(name: str) -> str:
-    """The name of a text without the folders of its file; names of data sets stay."""
-    return Path(name).name if os.path.isabs(name) or Path(name).suffix else name
-
-
-def memory(size: float) -> str:
-    """``"708 MiB"``, ``"3.7 GiB"``."""
-    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
-
-
-def number(value: float) -> str:
-    """Two digits behind the point while that is what a reader can use: ``44.87``, ``5,012``, ``1.2e+09``."""
-    if value >= 1e6:
-        return f"{value:.3g}"
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _with_error(perplexity: Perplexity) -> str:
-    error = perplexity.standard_error
-    return number(perplexity.value) + (f" ± {number(error)}" if error is not None else "")
-
-
-def _interval(perplexity: Perplexity) -> charts.Row:
-    value, error = perplexity.value, perplexity.standard_error
-    if error is None:
-        return {"value": value, "low": None, "high": None}
-    # A logarithmic axis has no place for what an error above its value would make of it.
-    return {"value": value, "low": max(value - error, value / 10), "high": value + error}
-
-
-def _point(run: Run, perplexity: Perplexity) -> charts.Row:
-    zeros = f"{100 * run.sparsity:.2f} % zeros"
-    return {
-        "method": run.method,
-        "pattern": run.pattern,
-        "sparsity": 100 * run.sparsity,
-        "published": False,
-        **_interval(perplexity),
-        "label": f"{run.name}: {_with_error(perplexity)}, {zeros}",
-    }
-
-
-def _dense_line(perplexity: Perplexity) -> charts.Row:
-    text = f"dense {number(perplexity.value)}"
-    return {**_interval(perplexity), "text": text, "label": f"dense: {_with_error(perplexity)}"}
-
-
-def _sparse(run: Run) -> str:
-    part = f" in {run.record.part}" if run.record is not None and run.record.part else ""
-    return f"{100 * run.sparsity:.4g} % sparse{part}"
-
-
-def _notes(record: Record | None) -> list[str]:
-    if record is None:
-        return []
-    resumed = ", ".join(map(str, record.resumed))
-    return [*record.notes, *([f"stopped and gone on with behind block {resumed}"] if resumed else [])]
-
-
-def _matrices(run: Run) -> str:
-    if run.record is None:
-        return "the pruned matrices"
-    part = f" in {run.record.part}" if run.record.part else ""
-    weights = sum(math.prod(matrix.shape) for matrix in run.record.matrices)
-    return f"{len(run.record.matrices)} matrices{part}, {weights / 1e6:,.4g} M weights"
-
-
-def _device(record: Record | None) -> str:
-    return f"on {record.device} in {record.dtype}" if record is not None else ""
-
-
-def _facts(run: Run) -> list[tuple[str, str]]:
-    record = run.record
-    if record is None:
-        return [("method", run.method), ("pattern", run.pattern)]
-    error = f"{record.mean_error:.4g} of the output's square, geometric mean over matrices"
-    found = [("method", run.method), ("solver", record.solver)]
-    found += [("effort", record.effort)] if record.effort else []
-    found += [("pattern", record.pattern)]
-    found += [("mask from", record.mask_from)] if record.mask_from else []
-    found += [("grid", record.rounding)] if record.quantization else []
-    found += [("own text", record.own_text)] if record.own_text else []
-    return [*found, ("error", error)]
-
-
-def _labels(names: Iterable[str]) -> dict[str, str]:
-    """Kinds of matrices by the last part of their name, where that tells them apart."""
-    names = list(dict.fromkeys(names))
-    last = [short(name) for name in names]
-    return {name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)}
-
-
-def _heat_table(
-    cells: Sequence[charts.Row], rows: Sequence[str], blocks: Sequence[int], shown: str = "{:.4f}"
-) -> Table:
-    found = {(cell["block"], cell["row"]): cell for cell in cells}
-    lines = []
-    for block in blocks:
-        line = [Cell(str(block))]
-        for row in rows:
-            cell = found.get((block, row))
-            line.append(Cell(shown.format(cell["value"]), cell["step"]) if cell else Cell(""))
-        lines.append(line)
-    return Table(["block", *rows], lines)
-
-
-def _same(sample: Sample) -> int:
-    """Characters that both models have in common from the start, to the end of a word."""
-    if sample.dense is None:
-        return 0
-    both = zip(sample.pruned, sample.dense, strict=False)
-    common = next((place for place, (one, other) in enumerate(both) if one != other), None)
-    if common is None:
-        common = min(len(sample.pruned), len(sample.dense))
-    if common == len(sample.pruned) == len(sample.dense):
-        return common
-    return sample.pruned.rfind(" ", 0, common + 1) + 1 if common else 0
