@@ -125,23 +125,16 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
                 keys = sorted(entries, key=lambda key: entries[key].offset)
                 for key in keys:
                     value = _read(path, key, entries[key], tensors)
-                    those = matrices.get(key, [])
-                    W = _packed(checkpoint, value, those, grid)
-                    parts = (
-                        [value] if W is None else [p for p in (W.mask, W.scales, W.values) if p is not None]
-                    )
-                    stored = _stored(file, entries[key], W, parts, any(m.transposed for m in those))
-                    tensors[key] = stored
-                    written |= dict(zip(stored.parts(key), parts, strict=True))
-                    digest.update(raw(value if W is None else dense(W, stored)))
+                    W = _packed(checkpoint, value, matrices.get(key, []), grid)
+                    parts = _parts(value, W)
+                    transposed = W is not None and matrices[key][0].transposed
+                    tensors[key] = _stored(file, entries[key], W, parts, transposed)
+                    written |= dict(zip(tensors[key].parts(key), parts, strict=True))
+                    digest.update(raw(value if W is None else dense(W, tensors[key])))
                     done(len(tensors), count)
-                if digest.hexdigest() != _sha256(path / name):
-                    raise UnsupportedModelError(
-                        f"{path / name} has bytes that are no tensor's, or overlapping tensors; load the model in "
-                        "transformers and save it again"
-                    )
                 header = header_bytes(path / name)[8:].decode()
                 shards.append(Shard(name, header, keys, digest.hexdigest()))
+                _check_whole(path, shards[-1])
                 writer.write(file, written)
             _check_names(path, tensors)
             config, index = (_text(path / name) for name in _TEXTS)
@@ -216,6 +209,20 @@ def _read(path: Path, key: str, entry: Entry, others: Collection[str]) -> Tensor
     return read_tensor(path / entry.shard, key, entry)
 
 
+def _parts(value: Tensor, W: PackedMatrix | None) -> list[Tensor]:
+    """What is written: in the order of :meth:`Stored.parts`."""
+    return [value] if W is None else [part for part in (W.mask, W.scales, W.values) if part is not None]
+
+
+def _check_whole(path: Path, shard: Shard) -> None:
+    """Raises UnsupportedModelError unless the file is what its header and tensors make."""
+    if shard.sha256 != _sha256(path / shard.name):
+        raise UnsupportedModelError(
+            f"{path / shard.name} has bytes that are no tensor's, or overlapping tensors; load the model in "
+            "transformers and save it again"
+        )
+
+
 def _check_names(path: Path, tensors: Mapping[str, Stored]) -> None:
     """Raises UnsupportedModelError where two tensors would have the same name in the packed files."""
     names = [name for key, stored in tensors.items() for name in stored.parts(key)]
@@ -236,8 +243,7 @@ def _packed(
         value = value.transpose(-1, -2).contiguous()
     W = value.flatten(0, -2)
     found = _in_whole_numbers(checkpoint, W, matrices, grid) or pack_matrix(W)
-    parts = (found.mask, found.values, found.scales)
-    return found if sum(part.nbytes for part in parts if part is not None) < value.nbytes else None
+    return found if sum(part.nbytes for part in _parts(value, found)) < value.nbytes else None
 
 
 def _in_whole_numbers(
@@ -268,7 +274,7 @@ def _stored(
         dtype=entry.dtype,
         shape=entry.shape,
         packed=W is not None,
-        transposed=transposed and W is not None,
+        transposed=transposed,
         count=0 if W is None else int(W.starts[-1]),
         groups=0 if W is None or W.scales is None else W.scales.shape[1],
         sha256=digest.hexdigest(),
