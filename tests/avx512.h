@@ -7,9 +7,15 @@
 #define _MM_HINT_T0 0
 inline void _mm_prefetch(const char*, int) {}
 
-struct __m512i { std::uint16_t lane[32]; };
-struct __m512bh { std::uint16_t lane[32]; };
-struct __m512 { float lane[16]; };
+struct __m512i {
+    std::uint16_t lane[32];
+};
+struct __m512bh {
+    std::uint16_t lane[32];
+};
+struct __m512 {
+    float lane[16];
+};
 
 inline __m512i _mm512_loadu_si512(const void* place) {
     __m512i all;
@@ -23,7 +29,9 @@ inline __m512 _mm512_loadu_ps(const void* place) {
     return all;
 }
 
-inline __m512 _mm512_setzero_ps() { return __m512{}; }
+inline __m512 _mm512_setzero_ps() {
+    return __m512{};
+}
 
 inline __m512i _mm512_set1_epi32(int value) {
     __m512i all;
@@ -75,7 +83,8 @@ inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
 // Products of pairs of bfloat16, added to float32.
 inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
     for (int i = 0; i < 32; ++i) {
-        const std::uint32_t left = static_cast<std::uint32_t>(a.lane[i]) << 16, right = static_cast<std::uint32_t>(b.lane[i]) << 16;
+        const std::uint32_t left = static_cast<std::uint32_t>(a.lane[i]) << 16,
+                            right = static_cast<std::uint32_t>(b.lane[i]) << 16;
         float x, y;
         std::memcpy(&x, &left, sizeof x);
         std::memcpy(&y, &right, sizeof y);

@@ -38,7 +38,7 @@ struct Matrix {
     const std::uint8_t* mask;
     const void* values;
     const std::int64_t* starts;
-    const float* scales;    // (rows, groups), of INT8 only
+    const float* scales;  // (rows, groups), of INT8 only
     std::int64_t groups;
 };
 
@@ -49,10 +49,10 @@ constexpr std::int64_t PREFETCH = 4096;
 
 struct Product {
     Matrix matrix;
-    const float* x;         // (batch, 8 stride), with zeros behind the last column
+    const float* x;  // (batch, 8 stride), with zeros behind the last column
     const std::uint16_t* x_bf16;
     std::int64_t batch;
-    float* y;               // (batch, rows)
+    float* y;  // (batch, rows)
 };
 
 template <typename T>
@@ -62,7 +62,9 @@ T load(const void* place) {
     return value;
 }
 
-float from_bits(std::uint32_t bits) { return load<float>(&bits); }
+float from_bits(std::uint32_t bits) {
+    return load<float>(&bits);
+}
 
 float from_fp16(std::uint16_t half) {
     const std::uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
@@ -73,10 +75,14 @@ float from_fp16(std::uint16_t half) {
 
 float value(const Matrix& matrix, std::int64_t index) {
     switch (matrix.dtype) {
-        case BF16: return from_bits(static_cast<std::uint32_t>(static_cast<const std::uint16_t*>(matrix.values)[index]) << 16);
-        case FP16: return from_fp16(static_cast<const std::uint16_t*>(matrix.values)[index]);
-        case FP32: return static_cast<const float*>(matrix.values)[index];
-        default: return static_cast<const std::int8_t*>(matrix.values)[index];
+        case BF16:
+            return from_bits(static_cast<std::uint32_t>(static_cast<const std::uint16_t*>(matrix.values)[index]) << 16);
+        case FP16:
+            return from_fp16(static_cast<const std::uint16_t*>(matrix.values)[index]);
+        case FP32:
+            return static_cast<const float*>(matrix.values)[index];
+        default:
+            return static_cast<const std::int8_t*>(matrix.values)[index];
     }
 }
 
@@ -114,8 +120,8 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
 
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
 
-// The values of a row that is computed together with `rows` - 1 others. The hardware's own foresight ends where a row does:
-// behind it come the rows after these.
+// The values of a row that is computed together with `rows` - 1 others. The hardware's own foresight ends where a row
+// does: behind it come the rows after these.
 struct Values {
     const std::uint8_t *next, *end;
     std::int64_t ahead;
@@ -136,10 +142,14 @@ struct Values {
 template <typename Function>
 void with_number(int number, Function&& function) {
     switch (number) {
-        case 1: return function(std::integral_constant<int, 1>{});
-        case 2: return function(std::integral_constant<int, 2>{});
-        case 3: return function(std::integral_constant<int, 3>{});
-        default: return function(std::integral_constant<int, VECTORS>{});
+        case 1:
+            return function(std::integral_constant<int, 1>{});
+        case 2:
+            return function(std::integral_constant<int, 2>{});
+        case 3:
+            return function(std::integral_constant<int, 3>{});
+        default:
+            return function(std::integral_constant<int, VECTORS>{});
     }
 }
 
@@ -170,7 +180,8 @@ struct Tables {
                 there[byte][lane] = one ? -1 : 0;
                 if (!one) continue;
                 for (int i = 0; i < 2; ++i)
-                    halves[byte][4 * lane + 2 + i] = dense[byte][2 * lane + i] = static_cast<std::uint8_t>(2 * next + i);
+                    halves[byte][4 * lane + 2 + i] = dense[byte][2 * lane + i] =
+                        static_cast<std::uint8_t>(2 * next + i);
                 bytes[byte][4 * lane + 3] = static_cast<std::uint8_t>(next);
                 ++next;
             }
@@ -182,7 +193,8 @@ const Tables tables;
 #define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
 
 template <int dtype>
-TARGET(NIWAKI_AVX2) inline __m256 expand(const std::uint8_t* values, unsigned byte) {
+TARGET(NIWAKI_AVX2)
+inline __m256 expand(const std::uint8_t* values, unsigned byte) {
     const auto* source = reinterpret_cast<const __m128i*>(values);
     if constexpr (dtype == BF16) {
         const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(source));
@@ -203,12 +215,14 @@ TARGET(NIWAKI_AVX2) inline __m256 expand(const std::uint8_t* values, unsigned by
     }
 }
 
-// `rows` rows from `row` on. What limits it are loads and decoding; several rows share the loads of x, several vectors the
-// decoding.
+// `rows` rows from `row` on. What limits it are loads and decoding; several rows share the loads of x, several vectors
+// the decoding.
 template <int dtype, int vectors, int rows>
-TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std::int64_t row) {
+TARGET(NIWAKI_AVX2)
+inline void avx2_some(const Product& p, std::int64_t b, std::int64_t row) {
     constexpr int size = dtype == FP32 ? 4 : dtype == INT8 ? 1 : 2;
-    constexpr int sums = rows * vectors == 1 ? 4 : rows * vectors < 5 ? 2 : 1;  // of each product: additions wait for the one before
+    // Of each product: an addition waits for the one before to the same sum.
+    constexpr int sums = rows * vectors == 1 ? 4 : rows * vectors < 5 ? 2 : 1;
     const Matrix& m = p.matrix;
     const float* x = p.x + b * 8 * m.stride;
     Values values[rows];
@@ -268,7 +282,8 @@ TARGET(NIWAKI_AVX2) inline void avx2_some(const Product& p, std::int64_t b, std:
 }
 
 template <int dtype, int vectors>
-TARGET(NIWAKI_AVX2) void avx2_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
+TARGET(NIWAKI_AVX2)
+void avx2_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
     constexpr int rows = 2;
     for (; first + rows <= last; first += rows) avx2_some<dtype, vectors, rows>(p, b, first);
     for (; first < last; ++first) avx2_some<dtype, vectors, 1>(p, b, first);
@@ -285,10 +300,11 @@ void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t fi
 
 #define NIWAKI_AVX512 "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"
 
-// `rows` rows from `row` on, of BF16 only. The vectors are in another order: of 32 numbers first those at even places, as
-// they come out of a register of pairs; for `pairs` they are bfloat16, in their own order, and so are the products.
+// `rows` rows from `row` on, of BF16 only. The vectors are in another order: of 32 numbers first those at even places,
+// as they come out of a register of pairs; for `pairs` they are bfloat16, in their own order, and so are the products.
 template <int vectors, bool pairs, int rows>
-TARGET(NIWAKI_AVX512 ",avx512bf16") inline void avx512_some(const Product& p, std::int64_t b, std::int64_t row) {
+TARGET(NIWAKI_AVX512 ",avx512bf16")
+inline void avx512_some(const Product& p, std::int64_t b, std::int64_t row) {
     const Matrix& m = p.matrix;
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     Values values[rows];
@@ -338,8 +354,8 @@ TARGET(NIWAKI_AVX512 ",avx512bf16") inline void avx512_some(const Product& p, st
 }
 
 template <int vectors, bool pairs>
-TARGET(NIWAKI_AVX512 ",avx512bf16") void avx512_rows(
-    const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
+TARGET(NIWAKI_AVX512 ",avx512bf16")
+void avx512_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
     for (; first + 2 <= last; first += 2) avx512_some<vectors, pairs, 2>(p, b, first);
     for (; first < last; ++first) avx512_some<vectors, pairs, 1>(p, b, first);
 }
@@ -374,25 +390,30 @@ int best_path() {
 
 Rows rows_of(int path, int dtype, bool pairs) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if (path >= AVX512 && dtype == BF16) return path == AVX512_BF16 && pairs ? avx512_rows_of<true> : avx512_rows_of<false>;
+    if (path >= AVX512 && dtype == BF16)
+        return path == AVX512_BF16 && pairs ? avx512_rows_of<true> : avx512_rows_of<false>;
 #endif
 #if defined(NIWAKI_X86)
     if (path >= AVX2) switch (dtype) {
-            case BF16: return avx2_rows_of<BF16>;
-            case FP16: return avx2_rows_of<FP16>;
-            case FP32: return avx2_rows_of<FP32>;
-            default: return avx2_rows_of<INT8>;
+            case BF16:
+                return avx2_rows_of<BF16>;
+            case FP16:
+                return avx2_rows_of<FP16>;
+            case FP32:
+                return avx2_rows_of<FP32>;
+            default:
+                return avx2_rows_of<INT8>;
         }
 #endif
     return portable_rows;
 }
 
-// Calls `body(data)` in `threads` threads at once. They are those of the OpenMP runtime that torch has loaded: threads of
-// two pools, each spinning while it waits, take the cores from each other.
+// Calls `body(data)` in `threads` threads at once. They are those of the OpenMP runtime that torch has loaded: threads
+// of two pools, each spinning while it waits, take the cores from each other.
 void in_threads(int threads, void (*body)(void*), void* data) {
     using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-    static const auto parallel = reinterpret_cast<Parallel>(
-        std::getenv("NIWAKI_NO_OPENMP") ? nullptr : dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    static const auto parallel =
+        reinterpret_cast<Parallel>(std::getenv("NIWAKI_NO_OPENMP") ? nullptr : dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     if (threads <= 1) {
         body(data);
     } else if (parallel) {
@@ -425,8 +446,8 @@ void for_rows(std::int64_t rows, std::int64_t each, int threads, Function&& func
 
 #if defined(NIWAKI_X86)
 
-TARGET(NIWAKI_AVX2) void expand_row_avx2(
-    const std::uint8_t* bits, const std::uint16_t* values, std::int64_t bytes, std::uint16_t* out) {
+TARGET(NIWAKI_AVX2)
+void expand_row_avx2(const std::uint8_t* bits, const std::uint16_t* values, std::int64_t bytes, std::uint16_t* out) {
     for (std::int64_t i = 0; i < bytes; ++i) {
         const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(tables.dense[bits[i]]));
         const __m128i source = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
@@ -457,13 +478,15 @@ void expand_row([[maybe_unused]] int path, const std::uint8_t* bits, const T* va
 extern "C" {
 
 // What this machine can do; the others below it work too.
-int niwaki_best_path() { return best_path(); }
+int niwaki_best_path() {
+    return best_path();
+}
 
-// y = x W^T, where x is (batch, 8 stride) with zeros behind the last column and y is (batch, rows). `exact`: every x is a
-// bfloat16.
+// y = x W^T, where x is (batch, 8 stride) with zeros behind the last column and y is (batch, rows). `exact`: every x is
+// a bfloat16.
 void niwaki_multiply(int path, int dtype, std::int64_t rows, std::int64_t stride, const std::uint8_t* mask,
-                    const void* values, const std::int64_t* starts, const float* scales, std::int64_t groups,
-                    const float* x, int exact, std::int64_t batch, float* y, int threads) {
+                     const void* values, const std::int64_t* starts, const float* scales, std::int64_t groups,
+                     const float* x, int exact, std::int64_t batch, float* y, int threads) {
     Product p{{dtype, rows, stride, mask, values, starts, scales, groups}, x, nullptr, batch, y};
     std::vector<float> mixed;
     std::vector<std::uint16_t> pairs;
@@ -472,7 +495,8 @@ void niwaki_multiply(int path, int dtype, std::int64_t rows, std::int64_t stride
     if (path >= AVX512 && dtype == BF16) {
         if (path == AVX512_BF16 && exact) {
             pairs.resize(size);
-            for (std::int64_t i = 0; i < size; ++i) pairs[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + i) >> 16);
+            for (std::int64_t i = 0; i < size; ++i)
+                pairs[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + i) >> 16);
             p.x_bf16 = pairs.data();
         } else {
             mixed.resize(size);
@@ -499,11 +523,15 @@ void niwaki_expand(int path, int size, std::int64_t columns, std::int64_t stride
             const std::int64_t start = starts[first + row];
             const auto whole = [&](auto number) {
                 using T = decltype(number);
-                expand_row(path, bits, static_cast<const T*>(values) + start, columns, static_cast<T*>(out) + row * columns);
+                expand_row(path, bits, static_cast<const T*>(values) + start, columns,
+                           static_cast<T*>(out) + row * columns);
             };
-            if (size == 1) whole(std::uint8_t{});
-            else if (size == 2) whole(std::uint16_t{});
-            else whole(std::uint32_t{});
+            if (size == 1)
+                whole(std::uint8_t{});
+            else if (size == 2)
+                whole(std::uint16_t{});
+            else
+                whole(std::uint32_t{});
         }
     });
 }
