@@ -436,4 +436,4 @@ def test_a_packed_model_is_not_pruned(tmp_path: Path) -> None:
     run(model, tmp_path / "out", measure="none")
     export(tmp_path / "out", tmp_path / "packed")
     said = message(lambda: run(tmp_path / "packed", tmp_path / "again"), UnsupportedModelError)
-    assert "is quantised; prune the original" in said
+    assert "was exported for other programs; give the directory that it was made from" in said

@@ -508,9 +508,9 @@ def test_the_command(
     for block in kept_blocks(record):
         errors = [f"{item.error:.4f}" for item in record.matrices if item.block == block]
         assert len(errors) == 2
-        assert rows[str(block + 1)][1:] == errors
+        assert rows[str(block)][1:] == errors
     (gone,) = set(range(3)) - set(kept_blocks(record))
-    assert str(gone + 1) not in rows
+    assert str(gone) not in rows
     said = "1 of 3 blocks, 50 % of the heads of each block, 50 % of the neurons of each block"
     assert " ".join(rows["removed"]) == said
     assert str(record.structure) in out
