@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "table": {"errors", "record"},
     "progress": {"record", "table"},
-    "tasks": {"errors", "checkpoint", "calibration", "blocks"},
+    "tasks": {"errors", "checkpoint", "calibration", "blocks", "packed"},
     "families": set(),
     "layout": {"errors", "families", "checkpoint"},
     "distributed": {"errors", "rows"},

@@ -117,6 +117,17 @@ def by_metric(found: TaskScores, task: str) -> dict[str, Score]:
     return {score.metric: score for score in found.scores if score.task == task}
 
 
+def test_a_packed_model(model: Path, tmp_path: Path) -> None:
+    niwaki.prune(
+        model, tmp_path / "pruned", solver="magnitude", effort="fast", sparsity=0.7, calibration="demo", samples=2,
+        length=32, measure="none", device="cpu",
+    )  # fmt: skip
+    niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
+    file = write(tmp_path / "some.jsonl", shipped(6))
+    found = [evaluate_tasks(tmp_path / name, file, device="cpu").scores for name in ("pruned", "packed")]
+    assert found[0] == found[1]
+
+
 def test_choices_are_those_of_transformers(tmp_path: Path) -> None:
     """With the reference's own answers as the right ones all is right, and with others nothing."""
     questions = shipped(12)

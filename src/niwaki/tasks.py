@@ -27,7 +27,7 @@ from typing import Any
 
 from niwaki.blocks import find_device, find_dtype
 from niwaki.calibration import load_tokenizer
-from niwaki.checkpoint import Checkpoint, locate_model
+from niwaki.checkpoint import locate_model
 from niwaki.errors import (
     CheckpointError,
     NiwakiError,
@@ -36,6 +36,8 @@ from niwaki.errors import (
     UnknownNameError,
     UsageError,
 )
+from niwaki.packed.files import PackedCheckpoint, open_checkpoint
+from niwaki.packed.loading import load
 
 #: The questions that ship with niwaki: files in its directory ``data``.
 SHIPPED = {"which-follows": "which-follows.jsonl"}
@@ -299,14 +301,17 @@ def _load(model: str, device: str, dtype: str) -> Any:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
-    checkpoint = Checkpoint(locate_model(model))
+    checkpoint = open_checkpoint(locate_model(model))
     place = find_device(device)
     tokenizer = load_tokenizer(checkpoint.path)
     try:
-        whole: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path, dtype=find_dtype(dtype, place, checkpoint), trust_remote_code=False
-        )
-        whole.to(place)
+        if isinstance(checkpoint, PackedCheckpoint):
+            whole: Any = load(checkpoint.path, device, dtype)
+        else:
+            whole = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path, dtype=find_dtype(dtype, place, checkpoint), trust_remote_code=False
+            )
+            whole.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
         return HFLM(
             pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto"
