@@ -153,8 +153,16 @@ void with_number(int number, Function&& function) {
     }
 }
 
-void prefetch_mask(const Matrix& m, std::int64_t row, std::int64_t word) {
-    if (word % 8 == 0) _mm_prefetch(reinterpret_cast<const char*>(m.mask + row * m.stride + 8 * word), _MM_HINT_T0);
+// Word `word` of the mask of each of the rows from `row` on, and what is soon needed besides.
+template <int rows>
+inline void read_words(const Matrix& m, std::int64_t row, std::int64_t word, const Values (&values)[rows],
+                       std::uint64_t (&bits)[rows]) {
+    for (int r = 0; r < rows; ++r) {
+        const std::uint8_t* place = m.mask + (row + r) * m.stride + 8 * word;
+        bits[r] = load<std::uint64_t>(place);
+        values[r].prefetch();
+        if (word % 8 == 0) _mm_prefetch(reinterpret_cast<const char*>(place + rows * m.stride), _MM_HINT_T0);
+    }
 }
 
 #endif
@@ -239,11 +247,7 @@ inline void avx2_some(const Product& p, std::int64_t b, std::int64_t row) {
                 for (auto& sum : part) sum = _mm256_setzero_ps();
         for (std::int64_t word = group * groups.words; word < (group + 1) * groups.words; ++word) {
             std::uint64_t bits[rows];
-            for (int r = 0; r < rows; ++r) {
-                bits[r] = load<std::uint64_t>(m.mask + (row + r) * m.stride + 8 * word);
-                values[r].prefetch();
-                prefetch_mask(m, row + rows + r, word);
-            }
+            read_words(m, row, word, values, bits);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) {
                 __m256 shared[vectors];
@@ -315,11 +319,7 @@ inline void avx512_some(const Product& p, std::int64_t b, std::int64_t row) {
     }
     for (std::int64_t word = 0; word < m.stride / 8; ++word) {
         std::uint64_t bits[rows];
-        for (int r = 0; r < rows; ++r) {
-            bits[r] = load<std::uint64_t>(m.mask + (row + r) * m.stride + 8 * word);
-            values[r].prefetch();
-            prefetch_mask(m, row + rows + r, word);
-        }
+        read_words(m, row, word, values, bits);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 4

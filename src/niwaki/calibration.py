@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from niwaki.errors import CalibrationError, UsageError
+from niwaki.errors import CalibrationError, UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -384,8 +384,7 @@ def _dataset_texts(source: str) -> Iterator[str]:
     except CalibrationError:
         raise
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CalibrationError(
-            f"the data set {source} could not be had ({reason}); give a text file instead, or "
+            f"the data set {source} could not be had ({first_line(error)}); give a text file instead, or "
             "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error

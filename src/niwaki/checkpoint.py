@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UsageError, first_line
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -369,9 +369,8 @@ def locate_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of its own, of httpx and of the OS
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{model} is no directory here and could not be had from the hub: {reason}"
+            f"{model} is no directory here and could not be had from the hub: {first_line(error)}"
         ) from error
 
 

@@ -82,3 +82,8 @@ class OutputError(NiwakiError):
 
 class WorkerError(NiwakiError):
     """Another process of the run has ended."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says first, for a message of one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

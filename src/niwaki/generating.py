@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from niwaki.errors import CheckpointError, UsageError
+from niwaki.errors import CheckpointError, UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,8 +100,7 @@ def continue_text(
     except Exception as error:  # transformers raises nearly anything
         if error in said_wrong:
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"the model generates no text: {reason}") from error
+        raise CheckpointError(f"the model generates no text: {first_line(error)}") from error
     finally:
         model.generation_config = own
     return str(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))

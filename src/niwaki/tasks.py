@@ -35,6 +35,7 @@ from niwaki.errors import (
     TaskError,
     UnknownNameError,
     UsageError,
+    first_line,
 )
 from niwaki.packed.files import PackedCheckpoint, open_checkpoint
 from niwaki.packed.loading import load
@@ -144,7 +145,7 @@ def evaluate_tasks(
         try:
             found = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
         except Exception as error:  # of any library, in any of thousands of tasks
-            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {_first_line(error)}") from error
+            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {first_line(error)}") from error
     for name, task in built.items():
         likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
@@ -170,7 +171,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError as error:
         raise TaskError(f"there is no file {path}") from error
     except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, a NUL in the path, ~ of nobody
-        raise TaskError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise TaskError(f"{path} cannot be read: {first_line(error)}") from error
     if path.suffix == ".json":
         entries = _json(text, str(path))
         if not isinstance(entries, list):
@@ -223,7 +224,7 @@ def _harness() -> tuple[Any, str]:
         import lm_eval
         from lm_eval.evaluator import evaluate
     except ImportError as error:
-        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({_first_line(error)})") from error
+        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({first_line(error)})") from error
     return evaluate, str(lm_eval.__version__)
 
 
@@ -262,7 +263,7 @@ def _build(tasks: list[str]) -> dict[str, Any]:
                 built.update(manager.load([name])["tasks"])
             except Exception as error:  # of the hub, httpx, datasets, the OS, or the task's own code
                 raise TaskError(
-                    f"the questions of {name} could not be had ({_first_line(error)}); where there is no network, "
+                    f"the questions of {name} could not be had ({first_line(error)}); where there is no network, "
                     "give a file of questions (docs/tasks.md) or which-follows"
                 ) from error
     for task in built.values():
@@ -319,7 +320,7 @@ def _load(model: str, device: str, dtype: str) -> Any:
     except NiwakiError:
         raise
     except Exception as error:  # transformers raises nearly anything
-        raise CheckpointError(f"transformers cannot load {checkpoint.path}: {_first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot load {checkpoint.path}: {first_line(error)}") from error
 
 
 def _scores(name: str, found: dict[str, Any]) -> Iterator[Score]:
@@ -365,7 +366,3 @@ def _quiet(progress: bool) -> Iterator[None]:
         tqdm.__init__ = begin
         if shown:
             datasets.enable_progress_bars()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ class Stored:
         *outer, last = self.shape
         if self.transposed:
             *outer, last = *outer[:-1], last, outer[-1]
-        rows = 1
-        for size in outer:
-            rows *= size
-        return rows, last
+        return math.prod(outer), last
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,13 @@ class PackedCheckpoint(Checkpoint):
                 self._parts[key] = entry
         #: Of the dense tensors; where they begin is unknown.
         self.entries = {
-            key: Entry(stored.file, stored.dtype, stored.shape, 0, _bytes(stored.dtype, stored.shape))
+            key: Entry(
+                stored.file,
+                stored.dtype,
+                stored.shape,
+                0,
+                math.prod(stored.shape) * DTYPES[stored.dtype].itemsize,
+            )
             for key, stored in tensors.items()
         }
         for key, stored in tensors.items():
@@ -293,13 +297,6 @@ def dense(W: PackedMatrix, stored: Stored) -> Tensor:
 def raw(value: Tensor) -> memoryview:
     """Its bytes."""
     return value.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    size = DTYPES[dtype].itemsize
-    for n in shape:
-        size *= n
-    return size
 
 
 def digest_of(values: dict[str, Any]) -> str:

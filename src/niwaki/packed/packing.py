@@ -112,16 +112,15 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
     with workplace(target, {"pack": fingerprint(checkpoint)}, resume=False) as place:
         if not place.journal.complete:
             place.clear([])
-            carry_over(path, place.directory, checkpoint.shards)
-            if (path / SCALES).exists():
-                _copy(path / SCALES, place.directory / SCALES)
+            _carry_over(path, place.directory, checkpoint)
             shards: list[Shard] = []
             tensors: dict[str, Stored] = {}
             writer = Shards(place.directory)
             for number, (name, entries) in enumerate(headers.items()):
                 file = f"packed-{number + 1:05d}-of-{len(headers):05d}.safetensors"
                 written: dict[str, Tensor] = {}
-                digest = hashlib.sha256(header_bytes(path / name))
+                start = header_bytes(path / name)
+                digest = hashlib.sha256(start)
                 keys = sorted(entries, key=lambda key: entries[key].offset)
                 for key in keys:
                     value = _read(path, key, entries[key], tensors)
@@ -132,8 +131,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
                     written |= dict(zip(tensors[key].parts(key), parts, strict=True))
                     digest.update(raw(value if W is None else dense(W, tensors[key])))
                     done(len(tensors), count)
-                header = header_bytes(path / name)[8:].decode()
-                shards.append(Shard(name, header, keys, digest.hexdigest()))
+                shards.append(Shard(name, start[8:].decode(), keys, digest.hexdigest()))
                 _check_whole(path, shards[-1])
                 writer.write(file, written)
             _check_names(path, tensors)
@@ -175,10 +173,8 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
             place.move()
             return
         place.clear([])
-        carry_over(path, place.directory, checkpoint.shards)
+        _carry_over(path, place.directory, checkpoint)
         (place.directory / INDEX).unlink()
-        if (path / SCALES).exists():
-            _copy(path / SCALES, place.directory / SCALES)
         for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
             if text:
                 with output_errors(place.directory):
@@ -294,10 +290,13 @@ def _text(path: Path) -> str:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
 
 
-def _copy(source: Path, target: Path) -> None:
-    with output_errors(target.parent.parent):
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, target)
+def _carry_over(path: Path, directory: Path, checkpoint: Checkpoint) -> None:
+    """Everything but weights, and the scales of weights on a grid, which are like weights to others."""
+    carry_over(path, directory, checkpoint.shards)
+    if (path / SCALES).exists():
+        with output_errors(directory):
+            (directory / SCALES).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path / SCALES, directory / SCALES)
 
 
 def _sha256(path: Path) -> str:
