@@ -7,6 +7,8 @@ Each is called on several matrices in turn, more than caches hold, as a model do
 medians count. Besides torch's dense products there is a plain dense kernel (dense.cpp, AVX2, one thread, one
 vector; a C++ compiler has to be there), because torch's is not always near what the memory allows. The floor is
 the bytes of a packed matrix over the rate at which torch sums numbers up.
+
+Packed matrices are in large pages, as niwaki.load has them. THP_MEM_ALLOC_ENABLE=1 gives them to torch's tensors too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.nn.functional import linear
 
 from niwaki.packed import kernels
 from niwaki.packed.matrix import PackedMatrix, pack
+from niwaki.packed.pages import in_large_pages
 
 SIZES = ["11008x4096", "4096x11008"]
 SPARSITIES = [0.5, 0.6, 0.7, 0.8, 0.9]
@@ -88,7 +91,9 @@ def main() -> None:
         sparse: dict[float, list[PackedMatrix]] = {}
         for sparsity in arguments.sparsities:
             chosen = (torch.rand(rows, columns, generator=generator) >= sparsity for _ in dense)
-            sparse[sparsity] = [pack(W.where(kept, 0)) for W, kept in zip(dense, chosen, strict=True)]
+            sparse[sparsity] = [
+                in_large_pages(pack(W.where(kept, 0))) for W, kept in zip(dense, chosen, strict=True)
+            ]
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             numbers = torch.cat([W.view(torch.float32).flatten() for W in dense])

@@ -51,6 +51,18 @@ def test_text_ends_where_the_model_says(given: tuple[Any, Any], several: bool) -
         model.generation_config.eos_token_id = own
 
 
+def test_of_a_long_prompt_the_end_is_read(given: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = given
+    ids = tokenizer.encode(PROMPT * 60)
+    assert len(ids) > 256
+    text = continue_text(model, tokenizer, PROMPT * 60, 6)
+    assert text == tokenizer.decode(likeliest(model, ids[-250:], 6))
+    assert f"of the {len(ids)} tokens of the prompt the last 250 are read" in caplog.text
+    caplog.clear()
+    continue_text(model, tokenizer, PROMPT, 2)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(), UnicodeEncodeError("ascii", "é", 0, 1, "no"), KeyError(1)]
 )

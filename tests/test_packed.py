@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
+import mmap
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +25,7 @@ from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, PackedMatrix, pack, unpacked
+from niwaki.packed.pages import in_large_pages
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What this machine can do, from the plainest on; the one without a library first.
@@ -147,13 +153,15 @@ def test_all_of_float16(value: float) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_give_the_same_bytes(threads: int) -> None:
-    packed, x = pack(sparse(300, 256, 0.5)), vectors(3, 256)
+    W, x = sparse(1_501, 256, 0.5), vectors(3, 256)
+    packed = pack(W)
     before = torch.get_num_threads()
     expected = kernels.multiply(packed, x)
     try:
         torch.set_num_threads(threads)
         assert torch.equal(kernels.multiply(packed, x), expected)
-        assert torch.equal(kernels.expand(packed), sparse(300, 256, 0.5))
+        assert torch.equal(kernels.multiply(packed, x[:1]), expected[:1])
+        assert torch.equal(kernels.expand(packed), W)
     finally:
         torch.set_num_threads(before)
 
@@ -173,6 +181,50 @@ W = torch.randn(300, 64)
 assert torch.allclose(kernels.multiply(pack(W), torch.eye(64)), W.T)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestLargePages:
+    """2 MiB each, for matrices of at least two of them."""
+
+    def test_is_the_same_matrix(self) -> None:
+        W = sparse(1_024, 4_096, 0.4)
+        moved = in_large_pages(pack(W))
+        gc.collect()
+        assert same_bits(kernels.expand(moved), W)
+        assert moved.values.data_ptr() % 2**21 == 0
+        assert moved.values.clone().equal(pack(W).values)
+
+    def test_the_kernel_is_asked_for_them(self) -> None:
+        if not Path("/proc/self/smaps").exists():
+            pytest.skip("only Linux says what was asked for")
+        moved = in_large_pages(pack(sparse(1_024, 4_096, 0.4)))
+        there = [part.split("\n") for part in Path("/proc/self/smaps").read_text().split("VmFlags:")]
+        flags = [
+            after[0].split()
+            for before, after in itertools.pairwise(there)
+            if any(within(line, moved.values.data_ptr()) for line in before)
+        ]
+        assert any("hg" in each for each in flags)
+
+    def test_small_ones_stay_where_they_are(self) -> None:
+        packed = pack(sparse(64, 64, 0.5))
+        moved = in_large_pages(packed)
+        assert (moved.values is packed.values, moved.mask is packed.mask) == (True, True)
+
+    @pytest.mark.parametrize("change", ["refused", "unknown"])
+    def test_systems_without_them(self, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if change == "refused":
+            monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
+        else:
+            monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+        packed = pack(sparse(1_024, 4_096, 0.4))
+        assert in_large_pages(packed).values is packed.values
+
+
+def within(line: str, address: int) -> bool:
+    """Whether a line of smaps begins the part of memory that has the address."""
+    found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+    return found is not None and int(found[1], 16) <= address < int(found[2], 16)
 
 
 class TestParts:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -176,6 +178,90 @@ def test_what_a_loaded_model_saves_is_the_dense_one(case: str, tmp_path: Path) -
         assert torch.equal(reference(tmp_path / "saved")(tokens).logits, reference(model)(tokens).logits)
 
 
+def test_a_loaded_model_takes_its_own_state_only(tmp_path: Path) -> None:
+    """Packed weights are constants."""
+    model = sparse_model(tmp_path / "model")
+    niwaki.pack(model, tmp_path / "packed")
+    loaded = niwaki.load(tmp_path / "packed", "cpu")
+    assert loaded.load_state_dict(reference(model).state_dict()) is not None
+    state = loaded.state_dict()
+    key = next(key for key in state if is_pruned("llama", key))
+    with pytest.raises(RuntimeError, match=f"{re.escape(key)} has others"):
+        loaded.load_state_dict({**state, key: state[key] + 1})
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{re.escape(key)}"'):
+        loaded.load_state_dict({name: value for name, value in state.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "computed"),
+    [
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", torch.float16, torch.float32),
+        ("auto", torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_what_is_computed_in(
+    dtype: str | torch.dtype, stored: torch.dtype, computed: torch.dtype, tmp_path: Path
+) -> None:
+    """In bfloat16 long texts give nearly what they give in float32, and short ones too."""
+    model = sparse_model(tmp_path / "model", dtype=stored)
+    niwaki.pack(model, tmp_path / "packed")
+    tokens = random_tokens(2, 40)
+    expected = reference(model, torch.float32)(tokens).logits
+    for path in (model, tmp_path / "packed"):
+        loaded = niwaki.load(path, "cpu", dtype)
+        assert loaded.dtype == computed
+        for some in (tokens, tokens[:, :3]):
+            off = loaded(some).logits - expected[:, : some.shape[1]]
+            assert off.norm() < (0.03 if computed == torch.bfloat16 else 1e-5) * expected.norm()
+
+
+class TestTheCard:
+    """It says how to load the model, unlike the dense one's, which comes back."""
+
+    def packed(self, model: Path) -> str:
+        niwaki.pack(model, model.parent / "packed")
+        niwaki.unpack(model.parent / "packed", model.parent / "again")
+        assert same_files(model, model.parent / "again")
+        return (model.parent / "packed" / "README.md").read_text(encoding="utf-8")
+
+    def test_of_the_dense_model(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        text = "---\nlicense: mit\nlibrary_name: transformers\ntags: [a]\n---\n# Loads everywhere é\n"
+        (model / "README.md").write_text(text, encoding="utf-8")
+        (model / "report.html").touch()
+        (model / "niwaki-bench.json").touch()
+        (tmp_path / "packed").mkdir()
+        niwaki.pack(model, tmp_path / "packed")
+        assert not {"report.html", "niwaki-bench.json"} & {
+            path.name for path in (tmp_path / "packed").iterdir()
+        }
+        shutil.rmtree(tmp_path / "packed")
+        (model / "report.html").unlink()
+        (model / "niwaki-bench.json").unlink()
+        card = self.packed(model)
+        top = yaml.safe_load(card.split("---")[1])
+        assert top == {"license": "mit", "library_name": "niwaki", "tags": ["a", "niwaki", "packed"]}
+        assert "Loads everywhere" not in card
+        assert "niwaki.load(" in card
+        assert "(README.dense.md)" in card
+        assert (tmp_path / "packed" / "README.dense.md").read_text(encoding="utf-8") == text
+
+    @pytest.mark.parametrize("base", [None, b"\xff no text", b"---\n[\n---\n"])
+    def test_whatever_that_is_like(self, base: bytes | None, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        if base is not None:
+            (model / "README.md").write_bytes(base)
+        assert ("README.dense.md" in self.packed(model)) == (base is not None)
+
+    def test_a_file_in_its_place(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        (model / "README.dense.md").touch()
+        assert "README.dense.md" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_float8_stays_as_it_is(tmp_path: Path) -> None:
     """There are no kernels for it."""
     model = sparse_model(tmp_path / "model")
@@ -293,6 +379,14 @@ class TestRefusals:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         edit_json(tmp_path / "packed" / "config.json", rms_norm_eps=1.0)
         assert "config.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+    def test_missing_index(self, tmp_path: Path) -> None:
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        (tmp_path / "packed" / "packed.json").unlink()
+        assert "without its packed.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+    def test_no_name(self) -> None:
+        assert "empty" in message(lambda: niwaki.load(""))
 
     def test_missing_file(self, tmp_path: Path) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")

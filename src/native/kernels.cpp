@@ -5,7 +5,8 @@
 // rows one after the other, those of row r from values[starts[r]] on, with at least 64 readable bytes behind the last.
 //
 // What limits these kernels is decoding: 8 or 32 weights at a time, the bits choose where the next values go. The
-// address of the next values depends on the bits through one count and one addition only.
+// address of the next values depends on the bits through one count and one addition only. Rows that are computed
+// together lie far apart, so that values and mask of each are read on and on, which the hardware foresees.
 
 #include <dlfcn.h>
 
@@ -86,33 +87,24 @@ float value(const Matrix& matrix, std::int64_t index) {
     }
 }
 
-// The groups of inputs that share a scale; without scales a row is one of them.
-struct Groups {
-    std::int64_t count, words;
-    const float* scales;
-    explicit Groups(const Matrix& matrix)
-        : count(matrix.dtype == INT8 ? matrix.groups : 1),
-          words(matrix.stride / 8 / count),
-          scales(matrix.dtype == INT8 ? matrix.scales : nullptr) {}
-    float scale(std::int64_t row, std::int64_t group) const { return scales ? scales[row * count + group] : 1.0f; }
-};
-
 void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     const Matrix& m = p.matrix;
-    const Groups groups(m);
+    // Of inputs that share a scale.
+    const std::int64_t groups = m.dtype == INT8 ? m.groups : 1, words = m.stride / 8 / groups;
     for (std::int64_t row = first; row < last; ++row) {
         const std::uint8_t* bits = m.mask + row * m.stride;
         std::int64_t at = m.starts[row];
         float sums[VECTORS] = {};
-        for (std::int64_t group = 0; group < groups.count; ++group) {
+        for (std::int64_t group = 0; group < groups; ++group) {
             float parts[VECTORS] = {};
-            for (std::int64_t word = group * groups.words; word < (group + 1) * groups.words; ++word)
+            for (std::int64_t word = group * words; word < (group + 1) * words; ++word)
                 for (std::uint64_t rest = load<std::uint64_t>(bits + 8 * word); rest; rest &= rest - 1) {
                     const float weight = value(m, at++);
                     const float* x = p.x + b * 8 * m.stride + 64 * word + __builtin_ctzll(rest);
                     for (int v = 0; v < vectors; ++v) parts[v] += weight * x[v * 8 * m.stride];
                 }
-            for (int v = 0; v < vectors; ++v) sums[v] += parts[v] * groups.scale(row, group);
+            const float scale = m.dtype == INT8 ? m.scales[row * groups + group] : 1.0f;
+            for (int v = 0; v < vectors; ++v) sums[v] += parts[v] * scale;
         }
         for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row] = sums[v];
     }
@@ -120,21 +112,23 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
 
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
 
-// The values of a row that is computed together with `rows` - 1 others. The hardware's own foresight ends where a row
-// does: behind it come the rows after these.
-struct Values {
-    const std::uint8_t *next, *end;
-    std::int64_t ahead;
-    Values() = default;
-    Values(const Matrix& m, int size, std::int64_t row, int index, int rows)
-        : next(static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + index]),
-          end(static_cast<const std::uint8_t*>(m.values) + size * m.starts[row + index + 1]),
-          ahead(row + 2 * rows <= m.rows ? size * (m.starts[row + rows] - m.starts[row + 1]) : 0) {}
-    void prefetch() const {
-        const std::uint8_t* soon = next + PREFETCH;
-        soon += soon < end ? 0 : ahead;
-        _mm_prefetch(reinterpret_cast<const char*>(soon), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(soon + 64), _MM_HINT_T0);
+// `rows` rows that are computed together, `apart` from each other; then those behind them, and so on.
+template <int rows>
+struct Streams {
+    const std::uint8_t* values[rows];
+    const std::uint8_t* mask;
+    std::int64_t apart;
+    Streams(const Matrix& m, int size, std::int64_t first, std::int64_t step)
+        : mask(m.mask + first * m.stride), apart(step * m.stride) {
+        for (int r = 0; r < rows; ++r)
+            values[r] = static_cast<const std::uint8_t*>(m.values) + size * m.starts[first + r * step];
+    }
+    // The 64 bits at `place` of the first row's mask, for row `r`; asks for what `values` will be later on.
+    template <int size>
+    std::uint64_t bits(int r, const std::uint8_t* place) const {
+        for (int line = 0; line < 32 * size; line += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(values[r] + PREFETCH + line), _MM_HINT_T0);
+        return load<std::uint64_t>(place + r * apart);
     }
 };
 
@@ -150,18 +144,6 @@ void with_number(int number, Function&& function) {
             return function(std::integral_constant<int, 3>{});
         default:
             return function(std::integral_constant<int, VECTORS>{});
-    }
-}
-
-// Word `word` of the mask of each of the rows from `row` on, and what is soon needed besides.
-template <int rows>
-inline void read_words(const Matrix& m, std::int64_t row, std::int64_t word, const Values (&values)[rows],
-                       std::uint64_t (&bits)[rows]) {
-    for (int r = 0; r < rows; ++r) {
-        const std::uint8_t* place = m.mask + (row + r) * m.stride + 8 * word;
-        bits[r] = load<std::uint64_t>(place);
-        values[r].prefetch();
-        if (word % 8 == 0) _mm_prefetch(reinterpret_cast<const char*>(place + rows * m.stride), _MM_HINT_T0);
     }
 }
 
@@ -200,97 +182,106 @@ const Tables tables;
 
 #define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
 
+// The entry that is `place` bytes behind the start of a table.
+template <typename Register, typename T>
+inline const Register* entry(const T& table, std::uint64_t place) {
+    return reinterpret_cast<const Register*>(reinterpret_cast<const std::uint8_t*>(table) + place);
+}
+
+// Up to 8 values, where the bits of a byte are 1; `place` is 32 times the byte.
 template <int dtype>
 TARGET(NIWAKI_AVX2)
-inline __m256 expand(const std::uint8_t* values, unsigned byte) {
+inline __m256 expand(const std::uint8_t* values, std::uint64_t place) {
     const auto* source = reinterpret_cast<const __m128i*>(values);
     if constexpr (dtype == BF16) {
         const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(source));
-        return _mm256_castsi256_ps(
-            _mm256_shuffle_epi8(both, _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.halves[byte]))));
+        return _mm256_castsi256_ps(_mm256_shuffle_epi8(both, _mm256_load_si256(entry<__m256i>(tables.halves, place))));
     } else if constexpr (dtype == FP16) {
-        const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(tables.dense[byte]));
-        return _mm256_cvtph_ps(_mm_shuffle_epi8(_mm_loadu_si128(source), order));
+        return _mm256_cvtph_ps(
+            _mm_shuffle_epi8(_mm_loadu_si128(source), _mm_load_si128(entry<__m128i>(tables.dense, place / 2))));
     } else if constexpr (dtype == FP32) {
-        const __m256i lanes = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.lanes[byte]));
-        const __m256i there = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.there[byte]));
         const __m256 all = _mm256_loadu_ps(reinterpret_cast<const float*>(values));
-        return _mm256_and_ps(_mm256_permutevar8x32_ps(all, lanes), _mm256_castsi256_ps(there));
+        return _mm256_and_ps(_mm256_permutevar8x32_ps(all, _mm256_load_si256(entry<__m256i>(tables.lanes, place))),
+                             _mm256_castsi256_ps(_mm256_load_si256(entry<__m256i>(tables.there, place))));
     } else {
         const __m256i all = _mm256_set1_epi64x(load<std::int64_t>(values));
-        const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(tables.bytes[byte]));
-        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(all, order));  // times 2^24
+        return _mm256_cvtepi32_ps(
+            _mm256_shuffle_epi8(all, _mm256_load_si256(entry<__m256i>(tables.bytes, place))));  // times 2^24
     }
 }
 
-// `rows` rows from `row` on. What limits it are loads and decoding; several rows share the loads of x, several vectors
-// the decoding.
+// `rows` rows, `step` apart, and those behind them. What limits it are loads, of which two are possible at a time: 8
+// weights need one of values and one of the table. Rows share those of x, vectors the decoding.
 template <int dtype, int vectors, int rows>
 TARGET(NIWAKI_AVX2)
-inline void avx2_some(const Product& p, std::int64_t b, std::int64_t row) {
+void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int64_t step) {
     constexpr int size = dtype == FP32 ? 4 : dtype == INT8 ? 1 : 2;
-    // Of each product: an addition waits for the one before to the same sum.
-    constexpr int sums = rows * vectors == 1 ? 4 : rows * vectors < 5 ? 2 : 1;
+    // Of 8 weights, as many as leave x in registers.
+    constexpr int blocks = vectors == 1 ? 8 : vectors < 4 ? 2 : 1;
     const Matrix& m = p.matrix;
-    const float* x = p.x + b * 8 * m.stride;
-    Values values[rows];
-    __m256 total[rows][vectors];
-    for (int r = 0; r < rows; ++r) {
-        values[r] = Values(m, size, row, r, rows);
-        for (auto& sum : total[r]) sum = _mm256_setzero_ps();
-    }
-    const Groups groups(m);
-    for (std::int64_t group = 0; group < groups.count; ++group) {
-        __m256 parts[rows][vectors][sums];
-        for (auto& those : parts)
-            for (auto& part : those)
-                for (auto& sum : part) sum = _mm256_setzero_ps();
-        for (std::int64_t word = group * groups.words; word < (group + 1) * groups.words; ++word) {
-            std::uint64_t bits[rows];
-            read_words(m, row, word, values, bits);
+    const std::int64_t groups = dtype == INT8 ? m.groups : 1, bytes = m.stride / groups;
+    Streams<rows> streams(m, size, first, step);
+    for (std::int64_t row = first; row < first + step; ++row, streams.mask += m.stride) {
+        const float* x = p.x + b * 8 * m.stride;
+        const std::uint8_t* mask = streams.mask;
+        __m256 total[rows][vectors];
+        for (auto& those : total)
+            for (auto& sum : those) sum = _mm256_setzero_ps();
+        for (std::int64_t group = 0; group < groups; ++group) {
+            __m256 parts[rows][vectors];
+            for (auto& those : parts)
+                for (auto& sum : those) sum = _mm256_setzero_ps();
+            for (const std::uint8_t* end = mask + bytes; mask != end; mask += 8, x += 64) {
+                std::uint64_t bits[rows];
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                __m256 shared[vectors];
-#pragma GCC unroll 4
-                for (int v = 0; v < vectors; ++v) {
-                    shared[v] = _mm256_loadu_ps(x + v * 8 * m.stride + 64 * word + 8 * i);
-                    asm("" : "+x"(shared[v]));  // or it would be loaded again for each row
-                }
-#pragma GCC unroll 4
-                for (int r = 0; r < rows; ++r) {
-                    const unsigned byte = bits[r] >> 8 * i & 255;
-                    const __m256 weights = expand<dtype>(values[r].next, byte);
-#pragma GCC unroll 4
+                for (int at = 0; at < 8; at += blocks) {
+                    __m256 shared[vectors][blocks];
                     for (int v = 0; v < vectors; ++v)
-                        parts[r][v][i % sums] = _mm256_fmadd_ps(weights, shared[v], parts[r][v][i % sums]);
-                    values[r].next += size * __builtin_popcountll(byte);
+#pragma GCC unroll 8
+                        for (int i = 0; i < blocks; ++i) {
+                            shared[v][i] = _mm256_loadu_ps(x + v * 8 * m.stride + 8 * (at + i));
+                            asm("" : "+x"(shared[v][i]));  // or it would be loaded again for each row
+                        }
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; ++r) {
+                        if (at == 0) bits[r] = streams.template bits<size>(r, mask);
+#pragma GCC unroll 8
+                        for (int i = at; i < at + blocks; ++i) {
+                            // 32 times byte i: where a table has its entry, and as many ones.
+                            const std::uint64_t place = (i ? bits[r] >> (8 * i - 5) : bits[r] << 5) & 32 * 255;
+                            const __m256 weights = expand<dtype>(streams.values[r], place);
+#pragma GCC unroll 4
+                            for (int v = 0; v < vectors; ++v)
+                                parts[r][v] = _mm256_fmadd_ps(weights, shared[v][i - at], parts[r][v]);
+                            streams.values[r] += size * __builtin_popcountll(place);
+                        }
+                    }
                 }
             }
-        }
-        for (int r = 0; r < rows; ++r) {
-            const __m256 scale = _mm256_set1_ps(groups.scale(row + r, group) * (dtype == INT8 ? 0x1p-24f : 1.0f));
-            for (int v = 0; v < vectors; ++v) {
-                __m256 part = parts[r][v][0];
-                for (int i = 1; i < sums; ++i) part = _mm256_add_ps(part, parts[r][v][i]);
-                total[r][v] = _mm256_fmadd_ps(part, scale, total[r][v]);
+            for (int r = 0; r < rows; ++r) {
+                const float scale = dtype == INT8 ? m.scales[(row + r * step) * groups + group] * 0x1p-24f : 1.0f;
+                for (int v = 0; v < vectors; ++v)
+                    total[r][v] =
+                        dtype != INT8 ? parts[r][v] : _mm256_fmadd_ps(parts[r][v], _mm256_set1_ps(scale), total[r][v]);
             }
         }
+        for (int r = 0; r < rows; ++r)
+            for (int v = 0; v < vectors; ++v) {
+                __m128 half = _mm_add_ps(_mm256_castps256_ps128(total[r][v]), _mm256_extractf128_ps(total[r][v], 1));
+                half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+                half = _mm_add_ss(half, _mm_shuffle_ps(half, half, 1));
+                p.y[(b + v) * m.rows + row + r * step] = _mm_cvtss_f32(half);
+            }
     }
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v) {
-            __m128 half = _mm_add_ps(_mm256_castps256_ps128(total[r][v]), _mm256_extractf128_ps(total[r][v], 1));
-            half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-            half = _mm_add_ss(half, _mm_shuffle_ps(half, half, 1));
-            p.y[(b + v) * m.rows + row + r] = _mm_cvtss_f32(half);
-        }
 }
 
 template <int dtype, int vectors>
 TARGET(NIWAKI_AVX2)
 void avx2_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
-    constexpr int rows = 2;
-    for (; first + rows <= last; first += rows) avx2_some<dtype, vectors, rows>(p, b, first);
-    for (; first < last; ++first) avx2_some<dtype, vectors, 1>(p, b, first);
+    constexpr int rows = vectors == 1 ? 4 : vectors < 4 ? 3 : 2;
+    const std::int64_t step = (last - first) / rows, rest = first + rows * step;
+    avx2_streams<dtype, vectors, rows>(p, b, first, step);
+    avx2_streams<dtype, vectors, 1>(p, b, rest, last - rest);
 }
 
 template <int dtype>
@@ -304,60 +295,64 @@ void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t fi
 
 #define NIWAKI_AVX512 "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"
 
-// `rows` rows from `row` on, of BF16 only. The vectors are in another order: of 32 numbers first those at even places,
-// as they come out of a register of pairs; for `pairs` they are bfloat16, in their own order, and so are the products.
+// `rows` rows, `step` apart, and those behind them, of BF16 only. The vectors are in another order: of 32 numbers first
+// those at even places, as they come out of a register of pairs; for `pairs` they are bfloat16, in their own order, and
+// so are the products.
 template <int vectors, bool pairs, int rows>
 TARGET(NIWAKI_AVX512 ",avx512bf16")
-inline void avx512_some(const Product& p, std::int64_t b, std::int64_t row) {
+void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::int64_t step) {
     const Matrix& m = p.matrix;
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    Values values[rows];
-    __m512 sums[rows][vectors][2];
-    for (int r = 0; r < rows; ++r) {
-        values[r] = Values(m, 2, row, r, rows);
-        for (auto& sum : sums[r]) sum[0] = sum[1] = _mm512_setzero_ps();
-    }
-    for (std::int64_t word = 0; word < m.stride / 8; ++word) {
-        std::uint64_t bits[rows];
-        read_words(m, row, word, values, bits);
+    Streams<rows> streams(m, 2, first, step);
+    for (std::int64_t row = first; row < first + step; ++row, streams.mask += m.stride) {
+        __m512 sums[rows][vectors][2];
+        for (auto& those : sums)
+            for (auto& sum : those) sum[0] = sum[1] = _mm512_setzero_ps();
+        for (std::int64_t at = 0; at < m.stride; at += 8) {
+            std::uint64_t bits[rows];
+            for (int r = 0; r < rows; ++r) bits[r] = streams.template bits<2>(r, streams.mask + at);
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; ++r) {
-                const auto ones = static_cast<std::uint32_t>(bits[r] >> 32 * half);
-                __m512i next = _mm512_loadu_si512(values[r].next);
+                for (int r = 0; r < rows; ++r) {
+                    const auto ones = static_cast<std::uint32_t>(bits[r] >> 32 * half);
+                    __m512i next = _mm512_loadu_si512(streams.values[r]);
 #if defined(NIWAKI_X86)
-                asm("" : "+v"(next));  // from memory some processors take many times as long to expand
+                    asm("" : "+v"(next));  // from memory some processors take many times as long to expand
 #endif
-                const __m512i weights = _mm512_maskz_expand_epi16(ones, next);
-                values[r].next += 2 * __builtin_popcount(ones);
+                    const __m512i weights = _mm512_maskz_expand_epi16(ones, next);
+                    streams.values[r] += 2 * __builtin_popcount(ones);
 #pragma GCC unroll 4
-                for (int v = 0; v < vectors; ++v) {
-                    const std::int64_t place = (b + v) * 8 * m.stride + 64 * word + 32 * half;
-                    auto& sum = sums[r][v];
-                    if constexpr (pairs) {
-                        const __m512i x = _mm512_loadu_si512(p.x_bf16 + place);
-                        sum[half] = _mm512_dpbf16_ps(sum[half], reinterpret_cast<const __m512bh&>(weights),
-                                                     reinterpret_cast<const __m512bh&>(x));
-                    } else {
-                        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16));
-                        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(weights, upper));
-                        sum[0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sum[0]);
-                        sum[1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sum[1]);
+                    for (int v = 0; v < vectors; ++v) {
+                        const std::int64_t place = (b + v) * 8 * m.stride + 8 * at + 32 * half;
+                        auto& sum = sums[r][v];
+                        if constexpr (pairs) {
+                            const __m512i x = _mm512_loadu_si512(p.x_bf16 + place);
+                            sum[half] = _mm512_dpbf16_ps(sum[half], reinterpret_cast<const __m512bh&>(weights),
+                                                         reinterpret_cast<const __m512bh&>(x));
+                        } else {
+                            const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16));
+                            const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(weights, upper));
+                            sum[0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sum[0]);
+                            sum[1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sum[1]);
+                        }
                     }
                 }
-            }
+        }
+        for (int r = 0; r < rows; ++r)
+            for (int v = 0; v < vectors; ++v)
+                p.y[(b + v) * m.rows + row + r * step] =
+                    _mm512_reduce_add_ps(_mm512_add_ps(sums[r][v][0], sums[r][v][1]));
     }
-    for (int r = 0; r < rows; ++r)
-        for (int v = 0; v < vectors; ++v)
-            p.y[(b + v) * m.rows + row + r] = _mm512_reduce_add_ps(_mm512_add_ps(sums[r][v][0], sums[r][v][1]));
 }
 
 template <int vectors, bool pairs>
 TARGET(NIWAKI_AVX512 ",avx512bf16")
 void avx512_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
-    for (; first + 2 <= last; first += 2) avx512_some<vectors, pairs, 2>(p, b, first);
-    for (; first < last; ++first) avx512_some<vectors, pairs, 1>(p, b, first);
+    constexpr int rows = vectors == 1 ? 4 : 2;
+    const std::int64_t step = (last - first) / rows, rest = first + rows * step;
+    avx512_streams<vectors, pairs, rows>(p, b, first, step);
+    avx512_streams<vectors, pairs, 1>(p, b, rest, last - rest);
 }
 
 #endif
@@ -506,7 +501,10 @@ void niwaki_multiply(int path, int dtype, std::int64_t rows, std::int64_t stride
         }
     }
     const Rows function = rows_of(path, dtype, p.x_bf16 != nullptr);
-    for_rows(rows, 32, threads, [&](std::int64_t first, std::int64_t last) {
+    // Many rows at a time, so that they are read on for long; few, where they are to stay in the cache for more
+    // vectors.
+    const std::int64_t each = batch > VECTORS ? 48 : std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1)));
+    for_rows(rows, each, threads, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t b = 0; b < batch; b += VECTORS)
             function(p, b, static_cast<int>(std::min<std::int64_t>(VECTORS, batch - b)), first, last);
     });

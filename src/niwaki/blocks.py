@@ -476,18 +476,25 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
     """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
 
     Raises:
         UsageError: it is none that a model can run in.
     """
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name != "auto":
-        if name not in known:
-            raise UsageError(f"--dtype must be auto, {', '.join(known)}; got {name}")
-        return known[name]
+        if name not in _DTYPES:
+            raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
+        return _DTYPES[name]
     if device.type == "cpu":
         return torch.float32  # half precision is 100 times slower on a CPU without instructions for it
-    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32"
-    return known.get(stored, torch.float32)
+    return stored_dtype(checkpoint)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What ``config.json`` says that the weights are in; float32 where it says nothing that a model can run in."""
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return _DTYPES.get(str(stored), torch.float32)

@@ -354,6 +354,8 @@ def locate_model(model: str) -> Path:
         UsageError: there is no such directory and it cannot be a hub id.
         CheckpointError: the hub does not have it, or cannot be reached.
     """
+    if not model:
+        raise UsageError("the name of the model is empty")
     path = Path(model).expanduser()
     if model == "demo" and not path.exists():
         return Path(str(files("niwaki"))) / "data" / "model"

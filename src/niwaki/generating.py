@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ from niwaki.errors import CheckpointError, UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_log = logging.getLogger(__name__)
 
 
 def check(prompt: str, tokens: int, temperature: float) -> None:
@@ -42,7 +46,8 @@ def continue_text(
     Args:
         model: Any model that transformers can generate text with.
         tokenizer: Its tokenizer.
-        prompt: Some text; only its end is used where it is longer than the model's positions allow.
+        prompt: Some text; only its end is used where it is longer than the model's positions allow, and a warning is
+            logged.
         tokens: At most so many are written.
         temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
         seed: Of what is drawn.
@@ -72,7 +77,16 @@ def continue_text(
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
     if tokens >= longest:
         raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
-    given = given[:, -(longest - tokens) :].to(model.device)
+    read = given[:, -(longest - tokens) :].to(model.device)
+    if read.shape[1] < given.shape[1]:
+        _log.warning(
+            "of the %d tokens of the prompt the last %d are read: the model has room for %d, and %d are to be written",
+            given.shape[1],
+            read.shape[1],
+            longest,
+            tokens,
+        )
+    given = read
     own = model.generation_config
     end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
     settings = GenerationConfig(

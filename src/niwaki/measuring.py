@@ -16,7 +16,7 @@ import torch
 from niwaki.checkpoint import locate_model
 from niwaki.errors import NiwakiError, UsageError, WorkerError
 from niwaki.packed import kernels
-from niwaki.packed.files import INDEX, open_checkpoint
+from niwaki.packed.files import INDEX
 from niwaki.packed.loading import load
 from niwaki.packed.packing import pack, unpack
 from niwaki.record import versions
@@ -37,8 +37,7 @@ def bench(
 ) -> SpeedRecord:
     """Measures a pruned model, dense and packed, each in a process of its own.
 
-    The form that is not there is made in a temporary directory. The dense model is measured in the dtype that is
-    computed in, and also in that of its files where that is another one.
+    The form that is not there is made in a temporary directory, which takes as much space as its files.
 
     Args:
         model: A pruned model, dense or packed: a directory or a hub id.
@@ -58,15 +57,10 @@ def bench(
         raise UsageError("a prompt has 1 token or more, 2 or more are written, 1 time or more often")
     path = locate_model(str(model))
     with _both(path, say) as (dense, packed):
-        checkpoint = open_checkpoint(dense)
-        stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
-        forms = [(dense, dtype), (packed, dtype)]
-        if dtype == "auto" and _computes_in(device) not in (None, stored):
-            forms.insert(0, (dense, stored))
         speeds = []
-        for directory, computed in forms:
-            say(f"measuring: {'packed' if directory == packed else 'dense'}, {computed}")
-            speeds.append(_measured(directory, prompt, tokens, repeats, device, computed))
+        for name, directory in (("dense", dense), ("packed", packed)):
+            say(f"measuring the {name} model")
+            speeds.append(_measured(directory, prompt, tokens, repeats, device, dtype))
     return SpeedRecord(
         str(model),
         prompt,
@@ -78,13 +72,6 @@ def bench(
         command,
         speeds,
         versions(),
-    )
-
-
-def _computes_in(device: str) -> str | None:
-    """What "auto" means; None for that of the files."""
-    return (
-        None if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()) else "float32"
     )
 
 

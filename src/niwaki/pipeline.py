@@ -32,10 +32,9 @@ from niwaki.patterns import Pattern
 from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.quantization import Grid, parse_grid
-from niwaki.record import REPORT_NAME, Record, versions, write_json
+from niwaki.record import FINDINGS, Record, versions, write_json
 from niwaki.scales import FOLDER, places, stored_as_usual, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
-from niwaki.speed import SPEED_NAME
 from niwaki.states import Room, resident
 from niwaki.walk import Clock, Measure, Walk
 from niwaki.words import counted
@@ -270,7 +269,7 @@ def _write(
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
     # A report in the source's directory would be about the source.
-    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, REPORT_NAME, SPEED_NAME])
+    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, *FINDINGS])
     if left:
         record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
     write_config(place.directory, checkpoint.config, record)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 #: What `niwaki report` writes into a directory by default.
 REPORT_NAME = "report.html"
+#: What `niwaki bench` writes there, where a report finds it.
+SPEED_NAME = "niwaki-bench.json"
+#: What was found out about a directory, which says nothing about what is made from it.
+FINDINGS = (REPORT_NAME, SPEED_NAME)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from niwaki.errors import UsageError
 from niwaki.words import counted
 
-#: In the model's directory, where a report finds it.
-SPEED_NAME = "niwaki-bench.json"
-
 
 @dataclass(frozen=True)
 class Speed:

@@ -17,11 +17,7 @@ def pack(model: Model, output: Output) -> None:
 
     with out.status("packing") as status:
         sizes = run(model, output, lambda done, count: status.update(f"packing: tensor {done}/{count}"))
-    out.print(
-        f"pruned matrices: {sizes.matrices / 2**20:,.1f} MiB became {sizes.packed / 2**20:,.1f} "
-        f"({sizes.packed / sizes.matrices:.3f}); all weights: {sizes.dense / 2**20:,.1f} MiB became "
-        f"{sizes.total / 2**20:,.1f} ({sizes.total / sizes.dense:.3f})"
-    )
+    out.print(str(sizes))
     if sizes.negative_zeros:
         out.print(
             f"{sizes.negative_zeros:,} of the values that are kept are -0.0, as W * mask leaves them: the model would "

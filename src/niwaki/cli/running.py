@@ -11,12 +11,14 @@ import typer
 
 from niwaki.cli.common import command_line, out, quiet_libraries
 from niwaki.cli.options import Device, Dtype, Model
-from niwaki.record import write_json
+from niwaki.record import SPEED_NAME, write_json
 
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the model goes on with.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What the model goes on with; of a long text the end.")
+    ],
     tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 100,
     temperature: Annotated[
         float, typer.Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
@@ -58,13 +60,15 @@ def bench(
         Path | None, typer.Option("--record", help="\\[default: niwaki-bench.json in MODEL, for its report]")
     ] = None,
 ) -> None:
-    """Measure the pruned MODEL, dense and packed: tokens per second, memory, disk."""
+    """Measure the pruned MODEL, dense and packed: tokens per second, memory, disk.
+
+    The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
+    """
     quiet_libraries()
     from niwaki.checkpoint import locate_model
     from niwaki.display import speed_table
     from niwaki.measuring import bench as run
     from niwaki.output import check_record
-    from niwaki.speed import SPEED_NAME
 
     file = check_record(record or locate_model(model) / SPEED_NAME)
     with out.status("reading") as status:

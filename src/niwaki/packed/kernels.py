@@ -182,8 +182,11 @@ def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
     """(n, rows) in the dtype of x (n, columns): x W^T, with some rows of W unpacked at a time."""
     rows = max(1, TILE // max(1, W.columns))
     tiles = range(0, W.shape[0], rows)
+    dtype = x.dtype
+    if x.device.type == "cpu" and dtype == torch.bfloat16 and best_path() != Path.AVX512_BF16:
+        x = x.to(torch.float32)  # products in bfloat16 take longer without instructions for them
     parts = [linear(x, expand(W, at, min(at + rows, W.shape[0])).to(x.dtype)) for at in tiles]
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1).to(dtype)
 
 
 def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:

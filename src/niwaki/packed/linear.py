@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,9 @@ class SparseLinear(nn.Module):
     @property
     def packed(self) -> PackedMatrix:
         """W."""
-        return PackedMatrix(self.mask, self.values, self.in_features, self._dtype, self.starts, self.scales)
+        # Attributes of modules are slow to find.
+        mask, values, starts, scales = (cast("Tensor", self._buffers[name]) for name in _PARTS)
+        return PackedMatrix(mask, values, self.in_features, self._dtype, starts, scales)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
         # Other dtypes are for what is computed with, and not for the packed values; they only move.
@@ -65,6 +68,20 @@ class SparseLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         dense = kernels.expand(self.packed)
         destination[f"{prefix}weight"] = dense.T.contiguous() if self._transposed else dense
+
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]  # as nn.Module has it
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ) -> None:
+        key = f"{prefix}weight"
+        weight = state_dict.pop(key, None)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if weight is not None:
+            state_dict[key] = weight
+            dense = kernels.expand(self.packed)
+            if not torch.equal((dense.T if self._transposed else dense).to(weight), weight):
+                errors.append(f"packed weights are constants and {key} has others; unpack the model for that")
+        elif strict:
+            missing.append(key)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what compilers see of the library makes no sense
     def forward(self, x: Tensor) -> Tensor:

@@ -28,11 +28,12 @@ from niwaki.checkpoint import (
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.layout import Matrix
 from niwaki.output import Shards, check_output, fingerprint, workplace
+from niwaki.packed import card
 from niwaki.packed.files import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
 from niwaki.quantization import Grid, parse_grid
-from niwaki.record import write_json
+from niwaki.record import FINDINGS, write_json
 from niwaki.scales import FILE as SCALES
 from niwaki.scales import read_scales
 
@@ -57,6 +58,13 @@ class Sizes:
     dense: int = 0
     total: int = 0
     negative_zeros: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"pruned matrices: {self.matrices / 2**20:,.1f} MiB became {self.packed / 2**20:,.1f} "
+            f"({self.packed / self.matrices:.3f}); all weights: {self.dense / 2**20:,.1f} MiB became "
+            f"{self.total / 2**20:,.1f} ({self.total / self.dense:.3f})"
+        )
 
     @classmethod
     def of(cls, checkpoint: PackedCheckpoint) -> Sizes:
@@ -144,6 +152,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
             sizes = Sizes.of(PackedCheckpoint(place.directory))
             if not sizes.matrices:
                 raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
+            card.write(place.directory, path.name, str(sizes))
             place.save(complete=True)
         place.move()
     return Sizes.of(PackedCheckpoint(target)) if sizes is None else sizes
@@ -175,6 +184,7 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
         place.clear([])
         _carry_over(path, place.directory, checkpoint)
         (place.directory / INDEX).unlink()
+        card.restore(place.directory)
         for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
             if text:
                 with output_errors(place.directory):
@@ -292,7 +302,7 @@ def _text(path: Path) -> str:
 
 def _carry_over(path: Path, directory: Path, checkpoint: Checkpoint) -> None:
     """Everything but weights, and the scales of weights on a grid, which are like weights to others."""
-    carry_over(path, directory, checkpoint.shards)
+    carry_over(path, directory, [*checkpoint.shards, *FINDINGS])
     if (path / SCALES).exists():
         with output_errors(directory):
             (directory / SCALES).parent.mkdir(exist_ok=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.record import REPORT_NAME, Perplexity, Record, write_json
-from niwaki.speed import SPEED_NAME, SpeedRecord
+from niwaki.record import REPORT_NAME, SPEED_NAME, Perplexity, Record, write_json
+from niwaki.speed import SpeedRecord
 from niwaki.table import Comparison
 
 

@@ -1,0 +1,71 @@
+"""The model card of a packed model: it loads in niwaki only, and the dense model's card says otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import metadata_load
+
+from niwaki.checkpoint import output_errors
+from niwaki.errors import UsageError
+
+#: The dense model's card, in a packed directory.
+DENSE_CARD = "README.dense.md"
+
+_TEXT = """
+# {name}, packed
+
+The weights of a pruned model without its zeros ({sizes}). Only niwaki reads this format: transformers
+says that there are no weights, and to delete `quantization_config`, which does not help.
+
+    niwaki generate DIR "The old man"
+    niwaki unpack DIR DENSE    # the dense model, byte for byte, which loads everywhere
+
+```python
+model = niwaki.load("DIR")  # a model of transformers
+```
+{dense}"""
+
+
+def write(directory: Path, name: str, sizes: str) -> None:
+    """Puts the card of a packed model in the place of the dense one's, which becomes ``README.dense.md``.
+
+    Raises:
+        UsageError: the dense model has a file of that name.
+        OutputError: it cannot be written.
+    """
+    readme, kept = directory / "README.md", directory / DENSE_CARD
+    inherited: dict[str, Any] = {}
+    dense = ""
+    with output_errors(directory):
+        if kept.exists():
+            raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md is to go; rename it")
+        if readme.exists():
+            try:
+                inherited = metadata_load(readme) or {}
+            except (ValueError, yaml.YAMLError):  # no YAML at the top, or none that can be read
+                inherited = {}
+            readme.replace(kept)
+            dense = (
+                f"\n[{DENSE_CARD}]({DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
+            )
+        tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
+        about = {**inherited, "library_name": "niwaki", "tags": sorted({*tags, "niwaki", "packed"})}
+        top = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
+        readme.write_text(
+            f"---\n{top}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8"
+        )
+
+
+def restore(directory: Path) -> None:
+    """The opposite.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with output_errors(directory):
+        (directory / "README.md").unlink(missing_ok=True)
+        if (directory / DENSE_CARD).exists():
+            (directory / DENSE_CARD).replace(directory / "README.md")
