@@ -21,7 +21,7 @@ import torch
 
 import niwaki
 from models import edit_json, reference, save_model_with_tokenizer, weight
-from niwaki import cli
+from niwaki import cli, measuring
 from niwaki.block import Block
 from niwaki.checkpoint import Checkpoint
 from niwaki.record import Record
@@ -928,8 +928,9 @@ def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:
     assert niwaki_("inspect", packed).out == niwaki_("inspect", pruned).out
 
 
-def test_bench(niwaki_: Command, tmp_path: Path) -> None:
-    """Both forms, whichever is given; the report has the table."""
+def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms, whichever is given, each in a process of its own; the report has the table."""
+    monkeypatch.setattr(measuring, "measure", None)
     model, pruned, packed = (tmp_path / name for name in ("model", "pruned", "packed"))
     save_model_with_tokenizer(model)
     assert niwaki_("prune", model, pruned, "--solver", "magnitude", "--sparsity", "0.7", *SMALL).code == 0

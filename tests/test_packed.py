@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 from niwaki.errors import CheckpointError
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
-from niwaki.packed.linear import SparseLinear
-from niwaki.packed.matrix import PADDING, PackedMatrix, pack, unpacked
+from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.matrix import PackedMatrix, pack, unpacked
 from niwaki.packed.pages import in_large_pages
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,10 +81,17 @@ def test_layout() -> None:
     assert found.mask.tolist() == [[0b00011010, 0b10, *[0] * 6], [0] * 8, [0, 0b10, *[0] * 6]]
     assert found.values[:5].tolist() == [1.0, 0.0, 2.0, 3.0, 4.0]
     assert found.values[1].signbit()
-    assert found.values.shape == (5 + PADDING,)
+    assert found.values.shape == (5 + 64,)
     assert not found.values[5:].any()
     assert found.starts.tolist() == [0, 4, 4, 5]
     assert found.shape == (3, 10)
+    assert found.nbytes == 3 * 8 + 69 * 4 + 4 * 8
+
+
+def test_bytes_of_scales_count() -> None:
+    packed = pack(*on_grid(20, 192, 3))
+    values = int(packed.starts[-1]) + 64
+    assert packed.nbytes == 20 * 24 + values + 21 * 8 + 20 * 3 * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +105,7 @@ def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: floa
         assert same_bits(kernels.expand(packed, path=path), W)
         assert same_bits(kernels.expand(packed, 2, 7, path=path), W[2:7])
     assert same_bits(kernels._expanded(packed, 0, 9), W)
+    assert same_bits(kernels._expanded(packed, 2, 7), W[2:7])
     again = unpacked(packed.mask, packed.values, columns, dtype)
     assert torch.equal(again.starts, packed.starts)
 
@@ -149,6 +157,15 @@ def test_all_of_float16(value: float) -> None:
     for path in PATHS[1:]:
         y = kernels.multiply(pack(W), torch.eye(8), path)
         assert torch.equal(y, W.float().T.contiguous())
+
+
+def test_infinite_float16() -> None:
+    for value in (torch.inf, -torch.inf, torch.nan):
+        W = torch.eye(8, dtype=torch.float16)
+        W[W != 0] = value
+        for path in PATHS[1:]:
+            y = kernels.multiply(pack(W), torch.ones(1, 8), path)
+            assert torch.equal(y, torch.full((1, 8), value)) or (value != value and y.isnan().all())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -252,10 +269,11 @@ class TestParts:
         mask[0, 0] ^= 1
         assert "values" in self.refused(mask=mask)
 
-    def test_a_bit_behind_the_last_column(self) -> None:
+    @pytest.mark.parametrize("column", [70, 71, 127])
+    def test_a_bit_behind_the_last_column(self, column: int) -> None:
         good = self.packed()
         mask = good.mask.clone()
-        mask[4, 15] |= 128
+        mask[4, column // 8] |= 1 << column % 8
         values = torch.cat([good.values, good.values.new_zeros(1)])
         assert "behind column 70" in self.refused(mask=mask, values=values)
 
@@ -264,6 +282,8 @@ class TestParts:
         assert "shape" in self.refused(columns=300)
         assert "int8" in self.refused(values=good.values.to(torch.int8))
         assert "scales" in self.refused(values=good.values.to(torch.int8), scales=torch.ones(5, 2))
+        assert "scales" in self.refused(values=good.values.to(torch.int8), scales=torch.ones(4, 1))
+        assert "values" in self.refused(scales=torch.ones(5, 1))
 
 
 class TestSparseLinear:
@@ -294,10 +314,16 @@ class TestSparseLinear:
         exact = x.double() @ dense.weight.double().T + dense.bias.double()
         assert torch.allclose(found.double(), exact, atol=0.1, rtol=0.02)
 
+    @pytest.mark.parametrize("count", [1, 40])
+    def test_inputs_are_not_rounded_to_the_dtype_of_weights(self, count: int) -> None:
+        """As loaded on a CPU: weights in bfloat16, everything else in float32."""
+        W, x = sparse(40, 100, 0.5), vectors(count, 100)
+        assert torch.allclose(SparseLinear(pack(W))(x).double(), x.double() @ W.double().T, atol=1e-4)
+
     def test_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "TILE", 700)  # 7 of 40 rows
         dense, layer = self.layers()
-        x = vectors(30, 100)
+        x = vectors(DIRECT["cpu"] + 1, 100)
         assert torch.allclose(layer(x), dense(x), atol=1e-5)
 
     def test_gradients_flow_to_the_inputs(self) -> None:
@@ -360,8 +386,11 @@ class TestSparseLinear:
             layer(x)
         with pytest.raises(RuntimeError, match="int64"):
             self.layers()[1](x.long())
-        W = pack(sparse(5, 64, 0.5))
+        W = pack(*on_grid(64, 64, 1))
+        assert W.scales is not None
         for broken in (
+            dataclasses.replace(W, scales=W.scales.half()),
+            dataclasses.replace(W, mask=W.mask.T.contiguous().T),
             dataclasses.replace(W, mask=W.mask.float()),
             dataclasses.replace(W, starts=W.starts.int()),
             dataclasses.replace(W, values=W.values.double()),
@@ -370,6 +399,9 @@ class TestSparseLinear:
                 kernels.multiply(broken, vectors(1, 64))
             with pytest.raises(RuntimeError, match="load the model again"):
                 kernels.expand(broken)
+        for wrong in (vectors(2, 63), vectors(2, 65), vectors(2, 64)[0], vectors(2, 64).long()):
+            with pytest.raises(RuntimeError, match="64 columns cannot be multiplied"):
+                kernels.multiply(W, wrong)
 
     def test_autocast(self) -> None:
         dense, layer = self.layers()

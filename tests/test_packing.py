@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -30,6 +33,7 @@ from models import (
 )
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.output import Workplace
+from niwaki.packed import kernels
 from niwaki.packed.files import Index, PackedCheckpoint, digest_of
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
@@ -67,6 +71,76 @@ def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
     assert sizes.packed < sizes.matrices
     niwaki.unpack(tmp_path / "packed", tmp_path / "again")
     assert same_files(model, tmp_path / "again")
+
+
+def as_documented(directory: Path) -> dict[str, torch.Tensor]:
+    """The dense tensors, read and checked as docs/format.md has it."""
+    index = json.loads((directory / "packed.json").read_text())
+    digest = index.pop("sha256")
+    assert hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest() == digest
+    assert (index["format"], index["version"]) == ("niwaki-packed", 1)
+    kind = {"quant_method": "niwaki-packed", "version": 1}
+    config = {**json.loads(index["config"]), "quantization_config": kind}
+    assert json.loads((directory / "config.json").read_text()) == config
+    found = {}
+    for key, stored in index["tensors"].items():
+        there = load_file(directory / stored["file"])
+        names = [f"{key}.mask", *[f"{key}.scales"] * bool(stored["groups"]), f"{key}.values"]
+        parts = [there[name] for name in (names if stored["packed"] else [key])]
+        content = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+        assert hashlib.sha256(content).hexdigest() == stored["sha256"]
+        found[key] = parts[0]
+        if not stored["packed"]:
+            continue
+        *experts, rows, columns = stored["shape"]
+        if stored["transposed"]:
+            rows, columns = columns, rows
+        bits = np.unpackbits(parts[0].numpy(), axis=1, bitorder="little")
+        assert bits.shape == (math.prod(experts) * rows, math.ceil(columns / 64) * 64)
+        assert not bits[:, columns:].any()
+        values = parts[-1]
+        assert len(values) == bits.sum() + 64 == stored["count"] + 64
+        assert not values[-64:].any()
+        W = torch.zeros(len(bits), columns, dtype=values.dtype)
+        W[torch.from_numpy(bits[:, :columns]).bool()] = values[:-64]
+        if stored["groups"]:
+            assert values.dtype == torch.int8
+            scales = parts[1].repeat_interleave(columns // stored["groups"], 1)
+            W = (W * scales).to({"BF16": torch.bfloat16, "F32": torch.float32}[stored["dtype"]])
+        W = W.view(*experts, rows, columns)
+        found[key] = W.mT if stored["transposed"] else W
+    return found
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_oss"])
+def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16)
+    calls: list[tuple[int, int]] = []
+    sizes = niwaki.pack(model, tmp_path / "packed", lambda *numbers: calls.append(numbers))
+    expected, found = load_file(model / "model.safetensors"), as_documented(tmp_path / "packed")
+    count = len(expected)
+    assert calls == [(number + 1, count) for number in range(count)]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    checkpoint = PackedCheckpoint(tmp_path / "packed")
+    for key, value in expected.items():
+        assert torch.equal(checkpoint.read(key), value)
+        assert torch.equal(checkpoint.read(key, 1), value[1])
+    # What it says about itself.
+    stored = Index.read(tmp_path / "packed").tensors
+    before = {key: value.nbytes for key, value in expected.items() if stored[key].packed}
+    assert {key for key in expected if is_pruned(case, key) and expected[key].ndim > 1} == before.keys()
+    after = {
+        key: math.prod(tensor.rows[:1]) * math.ceil(tensor.rows[1] / 64) * 8 + 2 * (tensor.count + 64)
+        for key, tensor in stored.items()
+        if tensor.packed
+    }
+    dense = sum(value.nbytes for value in expected.values())
+    assert (sizes.matrices, sizes.packed) == (sum(before.values()), sum(after.values()))
+    assert (sizes.dense, sizes.total) == (dense, dense - sizes.matrices + sizes.packed)
+    calls.clear()
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again", lambda *numbers: calls.append(numbers))
+    assert calls == [(number + 1, count) for number in range(count)]
 
 
 def test_shards_and_other_files(tmp_path: Path) -> None:
@@ -110,6 +184,34 @@ def test_loads_as_the_same_model(case: str, tmp_path: Path) -> None:
         assert torch.allclose(niwaki.load(model, "cpu")(tokens).logits, expected, atol=1e-5)
         short = loaded(tokens[:1, :3]).logits  # few enough to be read as they are
         assert torch.allclose(short, reference(model)(tokens[:1, :3]).logits, atol=1e-4)
+
+
+def test_nothing_packed_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as large as memory has to load."""
+    niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+    stored, read = Index.read(tmp_path / "packed").tensors, []
+
+    def recorded(self: PackedCheckpoint, key: str, part: int | None = None) -> torch.Tensor:
+        read.append(key)
+        return usual(self, key, part)
+
+    usual = PackedCheckpoint.read
+    monkeypatch.setattr(PackedCheckpoint, "read", recorded)
+    niwaki.load(tmp_path / "packed", "cpu")
+    assert sorted(set(read)) == sorted(key for key in stored if not stored[key].packed)
+
+
+def test_without_the_library_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sparse_model(tmp_path / "model")
+    niwaki.pack(model, tmp_path / "packed")
+    niwaki.load(tmp_path / "packed", "cpu")
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    niwaki.load(model, "cpu")
+    assert not caplog.text
+    niwaki.load(tmp_path / "packed", "cpu")
+    assert "packed weights are computed with by pure torch" in caplog.text
 
 
 def test_generates(tmp_path: Path) -> None:
@@ -158,6 +260,64 @@ def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
         assert torch.allclose(found, reference(edit)(tokens).logits, atol=1e-4)
 
 
+def model_on_a_grid(path: Path, case: str, dtype: torch.dtype) -> Path:
+    """A model with sparse weights of 8 bits, and its scales beside it, as ``prune`` would leave it."""
+    save_model(path, case, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    tensors, scales = load_file(path / "model.safetensors"), {}
+    for key, value in tensors.items():
+        if not is_pruned(case, key) or value.ndim < 2:
+            continue
+        transposed = case == "gpt_oss" and value.ndim > 2
+        W = value.mT if transposed else value
+        codes = torch.randint(-128, 128, W.shape, generator=generator)
+        codes[torch.rand(W.shape, generator=generator) < 0.6] = 0
+        own = (torch.rand(*W.shape[:-1], 1, generator=generator) / 100 + 0.001).to(dtype)
+        W = (codes.float() * own.float()).to(dtype)
+        tensors[key] = (W.mT if transposed else W).contiguous()
+        scales[f"{key}_scale"] = own
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / SCALES).parent.mkdir()
+    save_file(scales, path / SCALES)
+    edit_json(path / "config.json", pruning_config={"quantization": "int8"})
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss"])
+def test_all_weights_on_a_grid_are_whole_numbers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In half precision too, and experts in one tensor or in several."""
+    model = model_on_a_grid(tmp_path / "model", case, dtype)
+    niwaki.pack(model, tmp_path / "packed")
+    expected, found = load_file(model / "model.safetensors"), as_documented(tmp_path / "packed")
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    stored = Index.read(tmp_path / "packed").tensors
+    assert {key for key in stored if stored[key].groups} == {
+        key for key in expected if is_pruned(case, key) and expected[key].ndim > 1
+    }
+    read = read_all(tmp_path / "packed")
+    assert all(torch.equal(read[key], expected[key]) for key in expected)
+
+
+def test_weights_that_left_their_grid(tmp_path: Path) -> None:
+    """One was changed since, or has no scales: these matrices keep their values, to the bit."""
+    model = model_on_a_grid(tmp_path / "model", "llama", torch.float32)
+    tensors, scales = load_file(model / "model.safetensors"), load_file(model / SCALES)
+    changed, negative, alone, *others = sorted(key.removesuffix("_scale") for key in scales)
+    tensors[changed].view(-1)[3] += 1e-5
+    tensors[negative][tensors[negative] == 0] = -0.0
+    del scales[f"{alone}_scale"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    save_file(scales, model / SCALES)
+    niwaki.pack(model, tmp_path / "packed")
+    stored = Index.read(tmp_path / "packed").tensors
+    assert [key for key in stored if stored[key].groups] == others
+    assert stored[changed].packed
+    assert stored[alone].packed
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
 def test_negative_zeros_are_counted(tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model")
     assert niwaki.pack(model, tmp_path / "packed").negative_zeros == 0
@@ -173,6 +333,7 @@ def test_what_a_loaded_model_saves_is_the_dense_one(case: str, tmp_path: Path) -
     model = sparse_model(tmp_path / "model", case)
     niwaki.pack(model, tmp_path / "packed")
     niwaki.load(tmp_path / "packed", "cpu").save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     tokens = random_tokens(2, 20)
     with torch.no_grad():
         assert torch.equal(reference(tmp_path / "saved")(tokens).logits, reference(model)(tokens).logits)
@@ -321,6 +482,11 @@ class TestRefusals:
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
         assert "not packed" in message(lambda: niwaki.unpack(model, tmp_path / "out"))
 
+    def test_hardly_pruned(self, tmp_path: Path) -> None:
+        """The values alone would be smaller, with their mask they are not."""
+        model = sparse_model(tmp_path / "model", sparsity=0.07)
+        assert "is it pruned?" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+
     def test_packed_where_dense_is_wanted(self, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")
         niwaki.pack(model, tmp_path / "packed")
@@ -373,6 +539,13 @@ class TestRefusals:
         save_file({**tensors, f"{key}.mask": torch.ones(3)}, model / "model.safetensors", {"format": "pt"})
         said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
         assert f"{key}.mask" in said
+
+    def test_a_tensor_in_two_files(self, tmp_path: Path) -> None:
+        first, second, *_ = sorted(sparse_model(tmp_path / "model", shards=True).glob("*.safetensors"))
+        key, value = next(iter(load_file(first).items()))
+        save_file({**load_file(second), key: value}, second, {"format": "pt"})
+        said = message(lambda: niwaki.pack(tmp_path / "model", tmp_path / "out"), UnsupportedModelError)
+        assert said.endswith(f"has the tensor {key!r} in two files")
 
     def test_another_config(self, tmp_path: Path) -> None:
         """The model is made from it."""
@@ -481,14 +654,59 @@ def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, 
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
-def test_the_index_cannot_name_files_elsewhere(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.safetensors", "config.json", "a\0.safetensors", f"{'a' * 300}.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["shards", "tensors"])
+def test_the_index_cannot_name_other_files(kind: str, name: str, whole: Path, tmp_path: Path) -> None:
+    """To read or to write."""
     directory = tmp_path / "copy"
     shutil.copytree(whole / "packed", directory)
-    index = Index.read(directory)
-    stored = {
-        key: type(tensor)(**{**vars(tensor), "file": "../elsewhere.safetensors"})
-        for key, tensor in index.tensors.items()
-    }
-    changed = Index(index.config, index.index, index.shards, stored)
-    (directory / "packed.json").write_text(changed.to_json())
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    for named in values["shards"] if kind == "shards" else values["tensors"].values():
+        named["name" if kind == "shards" else "file"] = name
+    (directory / "packed.json").write_text(json.dumps({**values, "sha256": digest_of(values)}))
     assert "cannot be one of weights" in message(lambda: PackedCheckpoint(directory), CheckpointError)
+
+
+def test_no_byte_of_the_index_is_left_out(whole: Path, tmp_path: Path) -> None:
+    """Its digest is of all that it says, also what only ``unpack`` needs."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    text = (directory / "packed.json").read_text()
+    values = json.loads(text)
+    shard, stored = values["shards"][0], next(iter(values["tensors"].values()))
+    for old in (values["about"], values["config"], shard["header"], shard["sha256"], stored["sha256"]):
+        inside = json.dumps(old)
+        (directory / "packed.json").write_text(text.replace(inside, '"!' + inside[1:], 1))
+        assert "not what was written" in message(lambda: Index.read(directory), CheckpointError)
+
+
+def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
+    """With the right digest."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    tensors = values["tensors"]
+    packed = next(key for key in tensors if tensors[key]["packed"] and len({*tensors[key]["shape"]}) == 2)
+    plain = next(key for key in tensors if not tensors[key]["packed"] and len(tensors[key]["shape"]) == 2)
+
+    def said(key: str, **changes: object) -> str:
+        changed = {**values, "tensors": {**tensors, key: {**tensors[key], **changes}}}
+        return refused(changed)
+
+    def refused(changed: dict[str, Any]) -> str:
+        text = json.dumps({**changed, "sha256": digest_of(changed)})
+        (directory / "packed.json").write_text(text)
+        return message(lambda: PackedCheckpoint(directory), CheckpointError)
+
+    for number in (-1, 2**48, True, 1.0):
+        assert said(packed, count=number).endswith("a number is none")
+    for key in (packed, plain):
+        assert "should be there" in said(key, shape=tensors[key]["shape"][::-1])
+    assert "should be there" in said(packed, count=tensors[packed]["count"] + 1)
+    (shard,) = values["shards"]
+    keys = [*shard["keys"], packed]
+    assert "do not have its tensors" in refused({**values, "shards": [{**shard, "keys": keys}]})

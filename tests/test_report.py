@@ -315,9 +315,14 @@ def test_speed(tmp_path: Path) -> None:
     rows = {row[0].text: [cell.text for cell in row[1:]] for row in shown.rows}
     assert rows["computed in"] == ["bfloat16", "float32", "float32"]
     assert rows["on disk"] == ["1.0 MiB"] * 3
+    assert rows["in memory"] == ["2.0 MiB"] * 3
+    assert rows["peak"] == ["1.00 GiB"] * 3
+    assert rows["loaded in"] == ["0.50 s"] * 3
+    assert rows["first token"] == ["2.0 ms"] * 3
     assert rows["tokens/s"] == ["40.00", "30.50", "45.25"]
     assert len(rows) == 7
-    assert "1 thread; packed weights: native" in render(load(path))
+    page = render(load(path))
+    assert "a prompt of 8 tokens, 4 written, the median of 1; 1 thread; packed weights: native" in page
 
 
 def test_fits(tmp_path: Path) -> None:

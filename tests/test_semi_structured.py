@@ -10,7 +10,7 @@ from torch import Tensor
 
 import niwaki
 from models import decoder_blocks, message, random_model, random_tokens, reference
-from niwaki.errors import UnsupportedModelError
+from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.packed import semi_structured
 from niwaki.packed.linear import SparseLinear
 
@@ -109,6 +109,41 @@ def test_only_half_precision() -> None:
     assert said == "2:4 products are in half precision, and this would be float32; give dtype='float16'"
     semi_structured.check(device, torch.float16)
     semi_structured.check(device, torch.bfloat16)
+
+
+def test_it_is_checked_what_would_be_computed_in(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def check(*given: object) -> None:
+        seen.append(given)
+        raise UsageError("seen")
+
+    monkeypatch.setattr(semi_structured, "check", check)
+    assert message(lambda: niwaki.load(dense, "cpu", two_four=True)) == "seen"
+    assert message(lambda: niwaki.load(dense, "cpu", "bfloat16", two_four=True)) == "seen"
+    device = torch.device("cpu")
+    assert seen == [(device, torch.float32), (device, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt2", "gpt_oss"])
+def test_what_is_no_linear_layer_stays(case: str, tmp_path: Path, converted: list[Tensor]) -> None:
+    """Experts, and layers that have their weights the other way around."""
+    model = random_model(case, dtype=HALF)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.view(-1, 4)[:, 2:] = 0
+    model.save_pretrained(tmp_path)
+    if case == "gpt2":
+        message(lambda: niwaki.load(tmp_path, "cpu", "float16", two_four=True))
+        return
+    loaded = niwaki.load(tmp_path, "cpu", "float16", two_four=True)
+    projections = 4 * len(decoder_blocks(loaded))
+    assert len(converted) == projections
+    places = {weight.data_ptr() for weight in converted}
+    weights = [parameter for parameter in loaded.parameters() if parameter.data_ptr() in places]
+    assert len(weights) == projections
+    assert not any(weight.requires_grad for weight in weights)
 
 
 def test_a_model_without_the_pattern(tmp_path: Path, converted: list[Tensor]) -> None:

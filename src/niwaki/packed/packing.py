@@ -262,11 +262,11 @@ def _in_whole_numbers(
         scales = torch.cat([read_scales(checkpoint.path, matrix) for matrix in matrices]).float()
     except CheckpointError:  # of a block that was left as it is
         return None
-    codes = grid.codes(W.float(), scales)
-    values = grid.values(codes, scales, W.dtype).to(W.dtype)
+    codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
+    values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
     if len(scales) != len(W) or bytes(raw(values)) != bytes(raw(W)):
         return None
-    return pack_matrix(W, codes.to(torch.int8), scales)
+    return pack_matrix(W, codes, scales)
 
 
 def _stored(
