@@ -17,6 +17,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -473,6 +474,31 @@ def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
     niwaki.pack(model, out)
     assert "packed.json" in {path.name for path in out.iterdir()}
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "Error while serializing: I/O error: No space left on device (os error 28)",
+            "no space left on disk for",
+        ),
+        ("Error while serializing: I/O error: Read-only file system (os error 30)", "Read-only file system"),
+        ("no number", "cannot write .*: no number"),
+    ],
+)
+def test_what_cannot_be_written(
+    error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is left of it."""
+    model = sparse_model(tmp_path / "model")
+
+    def full(*_: Any) -> None:
+        raise SafetensorError(error)
+
+    monkeypatch.setattr("niwaki.output.save_file", full)
+    assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
+    assert not (tmp_path / "packed").exists()
 
 
 class TestRefusals:

@@ -322,6 +322,8 @@ class Shards:
             try:
                 save_file(tensors, path, {"format": "pt"})
             except SafetensorError as error:
+                if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
                 raise OutputError(f"cannot write {path}: {error}") from error
             set_usual_mode(path, 0o666)  # the library makes it private
             with path.open("r+b") as file:
