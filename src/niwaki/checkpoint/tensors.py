@@ -1,0 +1,196 @@
+"""Files of safetensors: headers and tensors. Format: https://huggingface.co/docs/safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CheckpointError
+
+#: By safetensors' names.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_PIECE = 1 << 18  # numbers, which stay in the cache
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor is.
+
+    Attributes:
+        shard: File name inside the directory.
+        dtype: Safetensors' name of the dtype, such as "BF16".
+        shape: Its shape.
+        offset: First byte, from the start of the file.
+        size: Number of bytes.
+    """
+
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    def part(self, index: int) -> Entry:
+        """Where ``tensor[index]`` is."""
+        size = self.size // self.shape[0]
+        return Entry(self.shard, self.dtype, self.shape[1:], self.offset + index * size, size)
+
+
+def new_shard(shard: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+    """Places for ``tensors`` (dtype and shape by key) in a file of this name, for :class:`CheckpointWriter`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, Entry] = {}
+    end = 0
+    for key, (dtype, shape) in tensors.items():
+        entries[key] = Entry(shard, names[dtype], shape, end, math.prod(shape) * dtype.itemsize)
+        end += entries[key].size
+    start = len(header_of(entries))
+    return {key: replace(entry, offset=start + entry.offset) for key, entry in entries.items()}
+
+
+def header_of(entries: Mapping[str, Entry]) -> bytes:
+    """The header of a safetensors file that has ``entries`` and nothing else."""
+    start = min(entry.offset for entry in entries.values())
+    values = {}
+    for key, entry in entries.items():
+        ends = [entry.offset - start, entry.offset - start + entry.size]
+        values[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": ends}
+    text = json.dumps(values).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_bytes(path: Path) -> bytes:
+    """What a safetensors file has before its tensors.
+
+    Raises:
+        CheckpointError: it is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            end = header_end(file, path)
+            file.seek(0)
+            return file.read(end)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def header_end(file: BinaryIO, path: Path) -> int:
+    """Where the header of an open file ends, which is then read up to its text.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    size = path.stat().st_size
+    end = 8 + int.from_bytes(file.read(8), "little")
+    if size < 8 or end > min(size, 8 + _MAX_HEADER):
+        raise CheckpointError(
+            f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes"
+        )
+    return end
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, after a check that all their bytes are there.
+
+    Raises:
+        CheckpointError: they are not, or it is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            end = header_end(file, path)
+            header = json.loads(file.read(end - 8))
+        header.pop("__metadata__", None)
+        entries = {}
+        for key, value in header.items():
+            first, last = value["data_offsets"]
+            shape = tuple(value["shape"])
+            if (
+                not all(type(n) is int and n >= 0 for n in (first, last, *shape))
+                or type(value["dtype"]) is not str
+            ):
+                raise ValueError(f"the entry for {key!r} makes no sense")
+            entries[key] = Entry(path.name, value["dtype"], shape, end + first, last - first)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+    size = path.stat().st_size
+    for key, entry in entries.items():
+        expected = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else None
+        count = 1
+        for n in entry.shape:
+            count *= n
+        if entry.offset < end or entry.size < 0 or (expected is not None and entry.size != count * expected):
+            raise CheckpointError(f"{path}: the header's entry for {key!r} contradicts itself")
+        if entry.offset + entry.size > size:
+            raise CheckpointError(
+                f"{path} is truncated: {key!r} ends at byte {entry.offset + entry.size} and the file has {size}; "
+                "download it again"
+            )
+    return entries
+
+
+def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
+    """The tensor at ``entry`` of the file ``path``.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not finite.
+    """
+    data = bytearray(entry.size)
+    try:
+        with path.open("rb") as file:
+            file.seek(entry.offset)
+            got = file.readinto(data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if got != entry.size:
+        raise CheckpointError(f"{path} ends inside {key!r}; is the download complete?")
+    dtype = DTYPES[entry.dtype]
+    if not data:
+        return torch.empty(entry.shape, dtype=dtype)
+    tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
+    # In pieces, or there would be some copies of it in float32.
+    if dtype.is_floating_point and not all(
+        bool(torch.isfinite(piece.float()).all()) for piece in tensor.view(-1).split(_PIECE)
+    ):
+        raise CheckpointError(f"{path}: {key!r} has NaN or infinite values")
+    return tensor
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it is not there, or no such file.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return value
