@@ -80,7 +80,18 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         (tmp_path / name).write_bytes(bytes(size))
     found = measuring.measure(tmp_path, 8, 4, 3, "cpu", "auto")
-    assert found == Speed("packed", "bfloat16", 30, 47, 123, load=3, first_token=7, tokens_per_second=2)
+    assert found == Speed(
+        "packed",
+        "bfloat16",
+        30,
+        47,
+        123,
+        load=3,
+        first_token=7,
+        tokens_per_second=2,
+        slowest=0.125,
+        fastest=4,
+    )
     assert model.lengths == [8] * 4
     said = message(lambda: measuring.measure(tmp_path, 9, 4, 3, "cpu", "auto"))
     assert said == "9 + 4 tokens are more than the 12 positions of the model"
@@ -99,7 +110,7 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
         directory, *rest = given
         assert rest == [8, 4, 3, device, dtype]
         seen.append(directory.name)
-        return Speed(directory.name, dtype, 1, 1, 1, 1, 1, len(seen))
+        return Speed(directory.name, dtype, 1, 1, 1, 1, 1, len(seen), 1, 1)
 
     monkeypatch.setattr(measuring, "_both", both)
     monkeypatch.setattr(measuring, "_measured", measured)

@@ -161,6 +161,8 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, device: str
         load=loaded,
         first_token=statistics.median(first[1:]),
         tokens_per_second=1 / statistics.median(rest[1:]),
+        slowest=1 / max(rest[1:]),
+        fastest=1 / min(rest[1:]),
     )
 
 

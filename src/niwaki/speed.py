@@ -23,6 +23,8 @@ class Speed:
         load: Seconds until the model was there, from files that may be in the system's cache.
         first_token: Seconds from the prompt to the first token, the median.
         tokens_per_second: After that, one sequence, the median.
+        slowest: The lowest of what that is the median of.
+        fastest: The highest.
     """
 
     weights: str
@@ -33,6 +35,8 @@ class Speed:
     load: float
     first_token: float
     tokens_per_second: float
+    slowest: float
+    fastest: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ class SpeedRecord:
             else self.device
         )
         prompt = counted(self.prompt, "token")
-        return f"a prompt of {prompt}, {self.tokens} written, the median of {self.repeats}; {where}"
+        apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
+        noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
+        return f"a prompt of {prompt}, {self.tokens} written, the median of {self.repeats}{noise}; {where}"
 
     def to_json(self) -> str:
         """The text of a file."""
