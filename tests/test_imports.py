@@ -37,7 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibration": {"errors"},
     "record": {"errors", "precision", "words"},
     "report": {"errors", "record", "display", "table", "speed", "words"},
-    "packed": {"errors", "record", "checkpoint", "layout", "blocks", "output", "quantization", "scales"},
+    "packed": {
+        *("errors", "record", "card", "checkpoint", "layout", "blocks", "output", "quantization", "scales"),
+    },
     "specimens": {
         *("errors", "record", "report", "display", "checkpoint", "calibration", "layout", "blocks"),
         *("generating", "packed"),

@@ -410,12 +410,55 @@ class TestTheCard:
         assert "(README.dense.md)" in card
         assert (tmp_path / "packed" / "README.dense.md").read_text(encoding="utf-8") == text
 
-    @pytest.mark.parametrize("base", [None, b"\xff no text", b"---\n[\n---\n"])
+    @pytest.mark.parametrize(
+        "base",
+        [
+            None,
+            b"\xff no text",
+            b"---\n[\n---\n",
+            b"---\ntags: 5\n---\n",
+            b"---\na: " + 3_000 * b"[" + b"\n---\n",
+        ],
+        ids=["none", "no text", "no YAML", "odd tags", "deep"],
+    )
     def test_whatever_that_is_like(self, base: bytes | None, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")
         if base is not None:
             (model / "README.md").write_bytes(base)
         assert ("README.dense.md" in self.packed(model)) == (base is not None)
+
+    def test_a_tag_that_is_no_list(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        (model / "README.md").write_text("---\ntags: prune\n---\n")
+        assert yaml.safe_load(self.packed(model).split("---")[1])["tags"] == ["niwaki", "packed", "prune"]
+
+    def test_a_folder_of_its_name(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        (model / "README.md").mkdir()
+        (model / "README.md" / "text").write_text("a")
+        self.packed(model)
+
+    def test_of_a_model_that_was_packed_without_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its README.md is the dense model's."""
+        model = sparse_model(tmp_path / "model")
+        (model / "README.md").write_text("---\nlibrary_name: transformers\n---\n# A model\n")
+        monkeypatch.setattr("niwaki.packed.card.write", lambda *_: None)
+        assert "# A model" in self.packed(model)
+
+    @pytest.mark.parametrize("name", [".", "../model"])
+    def test_the_name(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(sparse_model(tmp_path / "model"))
+        niwaki.pack(name, tmp_path / "packed")
+        assert "\n# model, packed\n" in (tmp_path / "packed" / "README.md").read_text()
+
+    def test_the_name_of_one_from_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The folder of the cache is called by a commit."""
+        model = sparse_model(tmp_path / "0123abcd")
+        monkeypatch.setattr("niwaki.packed.packing.locate_model", lambda _: model)
+        niwaki.pack("somebody/little", tmp_path / "packed")
+        assert "\n# little, packed\n" in (tmp_path / "packed" / "README.md").read_text()
 
     def test_a_file_in_its_place(self, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")
@@ -583,6 +626,14 @@ class TestRefusals:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         (tmp_path / "packed" / "packed.json").unlink()
         assert "without its packed.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+    def test_dense_files_of_such_names(self, tmp_path: Path) -> None:
+        """An index may call them anything."""
+        model = sparse_model(tmp_path / "model")
+        file = (model / "model.safetensors").rename(model / "packed-1.safetensors")
+        names = dict.fromkeys(load_file(file), file.name)
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        assert niwaki.load(model, "cpu").num_parameters() > 0
 
     def test_no_name(self) -> None:
         assert "empty" in message(lambda: niwaki.load(""))

@@ -26,19 +26,31 @@ def write(directory: Path, record: Record) -> None:
     inherited: dict[str, Any] = {}
     with output_errors(directory):
         if readme.exists():
-            try:
-                inherited = metadata_load(readme) or {}
-            except (ValueError, yaml.YAMLError):  # no YAML at the top, or none that can be read
-                inherited = {}
+            inherited = top(readme)
             readme.replace(directory / BASE_CARD)
         readme.write_text(_text(record, inherited), encoding="utf-8")
+
+
+def top(readme: Path) -> dict[str, Any]:
+    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that cannot be read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        found = (metadata_load(readme) if readme.is_file() else None) or {}
+    except (ValueError, yaml.YAMLError, RecursionError):  # no YAML at the top, or none that makes sense
+        return {}
+    tags = found.get("tags")
+    tags = [tags] if isinstance(tags, str) else tags if isinstance(tags, list) else []
+    return {**found, "tags": [tag for tag in tags if isinstance(tag, str)]}
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
     where = f" in {record.part}" if record.part else ""
     structure = record.structure
-    tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
+    tags = inherited.get("tags", [])
     data = ModelCardData(
         base_model=record.model if record.model.count("/") == 1 else name,
         library_name="transformers",

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import metadata_load
 
+from niwaki.card import top
 from niwaki.checkpoint import output_errors
 from niwaki.errors import UsageError
 
 #: The dense model's card, in a packed directory.
 DENSE_CARD = "README.dense.md"
+#: Of a packed model's card, and of no other.
+_LIBRARY = "niwaki"
 
 _TEXT = """
 # {name}, packed
@@ -43,29 +45,28 @@ def write(directory: Path, name: str, sizes: str) -> None:
         if kept.exists():
             raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md is to go; rename it")
         if readme.exists():
-            try:
-                inherited = metadata_load(readme) or {}
-            except (ValueError, yaml.YAMLError):  # no YAML at the top, or none that can be read
-                inherited = {}
+            inherited = top(readme)
             readme.replace(kept)
             dense = (
                 f"\n[{DENSE_CARD}]({DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
             )
-        tags = [tag for tag in (inherited.get("tags") or []) if isinstance(tag, str)]
-        about = {**inherited, "library_name": "niwaki", "tags": sorted({*tags, "niwaki", "packed"})}
-        top = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
+        tags = sorted({*inherited.get("tags", []), "niwaki", "packed"})
+        about = {**inherited, "library_name": _LIBRARY, "tags": tags}
+        head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
         readme.write_text(
-            f"---\n{top}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8"
+            f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8"
         )
 
 
 def restore(directory: Path) -> None:
-    """The opposite.
+    """The opposite. A README.md that :func:`write` did not write, as of a model packed without it, stays.
 
     Raises:
         OutputError: it cannot be written.
     """
+    readme, kept = directory / "README.md", directory / DENSE_CARD
     with output_errors(directory):
-        (directory / "README.md").unlink(missing_ok=True)
-        if (directory / DENSE_CARD).exists():
-            (directory / DENSE_CARD).replace(directory / "README.md")
+        if kept.exists() or top(readme).get("library_name") == _LIBRARY:
+            readme.unlink(missing_ok=True)
+        if kept.exists():
+            kept.replace(readme)

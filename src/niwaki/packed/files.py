@@ -284,7 +284,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if (path / INDEX).exists():
         return PackedCheckpoint(path)
-    if any(path.glob("packed-*.safetensors")) and not any(path.glob("model*.safetensors")):
+    if any(path.glob("packed-*.safetensors")) and not any(path.glob("model*.safetensors*")):
         raise CheckpointError(f"{path} is a packed model without its {INDEX}; is the download complete?")
     return Checkpoint(path)
 

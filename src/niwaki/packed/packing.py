@@ -152,7 +152,9 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
             sizes = Sizes.of(PackedCheckpoint(place.directory))
             if not sizes.matrices:
                 raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
-            card.write(place.directory, path.name, str(sizes))
+            # Of a hub id it is a folder of the cache that is read.
+            name = (path.resolve() if path == Path(model).expanduser() else Path(model)).name
+            card.write(place.directory, name, str(sizes))
             place.save(complete=True)
         place.move()
     return Sizes.of(PackedCheckpoint(target)) if sizes is None else sizes
