@@ -132,6 +132,15 @@ struct Streams {
     }
 };
 
+// Calls `function` for rows `first` to `last`, with how many are computed together, where the first of them begin, and
+// how far they are apart: `rows` at a time, then those that are left.
+template <int rows, typename Function>
+void in_streams(std::int64_t first, std::int64_t last, Function&& function) {
+    const std::int64_t step = (last - first) / rows, rest = first + rows * step;
+    function(std::integral_constant<int, rows>{}, first, step);
+    function(std::integral_constant<int, 1>{}, rest, last - rest);
+}
+
 // Calls `function` with a number from 1 to VECTORS that the compiler knows.
 template <typename Function>
 void with_number(int number, Function&& function) {
@@ -275,18 +284,14 @@ void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int
     }
 }
 
-template <int dtype, int vectors>
-TARGET(NIWAKI_AVX2)
-void avx2_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
-    constexpr int rows = vectors == 1 ? 4 : vectors < 4 ? 3 : 2;
-    const std::int64_t step = (last - first) / rows, rest = first + rows * step;
-    avx2_streams<dtype, vectors, rows>(p, b, first, step);
-    avx2_streams<dtype, vectors, 1>(p, b, rest, last - rest);
-}
-
 template <int dtype>
 void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
-    with_number(vectors, [&](auto number) { avx2_rows<dtype, number>(p, b, first, last); });
+    with_number(vectors, [&](auto number) {
+        constexpr int most = number == 1 ? 4 : number < 4 ? 3 : 2;
+        in_streams<most>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
+            avx2_streams<dtype, number, rows>(p, b, from, step);
+        });
+    });
 }
 
 #endif
@@ -346,15 +351,6 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
     }
 }
 
-template <int vectors, bool pairs>
-TARGET(NIWAKI_AVX512 ",avx512bf16")
-void avx512_rows(const Product& p, std::int64_t b, std::int64_t first, std::int64_t last) {
-    constexpr int rows = vectors == 1 ? 4 : 2;
-    const std::int64_t step = (last - first) / rows, rest = first + rows * step;
-    avx512_streams<vectors, pairs, rows>(p, b, first, step);
-    avx512_streams<vectors, pairs, 1>(p, b, rest, last - rest);
-}
-
 #endif
 
 using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
@@ -363,7 +359,12 @@ using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t 
 
 template <bool pairs>
 void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
-    with_number(vectors, [&](auto number) { avx512_rows<number, pairs>(p, b, first, last); });
+    with_number(vectors, [&](auto number) {
+        constexpr int most = number == 1 ? 4 : 2;
+        in_streams<most>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
+            avx512_streams<number, pairs, rows>(p, b, from, step);
+        });
+    });
 }
 
 #endif

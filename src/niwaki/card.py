@@ -23,10 +23,9 @@ def write(directory: Path, record: Record) -> None:
     Nothing in it depends on the clock: the same run makes the same card.
     """
     readme = directory / "README.md"
-    inherited: dict[str, Any] = {}
     with output_errors(directory):
+        inherited = top(readme)
         if readme.exists():
-            inherited = top(readme)
             readme.replace(directory / BASE_CARD)
         readme.write_text(_text(record, inherited), encoding="utf-8")
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint, carry_over, locate_model, output_errors
+from niwaki.checkpoint import Checkpoint, locate_model, output_errors
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layout import Matrix
 from niwaki.output import Shards, check_output, fingerprint, workplace
 from niwaki.quantization import Grid, parse_grid
-from niwaki.record import FINDINGS, write_json
+from niwaki.record import write_json
 from niwaki.scales import read_scales, stored_as_usual, verify_grid
 
 #: For the record and the model card, in the place of the note that they are not packed.
@@ -61,7 +61,7 @@ def export(model: str | Path, out: str | Path) -> None:
     with workplace(target, {"export": fingerprint(checkpoint)}, resume=False) as place:
         if not place.journal.complete:
             place.clear([])
-            carry_over(path, place.directory, [*checkpoint.shards, *FINDINGS])
+            place.carry_over(checkpoint)
             _write(checkpoint, packed, grid, place.directory)
             for name in ("niwaki.json", "README.md"):
                 _correct(place.directory / name, stored_as_usual(grid))

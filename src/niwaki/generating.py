@@ -77,16 +77,16 @@ def continue_text(
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
     if tokens >= longest:
         raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
-    read = given[:, -(longest - tokens) :].to(model.device)
-    if read.shape[1] < given.shape[1]:
+    room = longest - tokens
+    if given.shape[1] > room:
         _log.warning(
             "of the %d tokens of the prompt the last %d are read: the model has room for %d, and %d are to be written",
             given.shape[1],
-            read.shape[1],
+            room,
             longest,
             tokens,
         )
-    given = read
+    given = given[:, -room:].to(model.device)
     own = model.generation_config
     end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
     settings = GenerationConfig(

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki import __version__
-from niwaki.checkpoint import INDEX_NAME, Checkpoint, output_errors
+from niwaki.checkpoint import INDEX_NAME, Checkpoint, carry_over, output_errors
 from niwaki.errors import OutputError, UsageError
-from niwaki.record import Record, set_usual_mode, write_json
+from niwaki.record import FINDINGS, Record, set_usual_mode, write_json
 
 _SAMPLE = 4096  # bytes
 
@@ -113,6 +113,15 @@ class Workplace:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+
+    def carry_over(self, checkpoint: Checkpoint) -> list[str]:
+        """Copies all files of a model but its weights, and what was found out about it.
+
+        Returns:
+            What to note: other copies of the dense weights were left behind.
+        """
+        left = carry_over(checkpoint.path, self.directory, [*checkpoint.shards, *FINDINGS])
+        return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
 
     def save(self, **changes: Any) -> None:
         """Writes the journal with these changes: what it says is done has to be on disk before."""

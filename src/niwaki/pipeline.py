@@ -18,7 +18,6 @@ from niwaki.calibration import Order, Windows, load_tokenizer, read_windows
 from niwaki.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    carry_over,
     locate_model,
     verify,
 )
@@ -32,7 +31,7 @@ from niwaki.patterns import Pattern
 from niwaki.precision import TF32, check_tf32, has_tf32, products
 from niwaki.progress import Progress
 from niwaki.quantization import Grid, parse_grid
-from niwaki.record import FINDINGS, Record, versions, write_json
+from niwaki.record import Record, versions, write_json
 from niwaki.scales import FOLDER, places, stored_as_usual, verify_grid
 from niwaki.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
 from niwaki.states import Room, resident
@@ -268,10 +267,7 @@ def _write(
         run.blocks(*shares, measure, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
-    # A report in the source's directory would be about the source.
-    left = carry_over(checkpoint.path, place.directory, [*checkpoint.shards, *FINDINGS])
-    if left:
-        record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
+    record.notes += place.carry_over(checkpoint)
     write_config(place.directory, checkpoint.config, record)
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)

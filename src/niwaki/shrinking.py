@@ -16,7 +16,7 @@ from niwaki import card
 from niwaki.block import Block
 from niwaki.blocks import TOKENS_PER_BATCH, StreamedModel
 from niwaki.calibration import Windows
-from niwaki.checkpoint import Checkpoint, carry_over, locate_model
+from niwaki.checkpoint import Checkpoint, locate_model
 from niwaki.distributed import World
 from niwaki.errors import NumericalError, UsageError
 from niwaki.masks import named
@@ -26,7 +26,7 @@ from niwaki.pipeline import DEFAULT_TEXT_SAMPLES, device_name, read_texts
 from niwaki.precision import products
 from niwaki.problem import LayerProblem
 from niwaki.progress import Progress
-from niwaki.record import FINDINGS, MatrixRecord, Record, StructureRecord, versions, write_json
+from niwaki.record import MatrixRecord, Record, StructureRecord, versions, write_json
 from niwaki.smaller import check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.states import States
 from niwaki.structured import DAMPING, flops, remove_units
@@ -199,9 +199,7 @@ class _Run:
         kept = [index for index in range(depth) if index not in removed]
         outside, blocks = tensors_of_blocks(model)
         place.clear([])
-        left = carry_over(model.checkpoint.path, directory, [*model.checkpoint.shards, *FINDINGS])
-        if left:
-            record.notes.append(f"not carried over, because they hold the dense weights: {', '.join(left)}")
+        record.notes += place.carry_over(model.checkpoint)
         write_config(directory, configuration(model, kept, self.cuts), record)
         check_structure(model, directory, kept, self.cuts)
         shards = Shards(directory)

@@ -69,6 +69,10 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
                 )
+            if any(self.path.glob("packed-*.safetensors")):
+                raise CheckpointError(
+                    f"{self.path} is a packed model without its packed.json; is the download complete?"
+                )
             raise CheckpointError(f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}")
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -39,13 +38,12 @@ def write(directory: Path, name: str, sizes: str) -> None:
         OutputError: it cannot be written.
     """
     readme, kept = directory / "README.md", directory / DENSE_CARD
-    inherited: dict[str, Any] = {}
     dense = ""
     with output_errors(directory):
         if kept.exists():
             raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md is to go; rename it")
+        inherited = top(readme)
         if readme.exists():
-            inherited = top(readme)
             readme.replace(kept)
             dense = (
                 f"\n[{DENSE_CARD}]({DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"

@@ -282,11 +282,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: see :class:`Checkpoint` and :class:`PackedCheckpoint`.
     """
-    if (path / INDEX).exists():
-        return PackedCheckpoint(path)
-    if any(path.glob("packed-*.safetensors")) and not any(path.glob("model*.safetensors*")):
-        raise CheckpointError(f"{path} is a packed model without its {INDEX}; is the download complete?")
-    return Checkpoint(path)
+    return PackedCheckpoint(path) if (path / INDEX).exists() else Checkpoint(path)
 
 
 def dense(W: PackedMatrix, stored: Stored) -> Tensor:

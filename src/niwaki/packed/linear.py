@@ -55,6 +55,11 @@ class SparseLinear(nn.Module):
         mask, values, starts, scales = (cast("Tensor", self._buffers[name]) for name in _PARTS)
         return PackedMatrix(mask, values, self.in_features, self._dtype, starts, scales)
 
+    def _dense(self) -> Tensor:
+        """The weight of the dense layer."""
+        W = kernels.expand(self.packed)
+        return W.T.contiguous() if self._transposed else W
+
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
         # Other dtypes are for what is computed with, and not for the packed values; they only move.
         kept = {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}
@@ -66,8 +71,7 @@ class SparseLinear(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
         # That of the dense layer, so that what is saved is the model.
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        dense = kernels.expand(self.packed)
-        destination[f"{prefix}weight"] = dense.T.contiguous() if self._transposed else dense
+        destination[f"{prefix}weight"] = self._dense()
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]  # as nn.Module has it
         self, state_dict, prefix, metadata, strict, missing, unexpected, errors
@@ -77,8 +81,7 @@ class SparseLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         if weight is not None:
             state_dict[key] = weight
-            dense = kernels.expand(self.packed)
-            if not torch.equal((dense.T if self._transposed else dense).to(weight), weight):
+            if not torch.equal(self._dense().to(weight), weight):
                 errors.append(f"packed weights are constants and {key} has others; unpack the model for that")
         elif strict:
             missing.append(key)

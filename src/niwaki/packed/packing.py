@@ -18,7 +18,6 @@ from niwaki.checkpoint import (
     INDEX_NAME,
     Checkpoint,
     Entry,
-    carry_over,
     header_bytes,
     locate_model,
     output_errors,
@@ -27,13 +26,13 @@ from niwaki.checkpoint import (
 )
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.layout import Matrix
-from niwaki.output import Shards, check_output, fingerprint, workplace
+from niwaki.output import Shards, Workplace, check_output, fingerprint, workplace
 from niwaki.packed import card
 from niwaki.packed.files import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
 from niwaki.quantization import Grid, parse_grid
-from niwaki.record import FINDINGS, write_json
+from niwaki.record import write_json
 from niwaki.scales import FILE as SCALES
 from niwaki.scales import read_scales
 
@@ -120,7 +119,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
     with workplace(target, {"pack": fingerprint(checkpoint)}, resume=False) as place:
         if not place.journal.complete:
             place.clear([])
-            _carry_over(path, place.directory, checkpoint)
+            _carry_over(place, checkpoint)
             shards: list[Shard] = []
             tensors: dict[str, Stored] = {}
             writer = Shards(place.directory)
@@ -184,7 +183,7 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
             place.move()
             return
         place.clear([])
-        _carry_over(path, place.directory, checkpoint)
+        _carry_over(place, checkpoint)
         (place.directory / INDEX).unlink()
         card.restore(place.directory)
         for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
@@ -302,13 +301,14 @@ def _text(path: Path) -> str:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
 
 
-def _carry_over(path: Path, directory: Path, checkpoint: Checkpoint) -> None:
+def _carry_over(place: Workplace, checkpoint: Checkpoint) -> None:
     """Everything but weights, and the scales of weights on a grid, which are like weights to others."""
-    carry_over(path, directory, [*checkpoint.shards, *FINDINGS])
-    if (path / SCALES).exists():
-        with output_errors(directory):
-            (directory / SCALES).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path / SCALES, directory / SCALES)
+    place.carry_over(checkpoint)
+    scales, target = checkpoint.path / SCALES, place.directory / SCALES
+    if scales.exists():
+        with output_errors(place.directory):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(scales, target)
 
 
 def _sha256(path: Path) -> str:

@@ -14,22 +14,37 @@ from niwaki.selection import keep_highest, keep_highest_per_row, kth_smallest, k
 
 
 @dataclass(frozen=True)
-class Unstructured(ByRows):
-    """The lowest ``round(sparsity * out * in)`` scores of the whole matrix are zero."""
+class _OneByOne(ByRows):
+    """Weights are chosen one by one, up to a sparsity."""
 
     sparsity: float
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
 
+    def zeros(self, scores: Tensor) -> int:
+        """How many there are in all rows of the matrix."""
+        return zeros_of(self.sparsity, self.weights(scores))
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, sparsity=sparsity)
+
+    def partial(self, fraction: float) -> Pattern:
+        return replace(self, sparsity=self.sparsity * fraction)
+
+
+@dataclass(frozen=True)
+class Unstructured(_OneByOne):
+    """The lowest ``round(sparsity * out * in)`` scores of the whole matrix are zero."""
+
     def __str__(self) -> str:
         return f"unstructured:{short_number(self.sparsity)}"
 
     def mask(self, scores: Tensor) -> Tensor:
-        return keep_highest(scores, zeros_of(self.sparsity, self.weights(scores)), self.rows)
+        return keep_highest(scores, self.zeros(scores), self.rows)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        zeros = zeros_of(self.sparsity, self.weights(scores))
+        zeros = self.zeros(scores)
         return kth_smallest(scores.reshape(-1), zeros, self.rows) if zeros else None
 
     def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
@@ -43,19 +58,13 @@ class Unstructured(ByRows):
             for count, part in zip(kept, scores, strict=True)
         ]
 
-    def at(self, sparsity: float) -> Pattern | None:
-        return replace(self, sparsity=sparsity)
-
-    def partial(self, fraction: float) -> Pattern:
-        return replace(self, sparsity=self.sparsity * fraction)
-
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         for start, stop, zeros in shares(self, shape, width):
             yield start, stop, Count(zeros, rows=self.rows)
 
 
 @dataclass(frozen=True)
-class PerRow(ByRows):
+class PerRow(_OneByOne):
     """Every row (output) has the same number of zeros, to within one.
 
     Where ``sparsity * in`` is not a whole number, each row has the next lower number of zeros and the
@@ -65,26 +74,15 @@ class PerRow(ByRows):
     where 60 % were asked for.
     """
 
-    sparsity: float
-
-    def __post_init__(self) -> None:
-        check_sparsity(self.sparsity)
-
     def __str__(self) -> str:
         return f"per-row:{short_number(self.sparsity)}"
 
     def mask(self, scores: Tensor) -> Tensor:
-        return keep_highest_per_row(scores, zeros_of(self.sparsity, self.weights(scores)), self.rows)
+        return keep_highest_per_row(scores, self.zeros(scores), self.rows)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        zeros = zeros_of(self.sparsity, self.weights(scores)) // self.rows.of(scores.shape[0])
+        zeros = self.zeros(scores) // self.rows.of(scores.shape[0])
         return kth_smallest_per_row(scores, zeros) if zeros else None
-
-    def at(self, sparsity: float) -> Pattern | None:
-        return replace(self, sparsity=sparsity)
-
-    def partial(self, fraction: float) -> Pattern:
-        return replace(self, sparsity=self.sparsity * fraction)
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
         # Each run has to give every row its share, so the rows' remainders are settled at the end of
