@@ -200,6 +200,29 @@ assert torch.allclose(kernels.multiply(pack(W), torch.eye(64)), W.T)
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(
+    ("path", "computed"),
+    [(Instructions.AVX2, torch.float32), (Instructions.AVX512_BF16, torch.bfloat16), (None, torch.float32)],
+)
+def test_what_tiles_are_multiplied_in(
+    path: Instructions | None, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 where the processor has instructions for that."""
+    W, x = sparse(8, 64, 0.5), vectors(40, 64, torch.bfloat16)
+    seen = []
+
+    def linear(x: Tensor, tile: Tensor) -> Tensor:
+        seen.append((x.dtype, tile.dtype))
+        return x @ tile.T
+
+    monkeypatch.setattr(kernels, "linear", linear)
+    monkeypatch.setattr(kernels, "best_path", lambda: path)
+    y = kernels.multiply_by_tiles(pack(W), x)
+    assert seen == [(computed, computed)]
+    assert y.dtype == torch.bfloat16
+    assert torch.allclose(y.double(), x.double() @ W.double().T, rtol=0.02, atol=0.05)
+
+
 class TestLargePages:
     """2 MiB each, for matrices of at least two of them."""
 
