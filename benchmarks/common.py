@@ -16,11 +16,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli/__init__.py
 import torch
 from torch import Tensor
 
-from niwaki.blocks import StreamedModel
-from niwaki.calibration import load_tokenizer, read_windows
-from niwaki.checkpoint import Checkpoint, locate_model
-from niwaki.problem import LayerProblem
-from niwaki.record import versions, write_json
+from niwaki.layer.problem import LayerProblem
+from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.records.record import versions, write_json
 
 
 @dataclass(frozen=True)

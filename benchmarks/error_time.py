@@ -22,9 +22,9 @@ from typing import Any
 from common import add_layer_arguments, layers, save
 
 from niwaki.errors import NumericalError
-from niwaki.patterns import Fixed, PerRow
-from niwaki.problem import Solution
-from niwaki.solvers import make_solver
+from niwaki.layer.patterns import Fixed, PerRow
+from niwaki.layer.problem import Solution
+from niwaki.layer.solvers import make_solver
 
 STEPS = (1, 2, 5, 10, 20, 50, 100)
 METHODS = {

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from niwaki.packed.matrix import pack
-from niwaki.record import versions, write_json
+from niwaki.records.record import versions, write_json
 
 
 class Clock:

@@ -14,9 +14,9 @@ import math
 
 from common import Layer, add_layer_arguments, layers, save
 
-from niwaki.patterns import NM, Pattern, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.solvers import Solver, make_solver
+from niwaki.layer.patterns import NM, Pattern, Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers import Solver, make_solver
 
 PATTERNS: dict[str, Pattern] = {
     "50 %": Unstructured(0.5),

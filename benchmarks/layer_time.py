@@ -21,9 +21,9 @@ from pathlib import Path
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
 
-from niwaki.linalg import inverse_of_damped
-from niwaki.patterns import Pattern, parse_pattern
-from niwaki.solvers import make_solver
+from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.patterns import Pattern, parse_pattern
+from niwaki.layer.solvers import make_solver
 
 SIZES = ["256x256", "512x512", "1024x1024", "2048x2048", "4096x4096"]
 SOLVERS = ["wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "adam:iterations=20"]

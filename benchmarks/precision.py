@@ -28,7 +28,7 @@ from layer_error import PATTERNS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from niwaki.solvers import make_solver
+from niwaki.layer.solvers import make_solver
 
 #: Bits behind the leading one.
 BITS = {"TF32": 10, "bfloat16": 7}

@@ -38,11 +38,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from niwaki.checkpoint import locate_model
-from niwaki.comparison import compare
-from niwaki.display import perplexity_table
-from niwaki.progress import TableProgress
-from niwaki.table import METHODS, PATTERNS, Cell, Comparison
+from niwaki.cli.display import perplexity_table
+from niwaki.evaluation.compare import compare
+from niwaki.models.checkpoint import locate_model
+from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
+from niwaki.records.progress import TableProgress
 
 STEPS = (1, 10, 20, 50, 100)
 RATES = (0.01, 0.03, 0.1)

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from niwaki import prune
-from niwaki.perplexity import evaluate
+from niwaki.evaluation.evaluate import evaluate
 
 #: Sparsity, effort and grids.
 RUNS = (

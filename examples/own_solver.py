@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 import niwaki
-from niwaki.patterns import NM, Pattern
-from niwaki.problem import LayerProblem, Monitor, Solution
-from niwaki.solvers import Solver, make_solver
+from niwaki.layer.patterns import NM, Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers import Solver, make_solver
 
 
 @dataclass(frozen=True)

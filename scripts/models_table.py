@@ -1,6 +1,6 @@
 """Writes the table of docs/models.md from the table of families and the tiny models of the tests.
 
-python scripts/models_table.py           # after a change of src/niwaki/families.py or tests/models.py
+python scripts/models_table.py           # after a change of src/niwaki/models/families.py or tests/models.py
 python scripts/models_table.py --check   # fails if the file would change
 """
 
@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from models import CASES, save_model  # noqa: E402 - it is found only now
-from niwaki.blocks import StreamedModel  # noqa: E402
-from niwaki.checkpoint import Checkpoint  # noqa: E402
-from niwaki.display import kind  # noqa: E402
-from niwaki.families import FAMILIES  # noqa: E402
+from niwaki.cli.display import kind
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import FAMILIES
+from niwaki.models.streamed import StreamedModel
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- models -->", "<!-- end of models -->"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from niwaki.problem import Gram, LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 
 #: What the inputs of a layer can be like.
 KINDS = ("correlated", "rank-deficient", "dead input", "few tokens")

@@ -26,12 +26,14 @@ from typing import Any
 
 from torch import Tensor
 
-from niwaki import cli, pipeline, walk
-from niwaki.block import Block
+from niwaki import cli
 from niwaki.cli.common import quiet_libraries
 from niwaki.errors import NumericalError
-from niwaki.layout import Matrix
-from niwaki.problem import Gram, LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.models.block import Block
+from niwaki.models.layout import Matrix
+from niwaki.pruning import prune as pipeline
+from niwaki.pruning import walk
 
 PATIENCE = 60.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from niwaki.allocation import MOST, Curve, allocate, outlier_ratios, rounded, smooth, together
+from niwaki.pruning.allocation import MOST, Curve, allocate, outlier_ratios, rounded, smooth, together
 
 
 def _loss(curve: Curve, zeros: int) -> float:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UsageError
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.problem import Gram, LayerProblem
-from niwaki.solvers.alps import ALPS
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.solvers.alps import ALPS
 from problems import KINDS, geometric_mean, least_squares, make_problem, normal, squared_error
 
 ROWS, COLUMNS = 23, 32

@@ -22,15 +22,16 @@ from models import (
     save_model,
     weight,
 )
-from niwaki import blocks, inputs
-from niwaki.block import Block
-from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint
-from niwaki.distributed import World
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
-from niwaki.families import FAMILIES, ROUTERS
-from niwaki.inputs import InputGram, InputGrams
-from niwaki.states import Batches, Room, States
+from niwaki.models import gram_capture as inputs
+from niwaki.models import streamed as blocks
+from niwaki.models.block import Block
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import FAMILIES, ROUTERS
+from niwaki.models.gram_capture import InputGram, InputGrams
+from niwaki.models.hidden_states import Batches, Room, States
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
 
 SAMPLES, LENGTH = 5, 20
 

@@ -19,9 +19,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from models import EMBEDDED
-from niwaki import calibration
-from niwaki.calibration import EXCERPTS, load_tokenizer, read_windows
 from niwaki.errors import CalibrationError, UsageError
+from niwaki.models import text as calibration
+from niwaki.models.text import EXCERPTS, load_tokenizer, read_windows
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import edit_json, reference, save_model, weight
-from niwaki import checkpoint as module
-from niwaki.checkpoint import (
+from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.models import checkpoint as module
+from niwaki.models.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
     Checkpoint,
@@ -31,7 +32,6 @@ from niwaki.checkpoint import (
     new_shard,
     verify,
 )
-from niwaki.errors import CheckpointError, OutputError, UsageError
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 UP = "model.layers.0.mlp.up_proj.weight"

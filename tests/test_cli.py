@@ -21,14 +21,15 @@ import torch
 
 import niwaki
 from models import edit_json, reference, save_model_with_tokenizer, weight
-from niwaki import cli, measuring
-from niwaki.block import Block
-from niwaki.checkpoint import Checkpoint
-from niwaki.record import Record
-from niwaki.report import load, render
-from niwaki.solvers import SOLVERS
-from niwaki.speed import SpeedRecord
-from niwaki.table import METHODS
+from niwaki import cli
+from niwaki.evaluation import bench as measuring
+from niwaki.layer.solvers import SOLVERS
+from niwaki.models.block import Block
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.records.comparison import METHODS
+from niwaki.records.record import Record
+from niwaki.records.speed import SpeedRecord
+from niwaki.reports import load, render
 
 NIWAKI = Path(sys.executable).with_name("niwaki")
 #: A run of a moment.

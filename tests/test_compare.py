@@ -20,17 +20,18 @@ from transformers import AutoTokenizer
 
 import niwaki
 from models import edit_json, message, save_model_with_tokenizer
-from niwaki import Comparison, comparison
+from niwaki import Comparison
 from niwaki.cli.comparing import _seconds
-from niwaki.display import TableDisplay
+from niwaki.cli.display import TableDisplay
 from niwaki.errors import OutputError
-from niwaki.patterns import Pattern
-from niwaki.problem import LayerProblem, Monitor, Solution
-from niwaki.progress import TableProgress
-from niwaki.record import Perplexity, Record
-from niwaki.solvers import Solver
-from niwaki.states import Room
-from niwaki.table import Cell
+from niwaki.evaluation import compare as comparison
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers import Solver
+from niwaki.models.hidden_states import Room
+from niwaki.records.comparison import Cell
+from niwaki.records.progress import TableProgress
+from niwaki.records.record import Perplexity, Record
 
 SMALL: dict[str, Any] = {
     "calibration": "demo",
@@ -134,7 +135,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
 def _excerpt(name: str) -> str:
     import lzma
 
-    from niwaki.calibration import EXCERPTS
+    from niwaki.models.text import EXCERPTS
 
     path = Path(niwaki.__file__).parent / "data" / EXCERPTS[name]
     return lzma.open(path, "rt", encoding="utf-8").read()[:20_000]
@@ -143,7 +144,7 @@ def _excerpt(name: str) -> str:
 def _perplexity(path: Path, ids: list[int]) -> float:
     import torch
 
-    from niwaki.calibration import Windows
+    from niwaki.models.text import Windows
 
     return niwaki.evaluate(path, Windows(torch.tensor(ids).view(-1, 32), "these")).value
 
@@ -367,7 +368,7 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
             self.left_out[:] = left_out
 
     monkeypatch.setattr(comparison, "prune", pruned)
-    monkeypatch.setattr("niwaki.comparison.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("niwaki.evaluation.compare.time.monotonic", lambda: now[0])
     out, asked = tmp_path / "out", (["magnitude", "wanda"], [0.5, 0.6, 0.7])
     found = run(model, out, *asked, budget=2150.0, progress=Told())
     # magnitude 100, wanda 1100, magnitude 1200; wanda would end at 2200; magnitude 1300; and again.

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.solvers import ADMM, Continuation, continuation
+from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers import ADMM, Continuation, continuation
 from problems import geometric_mean, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 24, 32

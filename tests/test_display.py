@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from niwaki import display as module
-from niwaki.display import Display, duration, operations, summary
-from niwaki.effort import EFFORTS
-from niwaki.record import FitRecord, MatrixRecord, Record
+from niwaki.cli import display as module
+from niwaki.cli.display import Display, duration, operations, summary
+from niwaki.pruning.effort import EFFORTS
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}

@@ -29,10 +29,10 @@ from models import (
     random_model,
     weight,
 )
-from niwaki.distributed import World, world
 from niwaki.errors import UsageError
-from niwaki.record import MatrixRecord, Record
-from niwaki.scales import FILE as SCALES
+from niwaki.models.processes import World, world
+from niwaki.models.scales import FILE as SCALES
+from niwaki.records.record import MatrixRecord, Record
 
 PROCESSES = Path(__file__).with_name("processes.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 
 from models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
-from niwaki.block import Block
-from niwaki.effort import DEFAULT_EFFORT, EFFORTS, PLAIN_EFFORT, Effort, described, make_effort, usual_effort
 from niwaki.errors import UnknownNameError, UsageError
-from niwaki.pipeline import prune
-from niwaki.progress import Progress
-from niwaki.record import MatrixRecord, Record
+from niwaki.models.block import Block
+from niwaki.pruning.effort import (
+    DEFAULT_EFFORT,
+    EFFORTS,
+    PLAIN_EFFORT,
+    Effort,
+    described,
+    make_effort,
+    usual_effort,
+)
+from niwaki.pruning.prune import prune
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord, Record
 from test_blocks import save_starved
 from test_prune import raw, tensors, zeros
 from test_resume import StopAt, files

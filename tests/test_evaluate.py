@@ -10,12 +10,12 @@ import torch
 from transformers import AutoTokenizer
 
 from models import EMBEDDED, random_tokens, reference, save_model, save_model_with_tokenizer, weight
-from niwaki.blocks import StreamedModel
-from niwaki.calibration import Windows
-from niwaki.checkpoint import Checkpoint
 from niwaki.errors import CalibrationError, CheckpointError, NumericalError, UsageError
-from niwaki.perplexity import Perplexity, evaluate, perplexity
-from niwaki.survey import survey
+from niwaki.evaluation.evaluate import Perplexity, evaluate, perplexity
+from niwaki.evaluation.inspect import survey
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import Windows
 
 
 def test_perplexity_of_losses() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.solvers.exact import Exact
-from niwaki.solvers.wanda import Wanda
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers.exact import Exact
+from niwaki.layer.solvers.wanda import Wanda
 from problems import DEAD, gram, inputs, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 23, 32

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from models import CASES, edit_json, is_pruned, random_model, random_tokens, reference, save_model
-from niwaki.blocks import StreamedModel, _same
-from niwaki.checkpoint import Checkpoint
-from niwaki.distributed import World
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
-from niwaki.families import FAMILIES
-from niwaki.inputs import InputGrams
-from niwaki.pipeline import prune
-from niwaki.record import Record
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import FAMILIES
+from niwaki.models.gram_capture import InputGrams
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel, _same
+from niwaki.pruning.prune import prune
+from niwaki.records.record import Record
 from test_blocks import save_starved
 from test_prune import Untouched, raw, tensors, zeros
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from models import CASES, decoder_blocks, message, random_tokens, reference, save_model
-from niwaki.block import Block
-from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint
-from niwaki.distributed import World
-from niwaki.effort import Effort
 from niwaki.errors import NumericalError
-from niwaki.fitting import batches, fit
-from niwaki.record import FitRecord
-from niwaki.states import States
+from niwaki.models.block import Block
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.hidden_states import States
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.effort import Effort
+from niwaki.pruning.fit import batches, fit
+from niwaki.records.record import FitRecord
 from test_blocks import save_starved, stream_of
 from test_groups import prune
 
@@ -36,7 +36,7 @@ streams: list[Generator[Block]] = []  # a block is there as long as its stream
 
 @pytest.fixture(autouse=True)
 def _close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("niwaki.blocks.TOKENS_PER_BATCH", 2 * LENGTH)
+    monkeypatch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", 2 * LENGTH)
     yield
     while streams:
         streams.pop().close()
@@ -204,7 +204,7 @@ def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None, apart: bool
     for samples in (1, 3, 4):
         model = stream_of(directory)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("niwaki.blocks.TOKENS_PER_BATCH", samples * LENGTH)
+            patch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", samples * LENGTH)
             if room is not None and samples > 1:
                 model.room.limit(room)
             tokens = random_tokens(22, LENGTH)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from models import EMBEDDED, message, reference
 from niwaki import cli
 from niwaki.errors import CheckpointError
-from niwaki.generating import continue_text
+from niwaki.evaluation.generate import continue_text
 
 PROMPT = "The old man looked at"
 

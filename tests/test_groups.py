@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import CASES, decoder_blocks, linear_inputs, random_tokens, reference, save_model
-from niwaki import blocks
-from niwaki.block import Block
-from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint
-from niwaki.distributed import World
 from niwaki.errors import UnsupportedModelError
-from niwaki.families import ROUTERS
-from niwaki.inputs import InputGrams
-from niwaki.layout import Matrix
-from niwaki.states import Room
+from niwaki.models import streamed as blocks
+from niwaki.models.block import Block
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import ROUTERS
+from niwaki.models.gram_capture import InputGrams
+from niwaki.models.hidden_states import Room
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
 from test_blocks import assert_clean, materialised, memory, save_starved, stream_of
 
 SAMPLES, LENGTH = 5, 20

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import niwaki
-from niwaki import patterns
+from niwaki.layer import patterns
 
 ROOT = Path(niwaki.__file__).parent
 
@@ -114,7 +114,7 @@ class Import:
     """``importer`` is the first part of a module's name within niwaki: all of ``solvers`` is one."""
 
     importer: str
-    name: str  # in full, such as niwaki.solvers.admm or transformers.utils
+    name: str  # in full, such as niwaki.layer.solvers.admm or transformers.utils
     later: bool  # in a function, or for type checkers only
 
     @property
@@ -143,7 +143,7 @@ def imports_of(path: Path) -> Iterator[Import]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: imports are absolute"
-            # "from niwaki import card" is an import of niwaki.card.
+            # "from niwaki import card" is an import of niwaki.pruning.card.
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if is_module(name) else str(node.module) for name in modules]
         for name in names:
@@ -162,9 +162,9 @@ IMPORTS = [found for path in FILES for found in imports_of(path)]
 
 def test_the_walk_sees_imports() -> None:
     """So that the tests below do not pass because nothing was found."""
-    assert Import("solvers", "niwaki.linalg", later=False) in IMPORTS
+    assert Import("solvers", "niwaki.layer.linalg", later=False) in IMPORTS
     assert Import("blocks", "transformers", later=False) in IMPORTS
-    assert Import("__init__", "niwaki.pipeline", later=True) in IMPORTS
+    assert Import("__init__", "niwaki.pruning.prune", later=True) in IMPORTS
     assert Import("__init__", "importlib", later=True) in IMPORTS
 
 
@@ -237,7 +237,7 @@ def test_public_names_are_offered_before_they_are_loaded() -> None:
 
 
 def test_solvers_do_not_load_transformers() -> None:
-    loaded = modules_after("import niwaki.solvers")
+    loaded = modules_after("import niwaki.layer.solvers")
     assert "torch" in loaded
     assert not loaded & {"transformers", "accelerate", "safetensors", "tokenizers"}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.linalg import (
+from niwaki.layer.linalg import (
     damped_cholesky,
     inverse_of_damped,
     inverse_upper_cholesky,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError, UsageError
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.problem import Gram, LayerProblem
-from niwaki.solvers import MaskThenUpdate, SparseGPT, Wanda
-from niwaki.solvers.dsnot import DSnoT
-from niwaki.solvers.obs import OBSSaliency
-from niwaki.solvers.ria import RIA
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.solvers import MaskThenUpdate, SparseGPT, Wanda
+from niwaki.layer.solvers.dsnot import DSnoT
+from niwaki.layer.solvers.obs import OBSSaliency
+from niwaki.layer.solvers.ria import RIA
 from problems import (
     DEAD,
     KINDS,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from models import message, save_model
-from niwaki import measuring
 from niwaki.errors import WorkerError
-from niwaki.speed import Speed
+from niwaki.evaluation import bench as measuring
+from niwaki.records.speed import Speed
 
 
 class Clock:

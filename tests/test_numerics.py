@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.problem import Gram, LayerProblem
-from niwaki.solvers import SOLVERS, Solver
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.solvers import SOLVERS, Solver
 from problems import gram, normal
 
 #: Those that leave the weights as they are: what they lose is in the hands of the weights that stay.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError, UsageError
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.solvers.exact import Exact
-from niwaki.solvers.obc import OBC, _bytes
-from niwaki.solvers.wanda import Wanda
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers.exact import Exact
+from niwaki.layer.solvers.obc import OBC, _bytes
+from niwaki.layer.solvers.wanda import Wanda
 from problems import DEAD, KINDS, generator, gram, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 23, 32

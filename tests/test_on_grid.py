@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models import CASES, is_pruned, message, random_tokens, reference, save_model
-from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint
-from niwaki.display import summary
+from niwaki.cli.display import summary
 from niwaki.errors import OutputError, UnsupportedModelError
-from niwaki.exporting import export, packed_integers
-from niwaki.pipeline import prune
-from niwaki.quantization import Grid
-from niwaki.record import Record
-from niwaki.scales import FILE, verify_grid
+from niwaki.layer.grid import Grid
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.scales import FILE, verify_grid
+from niwaki.models.streamed import StreamedModel
+from niwaki.packed.compressed_tensors import export, packed_integers
+from niwaki.pruning.prune import prune
+from niwaki.records.record import Record
 from test_prune import raw, tensors, zeros
 from test_resume import files, stopped
 
@@ -417,7 +417,7 @@ def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.output.save_file", full)
+    monkeypatch.setattr("niwaki.models.output.save_file", full)
     assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 

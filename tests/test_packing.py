@@ -33,13 +33,13 @@ from models import (
     save_model_with_tokenizer,
 )
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
-from niwaki.output import Workplace
+from niwaki.evaluation.evaluate import evaluate
+from niwaki.models.output import Workplace
+from niwaki.models.scales import FILE as SCALES
 from niwaki.packed import kernels
-from niwaki.packed.files import Index, PackedCheckpoint, digest_of
+from niwaki.packed.format import Index, PackedCheckpoint, digest_of
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
-from niwaki.perplexity import evaluate
-from niwaki.scales import FILE as SCALES
 from test_packed import sparse
 
 #: One of each way in which files and modules can have their weights.
@@ -456,7 +456,7 @@ class TestTheCard:
     def test_the_name_of_one_from_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The folder of the cache is called by a commit."""
         model = sparse_model(tmp_path / "0123abcd")
-        monkeypatch.setattr("niwaki.packed.packing.locate_model", lambda _: model)
+        monkeypatch.setattr("niwaki.packed.pack.locate_model", lambda _: model)
         niwaki.pack("somebody/little", tmp_path / "packed")
         assert "\n# little, packed\n" in (tmp_path / "packed" / "README.md").read_text()
 
@@ -539,7 +539,7 @@ def test_what_cannot_be_written(
     def full(*_: Any) -> None:
         raise SafetensorError(error)
 
-    monkeypatch.setattr("niwaki.output.save_file", full)
+    monkeypatch.setattr("niwaki.models.output.save_file", full)
     assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
     assert not (tmp_path / "packed").exists()
 
@@ -591,7 +591,7 @@ class TestRefusals:
     def test_later_version(self, tmp_path: Path) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         index = Index.read(tmp_path / "packed")
-        from niwaki.packed import files
+        from niwaki.packed import format as files
 
         before, files.VERSION = files.VERSION, 2
         try:

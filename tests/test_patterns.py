@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.patterns import (
+from niwaki.layer.patterns import (
     NM,
     Block,
     Fixed,
@@ -24,9 +24,9 @@ from niwaki.patterns import (
     Unstructured,
     parse_pattern,
 )
-from niwaki.problem import LayerProblem
-from niwaki.selection import middle_of_each
-from niwaki.solvers import SparseGPT, Wanda
+from niwaki.layer.patterns.selection import middle_of_each
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers import SparseGPT, Wanda
 from problems import generator, lowest_go, lowest_go_in_matrix, make_problem, normal
 
 Scores = Callable[[int, int], Tensor]

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import is_pruned, random_tokens, reference, save_model
-from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint
-from niwaki.distributed import World
-from niwaki.effort import make_effort
-from niwaki.patterns import parse_pattern
-from niwaki.pipeline import prune
-from niwaki.planning import Plan, plan
-from niwaki.progress import Progress
-from niwaki.record import Record
-from niwaki.sensitivity import sensitivities
+from niwaki.layer.patterns import parse_pattern
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.effort import make_effort
+from niwaki.pruning.plan import Plan, plan
+from niwaki.pruning.prune import prune
+from niwaki.pruning.sensitivity import sensitivities
+from niwaki.records.progress import Progress
+from niwaki.records.record import Record
 from test_prune import tensors, zeros
 from test_resume import StopAt, files
 
@@ -231,7 +231,7 @@ def test_a_run_that_was_stopped_keeps_its_plan(
     assert little.sparsity == pytest.approx(0.5, abs=1e-4)
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path / "out", effort, progress=StopAt(8))
-    monkeypatch.setattr("niwaki.walk.plan", None)  # it is not made again
+    monkeypatch.setattr("niwaki.pruning.walk.plan", None)  # it is not made again
     assert run(model, tmp_path / "out", effort).resumed == [1]
     assert files(tmp_path / "out") == expected
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import random_tokens, save_model
-from niwaki.pipeline import prune
-from niwaki.precision import has_tf32, products
-from niwaki.record import Record
+from niwaki.layer.tf32 import has_tf32, products
+from niwaki.pruning.prune import prune
+from niwaki.records.record import Record
 
 MATMUL = torch.backends.cuda.matmul
 
@@ -256,7 +256,7 @@ def test_what_a_run_computes_in_tf32(
     options: dict[str, Any], grams: str, others: str,
 ) -> None:  # fmt: skip
     """Whatever torch is set to outside."""
-    monkeypatch.setattr("niwaki.pipeline.has_tf32", lambda device: True)
+    monkeypatch.setattr("niwaki.pruning.prune.has_tf32", lambda device: True)
     watch, record = watched(tmp_path, **options)
     assert (watch.grams, watch.others) == ({grams}, {others})
     assert record.tf32 == options.get("tf32", "auto")

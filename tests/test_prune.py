@@ -36,7 +36,6 @@ from models import (
     save_model_with_tokenizer,
     weight,
 )
-from niwaki.effort import Effort
 from niwaki.errors import (
     CalibrationError,
     CheckpointError,
@@ -47,14 +46,15 @@ from niwaki.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
-from niwaki.patterns import NM, Pattern, PerRow
-from niwaki.perplexity import evaluate
-from niwaki.pipeline import prune
-from niwaki.problem import LayerProblem, Monitor, Solution
-from niwaki.progress import Progress
-from niwaki.record import MatrixRecord, Record, write_json
-from niwaki.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
-from niwaki.survey import survey
+from niwaki.evaluation.evaluate import evaluate
+from niwaki.evaluation.inspect import survey
+from niwaki.layer.patterns import NM, Pattern, PerRow
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
+from niwaki.pruning.effort import Effort
+from niwaki.pruning.prune import prune
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord, Record, write_json
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -385,7 +385,7 @@ def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> 
 
 
 def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["niwaki.pipeline"]
+    module = sys.modules["niwaki.pruning.prune"]
     monkeypatch.setattr(module, "locate_model", lambda name: model)
     record = prune("someone/tiny", out, solver="magnitude", sparsity=0.5, calibration=random_tokens(2, 8))
     assert record.model == "someone/tiny"
@@ -1207,7 +1207,7 @@ def test_no_space_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_written_is_checked(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from niwaki.checkpoint import CheckpointWriter
+    from niwaki.models.checkpoint import CheckpointWriter
 
     real = CheckpointWriter.write
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from models import message
 from niwaki.errors import UsageError
-from niwaki.linalg import inverse_of_damped
-from niwaki.patterns import NM, Block, Pattern, PerRow, Unstructured
-from niwaki.problem import Gram, LayerProblem, Solution
-from niwaki.quantization import Grid, parse_grid, scale_dtype, usable
-from niwaki.rounding import _fitted_scales, onto_grid
-from niwaki.solvers import SOLVERS, Magnitude, Solver, make_solver
+from niwaki.layer.grid import Grid, parse_grid, scale_dtype, usable
+from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.patterns import NM, Block, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import Gram, LayerProblem, Solution
+from niwaki.layer.rounding import _fitted_scales, onto_grid
+from niwaki.layer.solvers import SOLVERS, Magnitude, Solver, make_solver
 from problems import KINDS, geometric_mean, gram, inputs, make_problem, normal, squared_error
 from test_solvers import CONTRACT
 
@@ -268,7 +268,7 @@ def test_strips_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(dtype=F64)
     before = solved(problem, Unstructured(0.5))
     whole, scales = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
-    monkeypatch.setattr("niwaki.rounding._ROWS", 5)
+    monkeypatch.setattr("niwaki.layer.rounding._ROWS", 5)
     found, in_strips = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
     assert torch.equal(found.W, whole.W)
     assert torch.equal(in_strips, scales)
@@ -345,7 +345,7 @@ def test_it_is_better_than_one_pass_over_the_columns(sparsity: float, better: fl
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3])
 def test_fitted_scales_are_least_squares(monkeypatch: pytest.MonkeyPatch, ridge: float) -> None:
-    monkeypatch.setattr("niwaki.rounding._RIDGE", ridge)
+    monkeypatch.setattr("niwaki.layer.rounding._RIDGE", ridge)
     W, X = normal(5, 12, seed=0), inputs("correlated", 12, 0)
     codes = Grid(3).codes(W, torch.full((5, 1), 0.5, dtype=F64))
     codes[2, 4:8] = 0  # a group that is not seen
@@ -379,7 +379,7 @@ def test_matrices_with_the_same_inputs_share_a_factorisation(monkeypatch: pytest
         calls += 1
         return inverse_of_damped(copy, damping)
 
-    monkeypatch.setattr("niwaki.rounding.inverse_of_damped", counted)
+    monkeypatch.setattr("niwaki.layer.rounding.inverse_of_damped", counted)
     shared = Gram(gram(inputs("correlated", 16, 0)))
     for seed in range(3):
         problem = LayerProblem(normal(4, 16, seed=seed), shared)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
-from niwaki.patterns import NM, Fixed, Pattern, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.solvers import Wanda
-from niwaki.solvers.conjugate import ConjugateGradients
-from niwaki.solvers.descent import Descent, Method
-from niwaki.solvers.exact import Exact
+from niwaki.layer.patterns import NM, Fixed, Pattern, Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers import Wanda
+from niwaki.layer.solvers.conjugate import ConjugateGradients
+from niwaki.layer.solvers.descent import Descent, Method
+from niwaki.layer.solvers.exact import Exact
 from problems import gram, inputs, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 23, 32

@@ -25,14 +25,14 @@ pytest.importorskip("vl_convert", reason="needs the extra niwaki[report]")
 import niwaki
 from models import message, reference, save_model_with_tokenizer
 from niwaki import cli
-from niwaki.calibration import load_tokenizer
-from niwaki.checkpoint import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
-from niwaki.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
-from niwaki.report import Extras, MaskPicture, Material, Sample, load, render, write
-from niwaki.report.view import View
-from niwaki.specimens import extras, generate, mask_pictures, png
-from niwaki.speed import Speed, SpeedRecord
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.text import load_tokenizer
+from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
+from niwaki.records.speed import Speed, SpeedRecord
+from niwaki.reports import Extras, MaskPicture, Material, Sample, load, render, write
+from niwaki.reports.from_model import extras, generate, mask_pictures, png
+from niwaki.reports.view import View
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
 BLOCKS, NAMES = 3, ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")

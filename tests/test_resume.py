@@ -17,9 +17,9 @@ import torch
 from models import message, random_tokens, save_model
 from niwaki import prune
 from niwaki.errors import OutputError
-from niwaki.output import workplace
-from niwaki.progress import Progress
-from niwaki.record import MatrixRecord, Record, write_json
+from niwaki.models.output import workplace
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord, Record, write_json
 
 TESTS = Path(__file__).parent
 
@@ -167,7 +167,7 @@ def test_tf32_is_part_of_what_was_asked_where_there_is_any(
 ) -> None:
     stopped(model, tmp_path / "without", tf32="auto")
     assert run(model, tmp_path / "without", tf32="always").resumed == [1]
-    monkeypatch.setattr("niwaki.pipeline.has_tf32", lambda device: True)
+    monkeypatch.setattr("niwaki.pruning.prune.has_tf32", lambda device: True)
     stopped(model, tmp_path / "with", tf32="auto")
     said = message(lambda: run(model, tmp_path / "with", tf32="always"))
     assert "tf32 (auto there, always here)" in said
@@ -182,7 +182,7 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 
 def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(model, tmp_path / "out")
-    monkeypatch.setattr("niwaki.pipeline.versions", lambda: {"niwaki": "9.9"})
+    monkeypatch.setattr("niwaki.pruning.prune.versions", lambda: {"niwaki": "9.9"})
     assert "'niwaki': '9.9'" in message(lambda: run(model, tmp_path / "out"))
 
 
@@ -291,7 +291,7 @@ def test_a_journal_that_cannot_be_written(
     told: list[tuple[int, int]] = []
     left = [None] * (block + 1)
     with monkeypatch.context() as changed:
-        changed.setattr("niwaki.output.write_json", full)
+        changed.setattr("niwaki.models.output.write_json", full)
         message(lambda: run(model, tmp_path / "out", progress=Told(100)), OutputError)
     assert told == ([(1, 3)] if block else [])
     assert names(tmp_path) == [*([".out.partial", ".out.partial.json"] if block else []), "model"]
@@ -301,8 +301,8 @@ def test_a_journal_that_cannot_be_written(
 
 
 def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
-    from niwaki.checkpoint import Checkpoint
-    from niwaki.output import fingerprint
+    from niwaki.models.checkpoint import Checkpoint
+    from niwaki.models.output import fingerprint
 
     first = fingerprint(Checkpoint(save_model(tmp_path / "a")))
     assert fingerprint(Checkpoint(save_model(tmp_path / "b"))) == first

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.distributed import World
-from niwaki.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.rows import ALL, Rows
-from niwaki.solvers import ADMM, SOLVERS, Continuation, MaskThenUpdate, Solver, SparseGPT, continuation
+from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
+from niwaki.layer.patterns.rows import ALL, Rows
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers import ADMM, SOLVERS, Continuation, MaskThenUpdate, Solver, SparseGPT, continuation
+from niwaki.models.processes import World
 from problems import generator, lowest_go_in_matrix, make_problem, normal
 
 T = TypeVar("T")

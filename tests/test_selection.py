@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from niwaki.selection import _kth_by_counting
+from niwaki.layer.patterns.selection import _kth_by_counting
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000, 100_003])

@@ -11,7 +11,7 @@ from torch import Tensor
 import niwaki
 from models import decoder_blocks, message, random_model, random_tokens, reference
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.packed import semi_structured
+from niwaki.packed import two_four as semi_structured
 from niwaki.packed.linear import SparseLinear
 
 HALF = torch.float16

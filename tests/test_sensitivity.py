@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from models import CASES, decoder_blocks, message, random_model, random_tokens, reference, save_model
-from niwaki import blocks, sensitivity
-from niwaki.blocks import StreamedModel
-from niwaki.checkpoint import Checkpoint
-from niwaki.distributed import World
 from niwaki.errors import NumericalError, UnsupportedModelError
-from niwaki.families import ROUTERS
-from niwaki.sensitivity import sensitivities
-from niwaki.states import Room
+from niwaki.models import streamed as blocks
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import ROUTERS
+from niwaki.models.hidden_states import Room
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.pruning import sensitivity
+from niwaki.pruning.sensitivity import sensitivities
 from test_blocks import assert_clean, save_starved, stream_of
 
 T = TypeVar("T")

@@ -30,12 +30,13 @@ from models import (
     save_model_with_tokenizer,
     weight,
 )
-from niwaki import cli, shrinking
+from niwaki import cli
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
-from niwaki.output import Workplace
-from niwaki.perplexity import evaluate
-from niwaki.record import MatrixRecord, Record
-from niwaki.units import Part
+from niwaki.evaluation.evaluate import evaluate
+from niwaki.models.output import Workplace
+from niwaki.pruning.structured import shrink as shrinking
+from niwaki.pruning.structured.units import Part
+from niwaki.records.record import MatrixRecord, Record
 from test_cli import SMALL
 
 RIDGE = 0.01
@@ -622,7 +623,7 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("niwaki.output.save_file", full)
+        patch.setattr("niwaki.models.output.save_file", full)
         assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
     assert listing(tmp_path) == before
 

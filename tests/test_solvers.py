@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, PatternError, UnknownNameError, UsageError
-from niwaki.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
-from niwaki.problem import Gram, LayerProblem, Solution
-from niwaki.solvers import (
+from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
+from niwaki.layer.problem import Gram, LayerProblem, Solution
+from niwaki.layer.solvers import (
     ADMM,
     ALPS,
     OBC,
@@ -34,7 +34,7 @@ from niwaki.solvers import (
     Wanda,
     make_solver,
 )
-from niwaki.solvers.admm import Schedule
+from niwaki.layer.solvers.admm import Schedule
 from problems import (
     DEAD,
     KINDS,

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from models import random_tokens, save_model
-from niwaki import blocks, prune
+from niwaki import prune
 from niwaki.errors import OutputError, UsageError
-from niwaki.progress import Progress
-from niwaki.record import MatrixRecord, Record
-from niwaki.states import Batches, Room, States, parse_size
+from niwaki.models import streamed as blocks
+from niwaki.models.hidden_states import Batches, Room, States, parse_size
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord, Record
 from test_prune import raw
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -338,7 +339,7 @@ def test_memory_of_the_parent_does_not_count() -> None:
 import subprocess, sys
 held = bytearray(1_500_000_000)
 held[::4096] = bytes([1]) * len(held[::4096])
-show = "from niwaki.states import most_resident; print(most_resident())"
+show = "from niwaki.models.hidden_states import most_resident; print(most_resident())"
 print(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from models import message
-from niwaki import structured
-from niwaki.problem import LayerProblem
-from niwaki.structured import Removal, remove_units
+from niwaki.layer import unit_removal as structured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.unit_removal import Removal, remove_units
 from problems import DEAD, gram, inputs, normal, squared_error
 
 ROWS, COLUMNS, RIDGE = 9, 12, 0.01

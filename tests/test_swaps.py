@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import niwaki.solvers.swaps as module
+import niwaki.layer.solvers.swaps as module
 from niwaki.errors import PatternError, UsageError
-from niwaki.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.problem import LayerProblem
-from niwaki.solvers.swaps import Swaps
-from niwaki.solvers.wanda import Wanda
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import LayerProblem
+from niwaki.layer.solvers.swaps import Swaps
+from niwaki.layer.solvers.wanda import Wanda
 from problems import KINDS, make_problem, normal
 
 ROWS, COLUMNS = 7, 16

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from models import CASES, edit_json, message, random_tokens, reference, save_model
-from niwaki.effort import make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.pipeline import prune
-from niwaki.progress import Progress
-from niwaki.synthetic import steps, synthesize
+from niwaki.pruning.effort import make_effort
+from niwaki.pruning.own_text import steps, synthesize
+from niwaki.pruning.prune import prune
+from niwaki.records.progress import Progress
 from test_blocks import assert_clean, stream_of
 from test_prune import tensors
 from test_resume import StopAt, files
@@ -105,7 +105,7 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
     directory = save_model(tmp_path / "model")
     # Threads share the generator of random numbers, which processes do not.
     monkeypatch.setattr(
-        "niwaki.synthetic._continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
+        "niwaki.pruning.own_text._continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
     )
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
@@ -150,7 +150,7 @@ def test_a_run_that_was_stopped_keeps_its_text(tmp_path: Path, monkeypatch: pyte
     run(directory, tmp_path / "whole", effort)
     with pytest.raises(KeyboardInterrupt):
         run(directory, tmp_path / "out", effort, progress=StopAt(8))
-    monkeypatch.setattr("niwaki.walk.synthesize", None)  # it is not written again
+    monkeypatch.setattr("niwaki.pruning.walk.synthesize", None)  # it is not written again
     record = run(directory, tmp_path / "out", effort)
     assert record.resumed == [1]
     assert record.calibration["synthetic"] == 3

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.linalg import inverse_of_damped
-from niwaki.patterns import Fixed
-from niwaki.problem import Gram, LayerProblem
-from niwaki.solvers import Exact
-from niwaki.targets import dense_targets
+from niwaki.layer.dense_targets import dense_targets
+from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.patterns import Fixed
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.solvers import Exact
 from problems import DEAD, generator, gram, inputs, normal
 
 
@@ -107,7 +107,7 @@ def test_matrices_with_the_same_inputs_share_the_work(monkeypatch: pytest.Monkey
         calls.append(damping)
         return inverse_of_damped(copy, damping)
 
-    monkeypatch.setattr("niwaki.targets.inverse_of_damped", counted)
+    monkeypatch.setattr("niwaki.layer.dense_targets.inverse_of_damped", counted)
     W, Xp, X = case()
     shared, cross = Gram(gram(Xp), shared=True), Xp.T @ X / len(X)
     for rows in (W, 2 * W, W[:5]):

@@ -23,7 +23,7 @@ import niwaki
 from models import EMBEDDED, message, reference, save_model_with_tokenizer, weight
 from niwaki import cli
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError
-from niwaki.tasks import Score, TaskScores, evaluate_tasks, read_questions
+from niwaki.evaluation.tasks import Score, TaskScores, evaluate_tasks, read_questions
 
 Question = dict[str, Any]
 QUESTIONS = Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"

@@ -23,34 +23,34 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from niwaki.comparison import compare
-    from niwaki.exporting import export
-    from niwaki.packed.loading import load
-    from niwaki.packed.packing import pack, unpack
-    from niwaki.perplexity import evaluate
-    from niwaki.pipeline import prune
-    from niwaki.problem import LayerProblem, Solution
-    from niwaki.record import Record
-    from niwaki.shrinking import shrink
-    from niwaki.solvers import make_solver
-    from niwaki.table import Comparison
-    from niwaki.tasks import evaluate_tasks
+    from niwaki.evaluation.compare import compare
+    from niwaki.evaluation.evaluate import evaluate
+    from niwaki.evaluation.tasks import evaluate_tasks
+    from niwaki.layer.problem import LayerProblem, Solution
+    from niwaki.layer.solvers import make_solver
+    from niwaki.packed.compressed_tensors import export
+    from niwaki.packed.load import load
+    from niwaki.packed.pack import pack, unpack
+    from niwaki.pruning.prune import prune
+    from niwaki.pruning.structured.shrink import shrink
+    from niwaki.records.comparison import Comparison
+    from niwaki.records.record import Record
 
 _HOMES = {
-    "Comparison": "niwaki.table",
-    "LayerProblem": "niwaki.problem",
-    "Record": "niwaki.record",
-    "Solution": "niwaki.problem",
-    "compare": "niwaki.comparison",
-    "evaluate": "niwaki.perplexity",
-    "evaluate_tasks": "niwaki.tasks",
-    "export": "niwaki.exporting",
-    "load": "niwaki.packed.loading",
-    "make_solver": "niwaki.solvers",
-    "pack": "niwaki.packed.packing",
-    "prune": "niwaki.pipeline",
-    "shrink": "niwaki.shrinking",
-    "unpack": "niwaki.packed.packing",
+    "Comparison": "niwaki.records.comparison",
+    "LayerProblem": "niwaki.layer.problem",
+    "Record": "niwaki.records.record",
+    "Solution": "niwaki.layer.problem",
+    "compare": "niwaki.evaluation.compare",
+    "evaluate": "niwaki.evaluation.evaluate",
+    "evaluate_tasks": "niwaki.evaluation.tasks",
+    "export": "niwaki.packed.compressed_tensors",
+    "load": "niwaki.packed.load",
+    "make_solver": "niwaki.layer.solvers",
+    "pack": "niwaki.packed.pack",
+    "prune": "niwaki.pruning.prune",
+    "shrink": "niwaki.pruning.structured.shrink",
+    "unpack": "niwaki.packed.pack",
 }
 
 

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from niwaki.cli.common import command_line, out, quiet_libraries
+from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import TEXT, Device, Dtype, Length, Model, RecordFile
-from niwaki.display import TableDisplay
-from niwaki.effort import PLAIN_EFFORT
 from niwaki.errors import UsageError
-from niwaki.record import write_json
-from niwaki.table import METHODS
+from niwaki.pruning.effort import PLAIN_EFFORT
+from niwaki.records.comparison import METHODS
+from niwaki.records.record import write_json
 
 
 def compare(
@@ -62,8 +62,8 @@ def compare(
     """
     seconds = _seconds(budget) if budget is not None else None
     quiet_libraries()
-    from niwaki.comparison import compare as run
-    from niwaki.states import parse_size
+    from niwaki.evaluation.compare import compare as run
+    from niwaki.models.hidden_states import parse_size
 
     with TableDisplay(out) as display:
         run(
@@ -95,8 +95,8 @@ def demo(
 ) -> None:
     """Prune the embedded model by the methods of the paper's table 1 and by the default."""
     quiet_libraries()
-    from niwaki.comparison import compare as run
-    from niwaki.output import check_record
+    from niwaki.evaluation.compare import compare as run
+    from niwaki.models.output import check_record
 
     record = record and check_record(record)
     with TableDisplay(out) as display:

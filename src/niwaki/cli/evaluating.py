@@ -14,10 +14,10 @@ from rich.table import Table
 from niwaki.cli.common import command_line, out, quiet_libraries
 from niwaki.cli.options import TEXT, Device, Dtype, Length, Model, RecordFile
 from niwaki.errors import UsageError
-from niwaki.record import write_json
+from niwaki.records.record import write_json
 
 if TYPE_CHECKING:
-    from niwaki.tasks import TaskScores
+    from niwaki.evaluation.tasks import TaskScores
 
 
 def evaluate(
@@ -54,14 +54,14 @@ def evaluate(
     elif text is None and (length is not None or samples is not None):
         raise UsageError("--seqlen and --samples are for --text; --limit is for --tasks")
     quiet_libraries()
-    from niwaki.output import check_record
-    from niwaki.record import versions
+    from niwaki.models.output import check_record
+    from niwaki.records.record import versions
 
     record = record and check_record(record)
     began = time.perf_counter()
     values: dict[str, Any] = {"command": command_line(), "model": model}
     if tasks is not None:
-        from niwaki.tasks import evaluate_tasks
+        from niwaki.evaluation.tasks import evaluate_tasks
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         scores = evaluate_tasks(
@@ -77,7 +77,7 @@ def evaluate(
         if scores.mean is not None:
             values["tasks"]["mean"] = dict(zip(("value", "standard_error"), scores.mean, strict=True))
     if text is not None:
-        from niwaki.perplexity import evaluate as run
+        from niwaki.evaluation.evaluate import evaluate as run
 
         with out.status("reading") as status:
             found = run(

@@ -16,7 +16,7 @@ def export(
 ) -> None:
     """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
     quiet_libraries()
-    from niwaki.exporting import export as run
+    from niwaki.packed.compressed_tensors import export as run
 
     with out.status("exporting"):
         run(model, output)

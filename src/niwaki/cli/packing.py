@@ -13,7 +13,7 @@ from niwaki.cli.options import Model, Output
 def pack(model: Model, output: Output) -> None:
     """Write the pruned MODEL to OUT without its zeros: smaller on disk, in memory and on the way to the processor."""
     quiet_libraries()
-    from niwaki.packed.packing import pack as run
+    from niwaki.packed.pack import pack as run
 
     with out.status("packing") as status:
         sizes = run(model, output, lambda done, count: status.update(f"packing: tensor {done}/{count}"))
@@ -32,7 +32,7 @@ def unpack(
 ) -> None:
     """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte."""
     quiet_libraries()
-    from niwaki.packed.packing import unpack as run
+    from niwaki.packed.pack import unpack as run
 
     with out.status("unpacking") as status:
         run(model, output, lambda done, count: status.update(f"unpacking: tensor {done}/{count}"))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from niwaki.cli.common import command_line, out, quiet_libraries
+from niwaki.cli.display import Display
 from niwaki.cli.options import (
     TEXT,
     TF32,
@@ -22,9 +23,8 @@ from niwaki.cli.options import (
     Samples,
     TextSamples,
 )
-from niwaki.display import Display
-from niwaki.effort import usual_effort
 from niwaki.errors import UsageError
+from niwaki.pruning.effort import usual_effort
 
 
 def prune(
@@ -112,10 +112,10 @@ def prune(
 ) -> None:
     """Prune MODEL and write the result to OUT. A run that was stopped goes on when asked for again."""
     quiet_libraries()
-    from niwaki.distributed import world
-    from niwaki.pipeline import prune as run
-    from niwaki.solvers import DEFAULT_SOLVER, make_solver
-    from niwaki.states import parse_size
+    from niwaki.layer.solvers import DEFAULT_SOLVER, make_solver
+    from niwaki.models.hidden_states import parse_size
+    from niwaki.models.processes import world
+    from niwaki.pruning.prune import prune as run
 
     name = solver or DEFAULT_SOLVER
     effort = effort or usual_effort(solver, mask_from)
@@ -181,7 +181,7 @@ def shrink(
 ) -> None:
     """Remove blocks, attention heads or neurons of MODEL; write a smaller dense model to OUT."""
     quiet_libraries()
-    from niwaki.shrinking import shrink as run
+    from niwaki.pruning.structured.shrink import shrink as run
 
     with Display(out) as display:
         run(

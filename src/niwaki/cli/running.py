@@ -11,7 +11,7 @@ import typer
 
 from niwaki.cli.common import command_line, out, quiet_libraries
 from niwaki.cli.options import Device, Dtype, Model
-from niwaki.record import SPEED_NAME, write_json
+from niwaki.records.record import SPEED_NAME, write_json
 
 
 def generate(
@@ -29,10 +29,10 @@ def generate(
 ) -> None:
     """Write what MODEL, dense or packed, goes on with after PROMPT."""
     quiet_libraries()
-    from niwaki.calibration import load_tokenizer
-    from niwaki.checkpoint import locate_model
-    from niwaki.generating import check, continue_text
-    from niwaki.packed.loading import load
+    from niwaki.evaluation.generate import check, continue_text
+    from niwaki.models.checkpoint import locate_model
+    from niwaki.models.text import load_tokenizer
+    from niwaki.packed.load import load
 
     begin = iter([prompt])  # goes before the first piece: nothing is written where nothing is generated
 
@@ -65,10 +65,10 @@ def bench(
     The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
     """
     quiet_libraries()
-    from niwaki.checkpoint import locate_model
-    from niwaki.display import speed_table
-    from niwaki.measuring import bench as run
-    from niwaki.output import check_record
+    from niwaki.cli.display import speed_table
+    from niwaki.evaluation.bench import bench as run
+    from niwaki.models.checkpoint import locate_model
+    from niwaki.models.output import check_record
 
     file = check_record(record or locate_model(model) / SPEED_NAME)
     with out.status("reading") as status:

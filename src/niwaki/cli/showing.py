@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from niwaki.cli.common import out, quiet_libraries
+from niwaki.cli.display import survey_tables
 from niwaki.cli.options import Model
-from niwaki.display import survey_tables
 
 #: What solvers of one module do that differ in their parameters; all others are described by their module.
 _BY_PARAMETERS = {
@@ -42,7 +42,7 @@ def report(
     samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
-    from niwaki.report import check_extra, load, render, write
+    from niwaki.reports import check_extra, load, render, write
 
     material = load(directory)
     check_extra()
@@ -50,7 +50,7 @@ def report(
     with out.status("reading masks and generating text" if not material.compared else "drawing"):
         if not material.compared:
             quiet_libraries()
-            from niwaki.specimens import extras
+            from niwaki.reports.from_model import extras
 
             (record,) = (run.record for run in material.runs)
             assert record is not None
@@ -63,7 +63,7 @@ def report(
 def inspect(model: Model) -> None:
     """Show what would be pruned in MODEL, and how sparse it is."""
     quiet_libraries()
-    from niwaki.survey import survey
+    from niwaki.evaluation.inspect import survey
 
     with out.status("reading"):
         found = list(survey(model))
@@ -74,7 +74,7 @@ def inspect(model: Model) -> None:
 
 def solvers() -> None:
     """List the solvers and their parameters, for --solver and --set."""
-    from niwaki.solvers import SOLVERS
+    from niwaki.layer.solvers import SOLVERS
 
     table = Table("name", "what it does", "parameters and defaults", box=None, padding=(0, 2, 0, 0))
     for name, solver in SOLVERS.items():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from niwaki.card import top
-from niwaki.checkpoint import output_errors
 from niwaki.errors import UsageError
+from niwaki.models.checkpoint import output_errors
+from niwaki.pruning.card import top
 
 #: The dense model's card, in a packed directory.
 DENSE_CARD = "README.dense.md"

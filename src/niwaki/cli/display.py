@@ -1,0 +1,430 @@
+"""How a run looks on the screen; imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from rich import progress as bars
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from niwaki.pruning.effort import described
+from niwaki.records.comparison import CAPTION, Cell, Comparison, listed
+from niwaki.records.progress import Progress, TableProgress
+from niwaki.records.record import MatrixRecord, Perplexity, Record
+from niwaki.records.speed import SpeedRecord
+from niwaki.records.wording import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from niwaki.evaluation.inspect import MatrixSurvey
+
+#: Stages that are a walk over all blocks before or after that which prunes.
+_PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")
+_DETAILS = {
+    "sensitivity": "which outputs matter",
+    "allocation": "what zeros cost",
+    "synthesis": "text of its own",
+    "influence": "which blocks matter",
+    "perplexity": "perplexity",
+    "capture": "inputs",
+    "fit": "fitting the block",
+    "advance": "outputs",
+}
+
+
+class Display(Progress):
+    """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
+
+    The time left comes from how long the parts of the last
+    block took, so there is none before the first block is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.wants_steps = console.is_terminal
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TextColumn("{task.percentage:>3.0f} %"),
+            bars.TextColumn("{task.fields[left]}"),
+            bars.TextColumn("{task.fields[detail]}", style="dim"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._live: Live | None = None
+        self._shares = [0.3, 0.5, 0.2]  # of each stage in the time of a block, as in the one before
+        self._spent: list[float] = []  # by the stages of this block so far
+        self._began = self._stage_began = self._drawn = time.monotonic()
+        self._blocks = self._block = 0
+        self._stage, self._steps, self._done = "", 1, 0
+        self._planning = False
+        self._detail = ""
+        self._solved: list[MatrixRecord] = []
+        self._names: list[str] = []
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        calibration = record.calibration
+        wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
+        self._line(
+            f"{record.model}: {counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}, {wanted}"
+        )
+        self._line(record.solver)
+        if record.effort:
+            self._line(f"effort: {described(record.effort)}")
+        self._line(
+            f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
+            f"{calibration['source']}, on {record.device} in {record.dtype}"
+        )
+        self._line(f"solving: {operations(record.flops)}")
+        for note in record.notes:
+            self.note(note)
+        self._blocks, self._began = blocks, time.monotonic()
+        if self._console.is_terminal:
+            self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
+            self._live = Live(self._bar, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._close_stage()
+        if block != self._block or self._planning != (name in _PLANNING):
+            self._close_block()
+        if self._planning and name not in _PLANNING:
+            self._began = time.monotonic()  # the time so far says nothing of what comes
+        self._planning = name in _PLANNING
+        self._block, self._stage, self._steps, self._done = block, name, steps, 0
+        self._stage_began = time.monotonic()
+        self._detail = _DETAILS.get(name, "")
+        self._draw()
+
+    def step(self) -> None:
+        self._done += 1
+        self._draw()
+
+    def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
+        self._detail = f"{matrix} {step}/{steps} error {error:.3g}"
+        self._draw()
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        self._detail = f"{matrix.name} error {matrix.error:.3g}"
+        self._solved.append(matrix)
+
+    def note(self, text: str) -> None:
+        self._line(f"note: {text}", style="yellow")
+
+    def stopped(self, done: int, blocks: int) -> None:
+        self.__exit__()
+        Console(stderr=True, highlight=False).print(
+            f"{done} of {blocks} blocks are done and stay; the same command goes on behind them",
+            soft_wrap=True,
+        )
+
+    def end(self, record: Record) -> None:
+        self._close_stage()
+        self._close_block()
+        self.__exit__()
+        self._console.print(summary(record))
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        """A line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
+        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    def _close_stage(self) -> None:
+        if self._stage:
+            self._spent.append(time.monotonic() - self._stage_began)
+        self._stage = ""
+
+    def _close_block(self) -> None:
+        total = sum(self._spent)
+        if self._solved:  # it is none of those that an earlier run did, or that are left as they are
+            self._errors_line(total)
+        if self._solved and total > 0:
+            self._shares = [seconds / total for seconds in self._spent]
+        self._spent.clear()
+        self._solved.clear()
+
+    def _errors_line(self, seconds: float) -> None:
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for matrix in self._solved:
+            kinds[kind(matrix.name)].append(matrix.error)
+        names = [f"{short(name):>6}" for name in kinds]
+        if not self._names:
+            self._line("relative error of each matrix (of experts the mean):")
+        if names != self._names:
+            self._line("  ".join(["block", "seconds", *names]))
+            self._names = names
+        means = [sum(errors) / len(errors) for errors in kinds.values()]
+        shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
+        self._line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if self._live is None or now - self._drawn < 0.1:
+            return
+        self._drawn = now
+        if self._planning:
+            part = min(1.0, self._done / max(1, self._steps))
+            of_all = self._stage in ("sensitivity", "synthesis")
+            fraction = part if of_all else (self._block + part) / self._blocks
+            self._bar.update(
+                self._task, completed=fraction, description="planning", left="", detail=self._detail
+            )
+            return
+        part = sum(self._shares[: len(self._spent)])
+        part += sum(self._shares[len(self._spent) :][:1]) * min(1.0, self._done / max(1, self._steps))
+        fraction = (self._block + part) / self._blocks
+        left = ""
+        if self._block > 0:
+            left = f"{duration((now - self._began) * (1 - fraction) / fraction)} left"
+        self._bar.update(
+            self._task,
+            completed=fraction,
+            description=f"block {self._block + 1}/{self._blocks}",
+            left=left,
+            detail=self._detail,
+        )
+
+
+class TableDisplay(TableProgress):
+    """Draws a comparison: a line for each run as it is done, on a terminal one for the run on its way, and the tables.
+
+    The time left is that of like runs: those of the same method if there are any.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("reading")
+        self._notes: set[str] = set()
+        self._what = self._where = ""
+        self._blocks = 0
+        self._began = time.monotonic()
+        self._expected: Sequence[float] = ()
+        self._stopped = ""
+
+    def __enter__(self) -> TableDisplay:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def table(self, comparison: Comparison, runs: int) -> None:
+        calibration = comparison.calibration
+        there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
+        self._line(
+            f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {calibration['samples']} x "
+            f"{calibration['sequence_length']} tokens of {calibration['source']}"
+        )
+
+    def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
+        number = f"run {done + 1} of {runs}: " if pattern else ""
+        self._what, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
+        self._began = time.monotonic()
+        self._draw()
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._blocks = blocks
+        for note in record.notes:
+            self.note(note)
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._where = f"planning, block {block + 1}" if name in _PLANNING else f"block {block + 1}"
+        self._where += f" of {self._blocks}"
+        self._draw()
+
+    def step(self) -> None:
+        self._draw()
+
+    def measured(self, block: int, blocks: int) -> None:
+        self._where = f"measuring, block {block} of {blocks}"
+        self._draw()
+
+    def note(self, text: str) -> None:
+        if text not in self._notes:  # runs have most of them in common
+            self._notes.add(text)
+            self._line(f"note: {text}", style="yellow")
+
+    def done(self, cell: Cell) -> None:
+        self._line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
+
+    def stopped(self, done: int, blocks: int) -> None:
+        self._stopped = f", and {done} of {blocks} blocks of the one that was on its way"
+
+    def paused(self, done: int, missing: int) -> None:
+        self.__exit__()
+        Console(stderr=True, highlight=False).print(
+            f"{done} of {done + missing} runs are done and stay{self._stopped}; the same command does the others",
+            soft_wrap=True,
+        )
+
+    def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
+        self.__exit__()
+        for text in comparison.texts:
+            self._console.print()
+            self._console.print(perplexity_table(comparison, text))
+        if left_out:
+            self._line(
+                f"left out, for want of time: {listed(left_out)}; the same command without a budget does them",
+                style="yellow",
+            )
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    def _draw(self) -> None:
+        left = ""
+        if self._expected and self._expected[0] > 0:
+            now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
+            left = f"about {duration(now + sum(self._expected[1:]))} left"
+        self._status.update(Text(", ".join(part for part in (self._what, self._where, left) if part)))
+
+
+def kind(name: str) -> str:
+    """What matrices of different experts have in common: "mlp.experts.*.up_proj"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def short(name: str) -> str:
+    """The last part of a name that is no number."""
+    return [part for part in kind(name).split(".") if part != "*"][-1]
+
+
+def duration(seconds: float) -> str:
+    """``"45 s"``, ``"12 min"``, ``"3 h 05 min"``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def operations(flops: float) -> str:
+    """``"0 flop"``, ``"123 Mflop"``, ``"3.2 Tflop"``."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if flops < 999.5 or prefix == "E":
+            break
+        flops /= 1000
+    return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
+
+
+def summary(record: Record) -> Table:
+    """What a run came to."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    sparsities = [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
+    low, high = min(sparsities), max(sparsities)
+    between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
+    if record.structure:
+        table.add_row("removed", record.pattern)
+        table.add_row("parameters", str(record.structure))
+    else:
+        number = counted(len(record.matrices), "matrix", "matrices")
+        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
+    if record.matrices:
+        table.add_row(
+            "error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)"
+        )
+    if record.quantization:
+        table.add_row("grid", record.rounding)
+    if record.own_text:
+        table.add_row("besides", f"{record.own_text}, to calibrate on")
+    if record.fits:
+        before, after = (
+            sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")
+        )
+        table.add_row(
+            "fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)"
+        )
+    for when, measured in record.perplexity.items():
+        table.add_row(f"perplexity {when}", Text(str(Perplexity(**measured))))  # Text: no markup in paths
+    parts = ", ".join(
+        f"{name} {seconds:.1f}"
+        for name, seconds in record.seconds.items()
+        if name != "total" and seconds >= 0.05
+    )
+    table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
+    memory = ", ".join(f"{size / 2**20:,.0f} MiB {where}" for where, size in record.peak_memory.items())
+    table.add_row("peak memory", memory)
+    return table
+
+
+def speed_table(found: SpeedRecord) -> Table:
+    """A row for each form of the model."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    head, *rows = found.table()
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
+    """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
+    kinds: dict[tuple[str, tuple[int, int]], list[MatrixSurvey]] = defaultdict(list)
+    blocks: dict[int, dict[str, list[MatrixSurvey]]] = defaultdict(lambda: defaultdict(list))
+    for item in found:
+        name = kind(item.matrix.name)
+        kinds[name, item.matrix.shape].append(item)
+        blocks[item.matrix.block][name].append(item)
+    patterns = list(next(iter(kinds.values()))[0].fitting)
+    by_kind = Table(
+        title="what would be pruned (n:m: groups of m with at most n non-zero)",
+        box=None,
+        title_justify="left",
+    )
+    for heading in ("matrix", "shape", "number", "weights", "zeros", "in a row", *patterns):
+        by_kind.add_column(heading, justify="left" if heading == "matrix" else "right")
+    for (name, shape), items in kinds.items():
+        weights = len(items) * shape[0] * shape[1]
+        low = min(item.row_zeros[0] for item in items)
+        high = max(item.row_zeros[1] for item in items)
+        by_kind.add_row(
+            short(name),
+            f"{shape[0]}x{shape[1]}",
+            str(len(items)),
+            f"{weights:,}",
+            f"{100 * sum(item.zeros for item in items) / weights:.2f} %",
+            f"{low}-{high}",
+            *(f"{100 * sum(item.fitting[p] for item in items) / len(items):.1f} %" for p in patterns),
+        )
+    by_block = Table(title="zeros, %", box=None, title_justify="left")
+    by_block.add_column("block", justify="right")
+    names = list(dict.fromkeys(name for name, _ in kinds))
+    for name in names:
+        by_block.add_column(short(name), justify="right")
+    for block, row in blocks.items():
+        means = {name: sum(item.sparsity for item in items) / len(items) for name, items in row.items()}
+        by_block.add_row(str(block), *(f"{100 * means[name]:.2f}" if name in means else "" for name in names))
+    return [by_kind, by_block]
+
+
+def perplexity_table(comparison: Comparison, text: str) -> Table:
+    """The paper's table 1: a row for each method, a column for each pattern, the best in bold."""
+    header, rows = comparison.grid(text)
+    table = Table(
+        title=Text(comparison.heading(text)),
+        caption=CAPTION,
+        box=None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in header:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
+    for row in rows:
+        table.add_row(*(Text(cell.strip("*"), "bold" if cell.startswith("**") else "") for cell in row))
+    return table

@@ -1,0 +1,1 @@
+"""What a model is worth: perplexity, tasks, speed, text and comparisons."""

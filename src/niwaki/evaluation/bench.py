@@ -1,0 +1,177 @@
+"""How fast a model writes and how much memory it takes, dense against packed: ``niwaki bench``."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from niwaki.errors import NiwakiError, UsageError, WorkerError
+from niwaki.models.checkpoint import locate_model
+from niwaki.models.hidden_states import most_resident
+from niwaki.packed import kernels
+from niwaki.packed.format import INDEX
+from niwaki.packed.load import load
+from niwaki.packed.pack import pack, unpack
+from niwaki.records.record import versions
+from niwaki.records.speed import Speed, SpeedRecord
+
+
+def bench(
+    model: str | Path,
+    *,
+    prompt: int = 128,
+    tokens: int = 32,
+    repeats: int = 3,
+    device: str = "auto",
+    dtype: str = "auto",
+    command: str = "",
+    say: Callable[[str], None] = lambda _: None,
+) -> SpeedRecord:
+    """Measures a pruned model, dense and packed, each in a process of its own.
+
+    The form that is not there is made in a temporary directory, which takes as much space as its files.
+
+    Args:
+        model: A pruned model, dense or packed: a directory or a hub id.
+        prompt: Tokens of the prompt, drawn at random.
+        tokens: Tokens to write behind it.
+        repeats: How often; medians count.
+        device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
+        dtype: What is computed in, as for :func:`niwaki.load`.
+        command: For the record.
+        say: Is told what is going on.
+
+    Raises:
+        UsageError: nothing can be packed, or a number is out of its range.
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    if min(prompt, tokens - 1, repeats) < 1:
+        raise UsageError("a prompt has 1 token or more, 2 or more are written, 1 time or more often")
+    path = locate_model(str(model))
+    with _both(path, say) as (dense, packed):
+        speeds = []
+        for name, directory in (("dense", dense), ("packed", packed)):
+            say(f"measuring the {name} model")
+            speeds.append(_measured(directory, prompt, tokens, repeats, device, dtype))
+    return SpeedRecord(
+        str(model),
+        prompt,
+        tokens,
+        repeats,
+        device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"),
+        torch.get_num_threads(),
+        kernels.describe(),
+        command,
+        speeds,
+        versions(),
+    )
+
+
+@contextlib.contextmanager
+def _both(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, Path]]:
+    """(the dense model, the packed one)."""
+    with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
+        other = Path(scratch) / path.name
+        if (path / INDEX).exists():
+            say("unpacking")
+            unpack(path, other)
+            yield other, path
+        else:
+            say("packing")
+            pack(path, other)
+            yield path, other
+
+
+def _measured(directory: Path, prompt: int, tokens: int, repeats: int, device: str, dtype: str) -> Speed:
+    """:func:`measure` in a process that has done nothing else."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_answer, args=(send, directory, prompt, tokens, repeats, device, dtype), daemon=True
+    )
+    process.start()
+    send.close()
+    try:
+        found = receive.recv()
+    except EOFError:
+        process.join()
+        raise WorkerError(
+            f"the process that measured {directory} ended with status {process.exitcode}; is there enough memory?"
+        ) from None
+    process.join()
+    if isinstance(found, NiwakiError):
+        raise found
+    assert isinstance(found, Speed)
+    return found
+
+
+def _answer(send: Any, *args: Any) -> None:
+    try:
+        send.send(measure(*args))
+    except NiwakiError as error:
+        send.send(error)
+
+
+@torch.inference_mode()
+def measure(directory: Path, prompt: int, tokens: int, repeats: int, device: str, dtype: str) -> Speed:
+    """The speed of the model in ``directory``, in this process; see :func:`bench`.
+
+    Raises:
+        UsageError: prompt and answer are longer than the model's positions.
+    """
+    packed = (directory / INDEX).exists()
+    began = time.perf_counter()
+    model: Any = load(directory, device, dtype)
+    _wait(model)
+    loaded = time.perf_counter() - began
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and prompt + tokens > longest:
+        raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randint(config.vocab_size, (1, prompt), generator=generator).to(model.device)
+    first, rest = [], []
+    for _ in range(repeats + 1):  # once to warm up
+        began = time.perf_counter()
+        out = model(input_ids=given, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(dim=-1)
+        _wait(model)
+        first.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for _ in range(tokens - 1):
+            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+            token = out.logits[:, -1:].argmax(dim=-1)
+        _wait(model)
+        rest.append((time.perf_counter() - began) / (tokens - 1))
+    parts = {id(value): value.nbytes for value in [*model.parameters(), *model.buffers()]}
+    return Speed(
+        weights="packed" if packed else "dense",
+        dtype=str(model.dtype).removeprefix("torch."),
+        disk=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        resident=sum(parts.values()),
+        peak=_peak(model.device),
+        load=loaded,
+        first_token=statistics.median(first[1:]),
+        tokens_per_second=1 / statistics.median(rest[1:]),
+        slowest=1 / max(rest[1:]),
+        fastest=1 / min(rest[1:]),
+    )
+
+
+def _wait(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return most_resident()

@@ -1,0 +1,448 @@
+"""Every method at every sparsity for one model: the paper's table 1 for the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import decimal
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from niwaki.errors import NiwakiError, UsageError
+from niwaki.evaluation.evaluate import evaluate
+from niwaki.layer.patterns import Pattern, parse_pattern
+from niwaki.layer.solvers import Solver, make_solver
+from niwaki.models.checkpoint import Checkpoint, locate_model, output_errors
+from niwaki.models.output import fingerprint, locked
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import Windows, load_tokenizer, read_windows
+from niwaki.pruning.effort import PLAIN_EFFORT, Effort, make_effort
+from niwaki.pruning.masks import patterns_of
+from niwaki.pruning.prune import prune
+from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
+from niwaki.records.progress import TableProgress
+from niwaki.records.record import Perplexity, Record, versions, write_json
+
+#: Windows behind those of the calibration, where the same text is measured on and nobody says how many.
+WINDOWS_BEHIND = 256
+
+
+def compare(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    solvers: str | Solver | Sequence[str | Solver] = METHODS,
+    sparsities: str | float | Sequence[str | float] = PATTERNS,
+    effort: str = PLAIN_EFFORT,
+    calibration: str = "c4",
+    samples: int = 128,
+    length: int | None = None,
+    texts: str | Sequence[str] = ("wikitext2",),
+    text_samples: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    memory: int | None = None,
+    keep: bool = False,
+    budget: float | None = None,
+    command: str = "",
+    progress: TableProgress | None = None,
+) -> Comparison:
+    """Prunes ``model`` by every method to every sparsity and measures the perplexity of each result.
+
+    ``out`` gets compare.json, compare.csv and compare.md, written anew after each cell, and in ``records`` the whole
+    record of each run. The same call goes on where an earlier one was stopped, in the middle of a run behind its last
+    finished block; a call with other methods or sparsities adds to what is there.
+
+    Texts are read and turned into tokens once, and the dense model is measured once. Nothing else is shared: each
+    method's pruned blocks make the inputs of the next, so that only in the first block all have the same Gram
+    matrices, one capture in as many as the model has blocks (10 % of a run of the embedded model, which has 6; 2 %
+    with 32). What "balanced" finds out about the dense model could be (11 % of its runs), and is not. Results are
+    read back from their files to be measured, which takes 0.5 % of the measuring: these are what a user will load.
+    Each cell is what a single ``prune`` and ``evaluate`` give, to the bit; only the peak memory in a record is that
+    of the whole process so far.
+
+    Of solvers, sparsities and texts one alone needs no list.
+
+    Args:
+        model: A directory or hub id.
+        out: A directory that does not exist, is empty, or has a comparison of the same model, texts, device, dtype
+            and versions. By default nothing is kept.
+        solvers: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort of their own
+            as in "continuation@best:epochs=3"; or solvers, which go by the name of their class in small letters.
+        sparsities: Fractions such as 0.6, "0.6" or "60 %", for which each solver takes the pattern of its paper, and
+            patterns such as "2:4" or "per-row:0.6". All methods have their turn at the first one, then at the next.
+        effort: For solvers that have none of their own.
+        calibration: A text; see :mod:`niwaki.models.text`.
+        samples: Windows of ``calibration``.
+        length: Tokens in a window, of all texts; by default 2,048, or what the model has positions for if fewer.
+        texts: Texts to measure on. One that is also ``calibration`` is measured on behind the calibration windows.
+        text_samples: Windows of each of ``texts``; by default all, and 256 behind the calibration windows.
+        device: As in :func:`niwaki.prune`.
+        dtype: Likewise.
+        memory: Likewise.
+        keep: Whether the pruned models stay, in ``models``: of the cells that this call does.
+        budget: Seconds, from the call on. A cell is only started if it will end before by the time of the slowest of
+            its method's cells, or of all where there is none of its method yet; of the very first one nothing is
+            known, and it is started. Those that do not fit are left out, so that faster methods may still have their
+            turn; ``missing`` has them.
+        command: The command line, for the records.
+        progress: Is told how it goes.
+
+    Returns:
+        All that is in ``out``, also from earlier calls; ``rows()`` is for pandas.
+
+    Raises:
+        UsageError: before anything is computed, if a name, a sparsity or a number is none, a pattern does not fit the
+            model's matrices, or ``out`` has something else.
+        NiwakiError: see :mod:`niwaki.errors`. The cells that are done stay.
+    """
+    began = time.monotonic()
+    progress = progress or TableProgress()
+    texts = [texts] if isinstance(texts, str) else list(dict.fromkeys(texts))
+    solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
+    sparsities = [sparsities] if isinstance(sparsities, str | float | int) else sparsities
+    runs = _runs(solvers, sparsities, effort)
+    fewest = samples if text_samples is None else min(samples, text_samples)
+    if fewest < 1:
+        raise UsageError(f"samples must be 1 or more; got {fewest}")
+    if budget is not None and not budget > 0:
+        raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
+    if keep and out is None:
+        raise UsageError("pruned models are kept in a directory; give one")
+    checkpoint = Checkpoint(locate_model(str(model)))
+    streamed = StreamedModel(checkpoint, device, dtype)
+    for run in runs:
+        patterns_of(run.wanted, None, streamed)
+    length, _ = streamed.window_length(length)
+    if out is not None:
+        out = Path(out).expanduser().resolve()
+        _check(out, checkpoint.path)
+    windows, held = _read(checkpoint.path, calibration, samples, length, texts, text_samples)
+    for tokens in (windows.tokens, *(found.tokens for found in held.values())):
+        streamed.check(tokens)
+    asked = Comparison(
+        model=str(model),
+        calibration=windows.described(),
+        texts=texts,
+        missing=[run.key for run in runs],
+        fingerprint=_fingerprint(str(model), streamed, windows, held),
+        command=command,
+        versions=versions(),
+    )
+    work = _Work(model, windows, held, device, dtype, memory, command, progress)
+    with _place(out) as place:
+        comparison = _joined(place, asked)
+        spent = comparison.seconds
+        runs = [run for run in runs if not _is_done(run, comparison, place)]
+        left_out: list[tuple[str, str]] = []
+        count = 0
+
+        def save() -> None:
+            done = comparison.done()
+            comparison.missing = [key for key in comparison.missing if key not in done]
+            comparison.seconds = spent + time.monotonic() - began
+            comparison.save(place)
+
+        progress.table(comparison, len(runs))
+        try:
+            if comparison.cells:
+                save()  # with what is asked for now
+            else:
+                progress.run("dense", "", 0, len(runs), [])
+                perplexity, measuring = work.measured(checkpoint.path)
+                comparison.cells.append(Cell("dense", "", 0.0, perplexity, measuring=measuring))
+                save()
+                progress.done(comparison.cells[0])
+            for i, run in enumerate(runs):
+                expected = [_expected(other.key[0], comparison.cells) for other in runs[i:]]
+                if budget is not None and time.monotonic() - began + expected[0] > budget:
+                    left_out.append(run.key)
+                    continue
+                progress.run(*run.key, count, len(runs) - len(left_out), expected)
+                with _named(run):
+                    cell = work.cell(run, place)
+                comparison.cells.append(cell if out else dataclasses.replace(cell, record=None))
+                save()
+                if not keep:
+                    with output_errors(place):
+                        shutil.rmtree(place / run.model)
+                count += 1
+                progress.done(comparison.cells[-1])
+        except BaseException:
+            if comparison.cells and out:
+                progress.paused(len(comparison.cells) - 1, len(comparison.missing))
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                (place / "models").rmdir()  # unless something is in it
+        save()
+    progress.finished(comparison, left_out)
+    return comparison
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A cell that was asked for."""
+
+    key: tuple[str, str]  # of the cell
+    method: str  # of the record
+    solver: Solver
+    effort: Effort
+    wanted: Pattern
+
+    @property
+    def record(self) -> str:
+        """Its file."""
+        return f"records/{self._name}.json"
+
+    @property
+    def model(self) -> str:
+        """Its directory."""
+        return f"models/{self._name}"
+
+    @property
+    def _name(self) -> str:
+        method, pattern = (re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
+        return f"{method}_{pattern}"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How each cell is made; see :func:`compare` for what all this is."""
+
+    dense: str | Path
+    windows: Windows
+    held: dict[str, Windows]
+    device: str
+    dtype: str
+    memory: int | None
+    command: str
+    progress: TableProgress
+
+    def cell(self, run: _Run, place: Path) -> Cell:
+        """Prunes and measures; the record is written, and the model stays until somebody removes it."""
+        pruned = place / run.model
+        record = _finished(pruned) or prune(
+            self.dense,
+            pruned,
+            solver=run.solver,
+            method=run.method,
+            effort=run.effort,
+            pattern=run.wanted,
+            calibration=self.windows,
+            length=self.windows.tokens.shape[1],
+            measure="none",
+            device=self.device,
+            dtype=self.dtype,
+            memory=self.memory,
+            command=self.command,
+            progress=self.progress,
+        )
+        perplexity, measuring = self.measured(pruned)
+        write_json(place / run.record, record.to_json(), sync=True)
+        stages = dict(record.seconds)
+        seconds = stages.pop("total")
+        return Cell(
+            *run.key, record.sparsity, perplexity, seconds, record.mean_error, stages, measuring, run.record
+        )
+
+    def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
+        """Perplexities by text, and the seconds that they took."""
+        began = time.monotonic()
+        found = {
+            text: evaluate(
+                path,
+                windows,
+                device=self.device,
+                dtype=self.dtype,
+                memory=self.memory,
+                done=self.progress.measured,
+            )
+            for text, windows in self.held.items()
+        }
+        return found, time.monotonic() - began
+
+
+def _runs(solvers: Sequence[str | Solver], sparsities: Sequence[str | float], effort: str) -> list[_Run]:
+    """All cells, pattern by pattern.
+
+    Raises:
+        UsageError: a name or a sparsity is none, or two different solvers have the same name.
+    """
+    found: dict[tuple[str, str], _Run] = {}
+    for sparsity in sparsities:
+        for given in solvers:
+            if isinstance(given, Solver):
+                name, own, solver = type(given).__name__.lower(), "", given
+            else:
+                name, _, own = given.strip().partition("@")
+                solver = make_solver(name)
+            used = own or effort
+            pattern, wanted = _pattern(sparsity, solver)
+            key = (name if used == PLAIN_EFFORT else f"{name}@{used}", pattern)
+            run = _Run(key, name, solver, make_effort(used), wanted)
+            if found.setdefault(key, run) != run:
+                raise UsageError(f"two solvers are called {key[0]!r}: {found[key].solver} and {solver}")
+    if not found:
+        raise UsageError("say which solvers and which sparsities to compare, such as wanda and 0.5")
+    return list(found.values())
+
+
+def _pattern(given: str | float, solver: Solver) -> tuple[str, Pattern]:
+    """The name of a column, and the pattern of a solver in it."""
+    text = str(given).strip()
+    try:  # in decimals, so that 0.333 and 33.3 % are the same
+        share = decimal.Decimal(text.removesuffix("%").strip())
+    except decimal.InvalidOperation:
+        pattern = parse_pattern(text)
+        return str(pattern), pattern
+    if text.endswith("%"):
+        share /= 100
+    wanted = solver.default_pattern(float(share))
+    return f"{(100 * share).normalize():f} %", wanted
+
+
+def _check(out: Path, source: Path) -> None:
+    """Raises UsageError unless ``out`` may have a comparison of the model in ``source``."""
+    if source.resolve() in [out, *out.parents]:
+        raise UsageError(f"{out} is inside the model's own directory; choose another place")
+    if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
+        raise UsageError(f"{out} exists and has no comparison to go on with; choose another directory")
+
+
+def _read(
+    path: Path, calibration: str, samples: int, length: int, texts: list[str], text_samples: int | None
+) -> tuple[Windows, dict[str, Windows]]:
+    """The windows to calibrate on, and those to measure on by text."""
+    tokenizer = load_tokenizer(path)
+    spare = (text_samples or WINDOWS_BEHIND) if calibration in texts else 0
+    whole = read_windows(calibration, tokenizer, length, samples, spare=spare)
+    windows = dataclasses.replace(whole, tokens=whole.tokens[:samples])
+    held = {}
+    for text in texts:
+        if text != calibration:
+            held[text] = read_windows(text, tokenizer, length, text_samples)
+        elif len(whole.tokens) > samples:
+            source = f"the text behind the calibration windows of {text}"
+            held[text] = Windows(whole.tokens[samples:], source)
+        else:
+            raise UsageError(
+                f"{text} has nothing behind the calibration windows to measure on; try another text"
+            )
+    return windows, held
+
+
+def _fingerprint(
+    model: str, streamed: StreamedModel, windows: Windows, held: dict[str, Windows]
+) -> dict[str, dict[str, str]]:
+    """All that has to be the same for cells to compare."""
+
+    def size(found: Windows) -> str:
+        return "{} x {:,} tokens".format(*found.tokens.shape)
+
+    def entry(identity: object, shown: str) -> dict[str, str]:
+        return {"identity": str(identity), "shown": shown}
+
+    texts = ", ".join(f"{size(found)} of {text}" for text, found in held.items())
+    dtype = str(streamed.dtype).removeprefix("torch.")
+    return {
+        "model": entry(fingerprint(streamed.checkpoint), model),
+        "calibration": entry(windows.fingerprint(), f"{size(windows)} of {windows.source}"),
+        "texts": entry({text: found.fingerprint() for text, found in held.items()}, texts),
+        "device": entry(streamed.device.type, streamed.device.type),
+        "dtype": entry(dtype, dtype),
+        **{name: entry(version, version) for name, version in versions().items()},
+    }
+
+
+@contextlib.contextmanager
+def _place(out: Path | None) -> Iterator[Path]:
+    """``out``, held against other processes, or a directory that goes at the end."""
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+            yield Path(scratch)
+        return
+    with output_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(out, out):
+            yield out
+    finally:
+        with contextlib.suppress(OSError):
+            out.rmdir()  # unless something is in it
+
+
+def _joined(place: Path, asked: Comparison) -> Comparison:
+    """What is there already, with what is asked for now.
+
+    Raises:
+        UsageError: it is not of the same model, texts, device, dtype and versions.
+    """
+    if not (place / "compare.json").exists():
+        return asked
+    there = Comparison.load(place)
+    nothing = {"identity": "", "shown": "nothing"}
+    differing = []
+    for name in dict.fromkeys([*asked.fingerprint, *there.fingerprint]):
+        old, new = there.fingerprint.get(name, nothing), asked.fingerprint.get(name, nothing)
+        if old["identity"] != new["identity"]:
+            same = " (by name the same)" if old["shown"] == new["shown"] else ""
+            differing.append(f"{name} ({old['shown']} there, {new['shown']} here{same})")
+    if differing:
+        raise UsageError(
+            f"{place} has a comparison that differs in {'; '.join(differing)}; use another directory"
+        )
+    missing = list(dict.fromkeys([*there.missing, *asked.missing]))
+    return dataclasses.replace(asked, cells=there.cells, missing=missing, seconds=there.seconds)
+
+
+def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
+    """Whether its cell is there, made by the same solver.
+
+    Raises:
+        UsageError: another solver, or the same with other parameters, has that name there.
+    """
+    cell = comparison.done().get(run.key)
+    if cell is None:
+        return False
+    try:
+        record = Record.from_json((out / str(cell.record)).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError):
+        comparison.cells.remove(cell)  # it is done again
+        comparison.missing.append(run.key)
+        return False
+    here = repr(run.solver), repr(run.effort)
+    if (record.solver, record.effort) != here:
+        raise UsageError(
+            f"{out} has {run.key[0]} at {run.key[1]} by {record.solver}, {record.effort}, and asked for is {here[0]}, "
+            f"{here[1]}; use another directory"
+        )
+    return True
+
+
+def _finished(pruned: Path) -> Record | None:
+    """The record of a model that an earlier call pruned and did not come to measure."""
+    journals = any(pruned.parent.glob(f".{pruned.name}.partial*"))
+    path = pruned / "niwaki.json"
+    return Record.from_json(path.read_text(encoding="utf-8")) if path.exists() and not journals else None
+
+
+def _expected(method: str, cells: list[Cell]) -> float:
+    """Seconds that a cell will take: as the slowest of its method, or of all if it has none; 0 if there are none."""
+    pruned = [cell for cell in cells if cell.pattern]
+    like = [cell for cell in pruned if cell.method == method] or pruned
+    return max((cell.seconds + cell.measuring for cell in like), default=0.0)
+
+
+@contextlib.contextmanager
+def _named(run: _Run) -> Iterator[None]:
+    """Puts the cell before what goes wrong with it."""
+    try:
+        yield
+    except NiwakiError as error:
+        raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error

@@ -1,0 +1,69 @@
+"""What a model directory holds that can be pruned, and how sparse it is already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from niwaki.models.checkpoint import locate_model
+from niwaki.models.layout import Matrix
+from niwaki.models.streamed import StreamedModel
+from niwaki.packed.format import open_checkpoint
+
+#: The n:m patterns that hardware knows.
+KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
+
+
+@dataclass(frozen=True)
+class MatrixSurvey:
+    """One matrix.
+
+    Attributes:
+        matrix: Which.
+        dtype: What it is stored in.
+        zeros: Number of zeros.
+        row_zeros: The least and the greatest number of zeros in a row.
+        fitting: For each n:m of ``KNOWN_PATTERNS`` the fraction of groups of m that have at most n
+            non-zero weights: 1 where the matrix has the pattern, NaN where m does not divide its columns.
+    """
+
+    matrix: Matrix
+    dtype: str
+    zeros: int
+    row_zeros: tuple[int, int]
+    fitting: dict[str, float]
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of zeros."""
+        return self.zeros / (self.matrix.shape[0] * self.matrix.shape[1])
+
+
+def survey(model: str | Path) -> Iterator[MatrixSurvey]:
+    """Looks at each matrix that would be pruned, one in memory at a time.
+
+    Args:
+        model: A directory or a hub id.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    checkpoint = open_checkpoint(locate_model(str(model)))
+    for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
+        kept = matrix.read(checkpoint) != 0
+        per_row = matrix.shape[1] - kept.sum(dim=1)
+        fitting = {}
+        for n, m in KNOWN_PATTERNS:
+            whole = matrix.shape[1] % m == 0
+            groups = kept.view(-1, m).sum(dim=1) <= n if whole else torch.empty(0)
+            fitting[f"{n}:{m}"] = groups.float().mean().item()
+        yield MatrixSurvey(
+            matrix,
+            checkpoint.entries[matrix.key].dtype,
+            int(per_row.sum()),
+            (int(per_row.min()), int(per_row.max())),
+            fitting,
+        )

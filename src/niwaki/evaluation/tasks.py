@@ -1,0 +1,368 @@
+"""Tasks through lm-evaluation-harness: its questions, prompts and scores, and none of our own.
+
+A task is a name that the harness knows, such as ``boolq`` or ``mmlu``; a file of questions with choices (``.jsonl``,
+or ``.json`` with a list), whose lines are::
+
+    {"context": "The old man looked at", "choices": ["the sea.", "of the."], "answer": 0}
+    {"question": "What colour is snow?", "choices": ["black", "white"], "answer": 1}
+
+where a context is gone on with as it is and a question is asked as ``Question: ...`` and ``Answer:`` in a line each; or
+``which-follows``, questions of that kind that ship with niwaki. A blank goes between them and the choices, and
+``answer`` counts from 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from niwaki.errors import (
+    CheckpointError,
+    NiwakiError,
+    NumericalError,
+    TaskError,
+    UnknownNameError,
+    UsageError,
+    first_line,
+)
+from niwaki.models.checkpoint import locate_model
+from niwaki.models.streamed import find_device, find_dtype
+from niwaki.models.text import load_tokenizer
+from niwaki.packed.format import PackedCheckpoint, open_checkpoint
+from niwaki.packed.load import load
+
+#: The questions that ship with niwaki: files in its directory ``data``.
+SHIPPED = {"which-follows": "which-follows.jsonl"}
+#: Questions in one forward pass on a CPU. On a GPU the harness finds out how many fit.
+BATCH = 16
+#: The harness's own, for tasks that draw their examples.
+SEED = 1234
+_ACCURACY = "acc"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one metric of one task says.
+
+    Attributes:
+        task: Its name, or its file as it was given.
+        version: The harness's of the task; of a file the start of its SHA-256, as of all that ships with niwaki.
+        metric: As the harness calls it: "acc" is the share of questions where the right choice is the most
+            likely one, "acc_norm" where it is that for each character of its text.
+        value: From 0 to 1, for accuracies.
+        standard_error: As the harness has it; for accuracies the standard deviation of right and wrong over the
+            square root of their number. None where it has none.
+        questions: How many were asked.
+        shots: Examples before each question.
+    """
+
+    task: str
+    version: str
+    metric: str
+    value: float
+    standard_error: float | None
+    questions: int
+    shots: int
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of some tasks.
+
+    Attributes:
+        scores: One for each task and metric, in the order of the tasks.
+        harness: The version of lm-evaluation-harness.
+        limit: Only so many questions of each task were asked; None for all.
+        device: Where the model ran.
+        dtype: What it ran in.
+    """
+
+    scores: tuple[Score, ...]
+    harness: str
+    limit: int | None
+    device: str
+    dtype: str
+
+    @property
+    def mean(self) -> tuple[float, float | None] | None:
+        """The mean of the tasks' "acc", which is the papers', and its standard error.
+
+        That is of independent tasks: the root of the sum of the squares, over their number. None where there are
+        fewer than two tasks, or one without accuracy.
+        """
+        names = {score.task for score in self.scores}
+        found = [score for score in self.scores if score.metric == _ACCURACY]
+        if len(found) < 2 or len(found) != len(names):
+            return None
+        errors = [score.standard_error for score in found]
+        whole = [error for error in errors if error is not None]
+        error = math.sqrt(sum(e**2 for e in whole)) / len(found) if len(whole) == len(errors) else None
+        return sum(score.value for score in found) / len(found), error
+
+
+def evaluate_tasks(
+    model: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    limit: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: bool = False,
+) -> TaskScores:
+    """Scores of the model in a directory (or hub id), dense or pruned, on tasks. All of it has to fit into memory.
+
+    Args:
+        model: A directory, a hub id or "demo".
+        tasks: See the module's docstring; one or several.
+        limit: Only the first so many questions of each task.
+        device: As in :func:`niwaki.prune`.
+        dtype: As in :func:`niwaki.prune`.
+        progress: Whether the harness shows its progress bars.
+
+    Raises:
+        UnknownNameError: no such task.
+        TaskError: the harness is not installed, or the questions cannot be had.
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be 1 or more; got {limit}")
+    tasks = [tasks] if isinstance(tasks, str) else tasks
+    if not tasks:
+        raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
+    evaluate, version = _harness()
+    with _quiet(progress):
+        built = _build(_distinct(tasks))
+        lm = _load(str(model), device, dtype)
+        try:
+            found = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
+        except Exception as error:  # of any library, in any of thousands of tasks
+            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {first_line(error)}") from error
+    for name, task in built.items():
+        likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
+        if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
+            raise NumericalError(f"likelihoods in {name} are NaN; try --dtype float32")
+    return TaskScores(
+        tuple(score for name in built for score in _scores(name, found)),
+        version,
+        limit,
+        str(lm.device),
+        str(lm.model.dtype).removeprefix("torch."),
+    )
+
+
+def read_questions(path: Path) -> list[dict[str, Any]]:
+    """The questions of a file, as in the module's docstring, each with its whole ``context``.
+
+    Raises:
+        TaskError: it cannot be read, or one of them is none.
+    """
+    try:
+        path = path.expanduser()
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise TaskError(f"there is no file {path}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, a NUL in the path, ~ of nobody
+        raise TaskError(f"{path} cannot be read: {first_line(error)}") from error
+    if path.suffix == ".json":
+        entries = _json(text, str(path))
+        if not isinstance(entries, list):
+            raise TaskError(f"{path} has no list of questions")
+        found = [_question(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1)]
+    else:
+        lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
+        found = [_question(_json(line, where), where) for where, line in lines if line.strip()]
+    if not found:
+        raise TaskError(f"{path} has no questions")
+    return found
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: no JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise TaskError(f"{where}: lists or objects are nested too deeply") from error
+
+
+def _question(entry: Any, where: str) -> dict[str, Any]:
+    given = entry if isinstance(entry, dict) else {}
+    context, question = given.get("context"), given.get("question")
+    choices, answer = given.get("choices"), given.get("answer")
+    if isinstance(context, str) == isinstance(question, str):
+        raise TaskError(f"{where}: wants a text as either 'context' or 'question'")
+    if not (
+        isinstance(choices, list)
+        and len(choices) > 1
+        and all(isinstance(c, str) and c.strip() for c in choices)
+    ):
+        raise TaskError(f"{where}: 'choices' must be 2 or more texts; got {choices!r}")
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise TaskError(
+            f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}; got {answer!r}"
+        )
+    asked = context if isinstance(context, str) else f"Question: {question}\nAnswer:"
+    try:
+        "".join([asked, *choices]).encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{where}: half of a surrogate pair, which is no character") from error
+    return {"context": asked, "choices": choices, "answer": answer}
+
+
+def _harness() -> tuple[Any, str]:
+    """The harness's function, and its version."""
+    try:
+        import lm_eval
+        from lm_eval.evaluator import evaluate
+    except ImportError as error:
+        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({first_line(error)})") from error
+    return evaluate, str(lm_eval.__version__)
+
+
+def _distinct(tasks: Sequence[str]) -> list[str]:
+    """Each once, also a file that is given by two paths."""
+    found: dict[str, str] = {}
+    for name in tasks:
+        # realpath takes any text, and makes no file of ~nobody.
+        same = os.path.realpath(os.path.expanduser(name)) if _is_file(name) and "\0" not in name else name
+        found.setdefault(same, name)
+    return list(found.values())
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in {".json", ".jsonl"}
+
+
+def _build(tasks: list[str]) -> dict[str, Any]:
+    """The harness's task objects by name; a group is all of its tasks."""
+    manager: Any = None
+    built: dict[str, Any] = {}
+    for name in tasks:
+        if name in SHIPPED:
+            built[name] = _from_file(name, Path(str(files("niwaki"))) / "data" / SHIPPED[name])
+        elif _is_file(name):
+            built[name] = _from_file(name, Path(name))
+        else:
+            if manager is None:
+                from lm_eval.tasks import TaskManager
+
+                manager = TaskManager()
+            if name not in manager.all_tasks:
+                known = [*SHIPPED, *manager.all_tasks]
+                raise UnknownNameError("task", name, known, "the command `lm-eval ls tasks` lists all")
+            try:
+                built.update(manager.load([name])["tasks"])
+            except Exception as error:  # of the hub, httpx, datasets, the OS, or the task's own code
+                raise TaskError(
+                    f"the questions of {name} could not be had ({first_line(error)}); where there is no network, "
+                    "give a file of questions (docs/tasks.md) or which-follows"
+                ) from error
+    for task in built.values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(SEED)
+    return built
+
+
+def _from_file(name: str, path: Path) -> Any:
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
+    questions, path = read_questions(path), path.expanduser()
+    accuracies = [
+        {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+        for metric in (_ACCURACY, "acc_norm")
+    ]
+    return ConfigurableTask(
+        config={
+            "task": name,
+            "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(questions)},
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "context",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": accuracies,
+            "metadata": {"version": hashlib.sha256(path.read_bytes()).hexdigest()[:8]},
+        }
+    )
+
+
+def _load(model: str, device: str, dtype: str) -> Any:
+    """The model, whole, as the harness takes it."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = open_checkpoint(locate_model(model))
+    place = find_device(device)
+    tokenizer = load_tokenizer(checkpoint.path)
+    try:
+        if isinstance(checkpoint, PackedCheckpoint):
+            whole: Any = load(checkpoint.path, device, dtype)
+        else:
+            whole = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path, dtype=find_dtype(dtype, place, checkpoint), trust_remote_code=False
+            )
+            whole.to(place)
+        # Without a tokenizer's own limit the harness takes the model's.
+        return HFLM(
+            pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto"
+        )
+    except NiwakiError:
+        raise
+    except Exception as error:  # transformers raises nearly anything
+        raise CheckpointError(f"transformers cannot load {checkpoint.path}: {first_line(error)}") from error
+
+
+def _scores(name: str, found: dict[str, Any]) -> Iterator[Score]:
+    """Of one task, accuracy first."""
+    values = found["results"][name]
+    metrics = [key for key in values if "," in key and "_stderr," not in key]
+    for key in sorted(metrics, key=lambda key: not key.startswith(f"{_ACCURACY},")):
+        metric, _, kept = key.partition(",")
+        error = values.get(f"{metric}_stderr,{kept}")
+        if isinstance(values[key], int | float):
+            yield Score(
+                name,
+                str(found["versions"].get(name)),
+                metric if kept == "none" else key,
+                float(values[key]),
+                float(error) if isinstance(error, int | float) else None,
+                int(found["n-samples"][name]["effective"]),
+                int(found["n-shot"].get(name) or 0),
+            )
+
+
+@contextlib.contextmanager
+def _quiet(progress: bool) -> Iterator[None]:
+    """Without what the harness says about itself, and without its progress bars unless they are wanted."""
+    import datasets
+    from tqdm.std import tqdm
+
+    log, begin = logging.getLogger("lm_eval"), tqdm.__init__
+    level = log.level
+
+    def hidden(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **{**options, "disable": True})
+
+    log.setLevel(logging.ERROR)
+    shown = datasets.is_progress_bar_enabled()
+    if not progress:
+        tqdm.__init__ = hidden
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        tqdm.__init__ = begin
+        if shown:
+            datasets.enable_progress_bars()

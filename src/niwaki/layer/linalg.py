@@ -1,0 +1,128 @@
+"""Linear algebra on Gram matrices; nothing here knows of pruning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError
+from niwaki.layer.tf32 import products
+
+#: Rows that are worked on at a time where each stands for itself: enough for the full rate of products.
+_ROWS = 1024
+
+
+def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
+    """The lower Cholesky factor of H + damping I, with more damping where that is not enough.
+
+    Args:
+        copy: Gives H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose
+            memory the factor takes. Of large models H is the largest thing in memory.
+        damping: What to add to the diagonal, at least 0.
+
+    Returns:
+        (L, damping that was used). The second is greater than asked for if H + damping I was not
+        positive definite in floating point; callers pass it on into the record.
+
+    Raises:
+        NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.
+    """
+    # LAPACK's layout, so that nothing is copied: the transpose of a symmetric matrix is itself.
+    L = copy().mT
+    mean, info = L.diagonal().mean().item(), torch.empty((), dtype=torch.int32, device=L.device)
+    # Rounding errors of a Gram matrix are about n eps times its diagonal: a start below that is lost.
+    step = max(damping, mean * torch.finfo(L.dtype).eps * L.shape[0])
+    while True:
+        L.diagonal().add_(damping)
+        torch.linalg.cholesky_ex(L, out=(L, info))
+        if not info.item():
+            return L, damping
+        if not (step > 0 and damping <= mean * L.shape[0] < math.inf):
+            raise NumericalError(
+                "a Gram matrix is not positive definite even when heavily damped; "
+                "look for NaN, infinite or huge activations in the calibration data"
+            )
+        damping = step = step * 10
+        del L
+        L = copy().mT
+
+
+def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
+    """((H + damping I)^-1, damping that was used), by Cholesky; see :func:`damped_cholesky`."""
+    L, used = damped_cholesky(copy, damping)
+    return torch.cholesky_inverse(L, out=L), used
+
+
+def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
+
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one Cholesky
+    factorisation and one triangular inverse, instead of a factorisation, an inverse and another
+    factorisation, each of which loses digits.
+    """
+    L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
+    U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
+    with products(tf32=False):  # cuBLAS does this one, with the setting for products
+        torch.linalg.solve_triangular(L, U, upper=False, out=U)
+    del L
+    return U.flip(0, 1), used
+
+
+def masked_conjugate_gradients(
+    H: Tensor,  # (in, in), positive definite
+    target: Tensor,  # (out, in)
+    start: Tensor,  # (out, in), zero off the mask
+    mask: Tensor,  # (out, in) bool
+    steps: int,
+) -> tuple[Tensor, float]:
+    """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
+
+    The rows are independent problems and run side by side, each with its own step lengths. A row
+    that has converged stops moving. With H of unit diagonal the identity is its own Jacobi
+    preconditioner, so callers pass normalised matrices. Cost: one (out, in) x (in, in) product a step.
+
+    Returns:
+        (Z, residual): Z is (out, in), zero off the mask, never worse than ``start`` in any row, up to
+        rounding. The residual is the norm of the gradient on the mask relative to that at the start, 0 if
+        that is 0. It is the one that the recurrence keeps, so it costs nothing; when it is small in units
+        of rounding errors the true one is greater.
+    """
+    solved = start.clone()
+    before = after = 0.0
+    for Z, goal, allowed in zip(solved.split(_ROWS), target.split(_ROWS), mask.split(_ROWS), strict=True):
+        R = ((goal - Z) @ H).mul_(allowed)
+        P = R.clone()
+        rr = R.square().sum(dim=1, keepdim=True)
+        before += float(rr.sum(dtype=torch.float64))
+        # Below this the residual is rounding noise, and steps along it are noise too.
+        floor = rr * torch.finfo(H.dtype).eps ** 2
+        for _ in range(steps):
+            HP = (P @ H).mul_(allowed)
+            curvature = (P * HP).sum(dim=1, keepdim=True)
+            alpha = torch.where((curvature > 0) & (rr > floor), rr / curvature, 0.0)
+            Z.addcmul_(P, alpha)
+            R.addcmul_(HP, alpha, value=-1)
+            rr_next = R.square().sum(dim=1, keepdim=True)
+            beta = torch.where(rr > floor, rr_next / rr, 0.0)
+            P.mul_(beta).add_(R)
+            rr = rr_next
+        after += float(rr.sum(dtype=torch.float64))
+    return solved, math.sqrt(after / before) if before > 0 else 0.0
+
+
+def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
+    """tr(D H D^T) with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
+    others = B.split(_ROWS) if B is not None else None
+    parts = []
+    for i, rows in enumerate(A.split(_ROWS)):
+        D = rows - others[i] if others else rows
+        parts.append(float((D @ H).mul_(D).sum(dtype=torch.float64)))
+    return math.fsum(parts)
+
+
+def is_finite(A: Tensor) -> bool:
+    """Whether all of A (rows, n) is finite; without a copy of A, which torch takes."""
+    return all(bool(torch.isfinite(rows).all()) for rows in A.split(_ROWS))

@@ -1,0 +1,32 @@
+"""Which weights may be non-zero.
+
+A pattern is a value with one operation that matters: ``pattern.mask(scores)``, the mask of the best
+weights that the pattern allows. For scores ``|w|`` that is the Euclidean projection of ``w`` onto the
+matrices of the pattern::
+
+    argmin_Z  |Z - W|^2   subject to   the support of Z being allowed   =   W * pattern.mask(|W|)
+
+Counts are exact, ties are broken by position, and True means that a weight is kept.
+"""
+
+from __future__ import annotations
+
+from niwaki.layer.patterns._base import Pattern
+from niwaki.layer.patterns.blocks import Block
+from niwaki.layer.patterns.fixed import Fixed
+from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
+from niwaki.layer.patterns.parsing import parse_pattern
+from niwaki.layer.patterns.unstructured import PerRow, Unstructured
+
+__all__ = [
+    "NM",
+    "Block",
+    "Fixed",
+    "MixedNM",
+    "Pattern",
+    "PerRow",
+    "Quota",
+    "TransposableNM",
+    "Unstructured",
+    "parse_pattern",
+]

@@ -1,0 +1,60 @@
+"""A mask that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from niwaki.errors import PatternError
+from niwaki.layer.patterns._base import ByRows, Pattern
+from niwaki.layer.patterns._parts import runs
+from niwaki.layer.patterns.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed(ByRows):
+    """A mask that comes from elsewhere: another solver, another model.
+
+    Args:
+        values: (out, in) bool, True where a weight is kept.
+        within: The pattern that it was chosen from, which solvers that refine masks keep to.
+    """
+
+    values: Tensor
+    within: Pattern | None = None
+
+    def __str__(self) -> str:
+        return f"fixed:{self.sparsity:.4g}"
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.rows.total(int(self.values.count_nonzero())) / self.weights(self.values)
+
+    def among(self, rows: Rows) -> Pattern | None:
+        return replace(self, values=rows.own(self.values), rows=rows)
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if tuple(self.values.shape) != tuple(shape):
+            raise PatternError(
+                f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}"
+            )
+
+    def reordered(self, columns: Tensor) -> Pattern:
+        return replace(self, values=self.values[:, columns.to(self.values.device)])
+
+    def exchange(self, columns: int) -> int:
+        return self.within.exchange(columns) if self.within else 0
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check((scores.shape[0], scores.shape[1]))
+        return self.values.to(scores.device)
+
+    def partial(self, fraction: float) -> Pattern:
+        return self
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+        self.check(shape)
+        for start, stop in runs(shape[1], width):
+            yield start, stop, Fixed(self.values[:, start:stop])

@@ -1,0 +1,180 @@
+"""n of every m weights in a row: as they are, some groups dense, transposable, and with a quota."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from niwaki.errors import PatternError
+from niwaki.layer.patterns._base import ByRows, Pattern, Tiled, short_number
+from niwaki.layer.patterns._parts import Count, Partial, left_by, runs, shares
+from niwaki.layer.patterns.rows import Rows
+from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
+from niwaki.layer.patterns.unstructured import PerRow, Unstructured
+
+
+@dataclass(frozen=True)
+class _NOfM(ByRows):
+    """``n`` of ``m`` weights are kept in each of the groups that columns fall into, every group on its own."""
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n <= self.m:
+            raise PatternError(f"the pattern {self} keeps n of every m weights; n must be 1 to m")
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    @property
+    def group(self) -> int:
+        return self.m
+
+    def partial(self, fraction: float) -> Pattern:
+        return Partial(self, fraction)
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+        self.check(shape)
+        for start, stop in runs(shape[1], self.m):
+            yield start, stop, self
+
+
+@dataclass(frozen=True)
+class NM(_NOfM):
+    """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    def exchange(self, columns: int) -> int:
+        return self.m
+
+    def check(self, shape: tuple[int, int]) -> None:
+        if shape[1] % self.m:
+            raise PatternError(
+                f"the pattern {self} needs a number of columns that {self.m} divides; this matrix has {shape[1]}"
+            )
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check((scores.shape[0], scores.shape[1]))
+        return keep_highest_of_each(scores, self.n, self.m)
+
+    def threshold(self, scores: Tensor) -> Tensor | None:
+        return middle_of_each(scores, self.n, self.m) if self.n < self.m else None
+
+    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+        return [self] * len(scores)
+
+
+@dataclass(frozen=True)
+class MixedNM(NM):
+    """n:m, or another number than n of every m, the same in a matrix: so that all have that sparsity together.
+
+    Of itself it is n:m; see :mod:`niwaki.pruning.plan` for which matrix gets which number.
+    """
+
+    def __str__(self) -> str:
+        return f"mixed-{self.n}:{self.m}"
+
+    def at(self, sparsity: float) -> Pattern | None:
+        kept = math.floor((1 - sparsity) * self.m + 1e-9)
+        return NM(min(self.m, max(1, kept)), self.m, rows=self.rows)
+
+
+@dataclass(frozen=True)
+class TransposableNM(Tiled, _NOfM):
+    """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
+
+    A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact:
+    of all such tiles (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares. Of
+    equal sums the first one is taken, where tiles are read row by row and a dropped weight comes before
+    a kept one. For greater m, Hubara et al. solve a minimum-cost flow for each tile, or approximate it.
+
+    Reference: Hubara et al. 2021, arXiv 2102.08124, where N counts zeros; here n counts what is kept.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.m > 4:
+            raise PatternError(
+                f"the pattern {self} is not affordable: its exact projection tries all tiles, and of 6 x 6 with "
+                f"3 per row there are 297,200; use m up to 4, as in transposable-2:4, or plain {self.n}:{self.m}"
+            )
+
+    def __str__(self) -> str:
+        return f"transposable-{self.n}:{self.m}"
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return (self.m, self.m)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check((scores.shape[0], scores.shape[1]))
+        return keep_best_tiles(scores, self.n, self.m)
+
+
+@dataclass(frozen=True)
+class Quota(ByRows):
+    """n:m with more zeros than n:m asks for: at most n of every m, and a sparsity above 1 - n/m.
+
+    The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That
+    is the best mask of the pattern: groups of m lie within rows and rows within the matrix, and with
+    such nested (laminar) limits on counts taking the highest weights that fit is optimal.
+
+    Args:
+        within: The pattern n:m.
+        quota: What the whole has to be, in each row or in total.
+
+    Raises:
+        PatternError: the quota asks for fewer zeros than n:m.
+    """
+
+    within: NM
+    quota: PerRow | Unstructured
+
+    def __post_init__(self) -> None:
+        if self.quota.sparsity < self.within.sparsity:
+            raise PatternError(
+                f"the pattern {self} asks for {short_number(self.quota.sparsity)} zeros in all, and "
+                f"{self.within} alone has {short_number(self.within.sparsity)}; raise the first to that or more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.within}+{self.quota}"
+
+    @property
+    def sparsity(self) -> float:
+        return self.quota.sparsity
+
+    @property
+    def group(self) -> int:
+        return self.within.group
+
+    def exchange(self, columns: int) -> int:
+        return self.within.exchange(columns)
+
+    def check(self, shape: tuple[int, int]) -> None:
+        self.within.check(shape)
+
+    def among(self, rows: Rows) -> Pattern | None:
+        return replace(self, quota=replace(self.quota, rows=rows), rows=rows)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return self.quota.mask(left_by(self.within, scores))
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, quota=replace(self.quota, sparsity=max(sparsity, self.within.sparsity)))
+
+    def partial(self, fraction: float) -> Pattern:
+        return Partial(self, fraction)
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+        self.check(shape)
+        per_row = isinstance(self.quota, PerRow)
+        for start, stop, zeros in shares(self, shape, width):
+            yield start, stop, Count(zeros, per_row, self.within, rows=self.rows)

@@ -1,0 +1,49 @@
+"""Patterns from text."""
+
+from __future__ import annotations
+
+import re
+
+from niwaki.errors import PatternError
+from niwaki.layer.patterns._base import Pattern
+from niwaki.layer.patterns.blocks import Block
+from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
+from niwaki.layer.patterns.unstructured import PerRow, Unstructured
+
+
+def parse_pattern(text: str) -> Pattern:
+    """A pattern from what its ``str`` is.
+
+    ``"2:4"``, ``"unstructured:0.6"``, ``"per-row:0.6"``, ``"transposable-2:4"``, ``"mixed-2:4"``,
+    ``"block-4x4:0.5"``, ``"2:4+per-row:0.6"`` or ``"2:4+unstructured:0.6"``.
+
+    Raises:
+        PatternError: it is none of these, or its numbers are out of range.
+    """
+    within, plus, quota = text.strip().partition("+")
+    kind, _, number = within.partition(":")
+    try:
+        if plus:
+            nm, rest = parse_pattern(within), parse_pattern(quota)
+            if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
+                return Quota(nm, rest)
+        elif match := re.fullmatch(r"(transposable-|mixed-)?(\d+):(\d+)", within):
+            n, m = int(match[2]), int(match[3])
+            return (
+                TransposableNM(n, m)
+                if match[1] == "transposable-"
+                else MixedNM(n, m)
+                if match[1]
+                else NM(n, m)
+            )
+        elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
+            return Block(float(number), (int(match[1]), int(match[2])))
+        elif kind in ("unstructured", "per-row"):
+            return (Unstructured if kind == "unstructured" else PerRow)(float(number))
+    except ValueError as error:
+        if isinstance(error, PatternError):
+            raise
+    raise PatternError(
+        f"{text!r} is no pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
+        "or transposable-2:4, mixed-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
+    )

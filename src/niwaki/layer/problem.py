@@ -1,0 +1,245 @@
+"""The layer-wise problem, and what a solver gives back.
+
+    minimise  tr((W - What) H (W - What)^T)  =  |X W^T - X What^T|^2 / tokens,   H = X^T X / tokens,
+
+over What whose support a pattern allows. X is (tokens, in): the inputs of the layer on the calibration
+text. An objective with other targets is the same problem with another W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError, UsageError
+from niwaki.layer.linalg import is_finite, quadratic_form
+
+T = TypeVar("T")
+
+#: Rows or columns that change places at a time.
+_STRIP = 1024
+
+#: Called as monitor(step, steps, relative error, estimated from some of the rows).
+Monitor = Callable[[int, int, float], None]
+
+
+class Gram:
+    """H = X^T X / tokens with all that solvers derive from it, so that matrices with the same input share it.
+
+    Args:
+        H: (in, in) float32 or float64, symmetric, positive semidefinite. Not changed.
+        shared: Whether several problems use it, so that factorisations are worth their memory.
+        mean: (in,) the mean of each input over the same tokens, for the methods that want it (DSnoT).
+
+    Raises:
+        UsageError: H is not square, or the mean does not fit it.
+        NumericalError: H has NaN or infinite entries.
+    """
+
+    def __init__(self, H: Tensor, shared: bool = True, mean: Tensor | None = None) -> None:
+        if H.ndim != 2 or H.shape[0] != H.shape[1]:
+            raise UsageError(f"a Gram matrix is square (in, in); got {tuple(H.shape)}")
+        if not torch.isfinite(H.diagonal()).all() or not torch.isfinite(H.sum()):
+            raise NumericalError("the Gram matrix has NaN or infinite entries; look at the activations")
+        if mean is not None and (mean.shape != H.shape[:1] or mean.dtype != H.dtype):
+            raise UsageError(
+                f"the mean of the inputs is ({H.shape[0]},) {H.dtype}; got {mean.shape} {mean.dtype}"
+            )
+        self.H = H
+        self.mean = mean
+        self.shared = shared
+        self._memo: dict[Any, Any] = {}
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """(in,) root mean square of each input; 0 for an input that is never active."""
+        return self.H.diagonal().clamp(min=0).sqrt()
+
+    def unit(self) -> Tensor:
+        """(in, in), new: H in coordinates where live inputs have unit norm; 0 for dead inputs."""
+        inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
+        return (self.H * inverse).mul_(inverse.unsqueeze(1))
+
+    def live(self) -> Tensor:
+        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, so that they ask for no damping.
+
+        Their rows stand alone and their normalised weights are 0: whatever is there changes nothing else.
+        """
+        H = self.unit()
+        H.diagonal().add_(self.norm == 0)
+        return H
+
+    def derived(self, key: object, compute: Callable[[], T]) -> T:
+        """``compute()``, once for each key: how a factorisation is shared between matrices."""
+        if not self.shared:
+            return compute()
+        if key not in self._memo:
+            self._memo[key] = compute()
+        value: T = self._memo[key]
+        return value
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        W: (out, in) in the dtype of the problem's W, exactly +0.0 off the mask.
+        mask: (out, in) bool, True where a weight was kept, with exactly the count of the pattern.
+        error: tr((W - What) H (W - What)^T) / tr(W H W^T), the squared error relative to the output.
+        stats: What else is worth a record, such as the damping that was used.
+    """
+
+    W: Tensor
+    mask: Tensor
+    error: float
+    stats: dict[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """One matrix to prune.
+
+    Args:
+        W: (out, in) float32 or float64, the weights to reproduce.
+        H: (in, in) of the same dtype and device, or a :class:`Gram` that several problems share.
+
+    Raises:
+        UsageError: shapes, dtypes or devices do not go together.
+        NumericalError: W or H is not finite.
+    """
+
+    W: Tensor
+    H: Tensor | Gram
+
+    def __post_init__(self) -> None:
+        H = self.gram.H
+        if self.W.ndim != 2 or self.W.shape[1] != H.shape[0]:
+            raise UsageError(f"W is (out, in) and H is (in, in); got {tuple(self.W.shape)}, {tuple(H.shape)}")
+        if not self.W.numel():
+            raise UsageError(f"W is {tuple(self.W.shape)} and has no weights")
+        if not self.W.is_floating_point() or self.W.dtype not in (torch.float32, torch.float64):
+            raise UsageError(f"W must be float32 or float64, not {self.W.dtype}; convert it first")
+        if self.W.dtype != H.dtype or self.W.device != H.device:
+            raise UsageError(
+                f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same "
+                "dtype and device"
+            )
+        if not is_finite(self.W):
+            raise NumericalError("W has NaN or infinite entries")
+
+    @cached_property
+    def gram(self) -> Gram:
+        return self.H if isinstance(self.H, Gram) else Gram(self.H, shared=False)
+
+    @cached_property
+    def power(self) -> float:
+        """tr(W H W^T), the mean squared norm of the layer's output."""
+        return quadratic_form(self.W, self.gram.H)
+
+    def loss(self, What: Tensor) -> float:
+        """tr((W - What) H (W - What)^T); cost of one (out, in) x (in, in) product."""
+        return quadratic_form(self.W, self.gram.H, What)
+
+    def error(self, What: Tensor) -> float:
+        """tr((W - What) H (W - What)^T) / tr(W H W^T); cost of one (out, in) x (in, in) product."""
+        return relative(self.loss(What), self.power)
+
+    def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
+        """``What`` off the mask set to +0.0, checked and with its error.
+
+        Raises:
+            NumericalError: a weight is NaN or infinite.
+        """
+        # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 turns
+        # a -0.0 that is on the mask into +0.0 too.
+        W = What.masked_fill(~mask, 0.0).add_(0.0)
+        if not is_finite(W):
+            raise NumericalError("the solver arrived at NaN or infinite weights; raise its damping")
+        return Solution(W, mask, self.error(W), dict(stats))
+
+
+class Normalised:
+    """The problem in coordinates where H has unit diagonal: W norm instead of W, see :class:`Gram`.
+
+    In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit,
+    and H needs no preconditioner (Boza 2024, section 3.1).
+
+    Args:
+        problem: The problem.
+        metric: (in,) positive; what to multiply the weights by on top of the norms.
+        order: (in,) the order in which to take the columns.
+
+    Attributes:
+        W: (out, in), the weights times the norms of their inputs (and the metric).
+        gram: Where factorisations of ``H`` are kept.
+    """
+
+    def __init__(
+        self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None
+    ) -> None:
+        self._problem = problem
+        self._order = order
+        self.gram = problem.gram
+        # One factor, and not one after the other: a weight that comes back has been rounded only twice.
+        self._scale = self.gram.norm if metric is None else self.gram.norm * metric
+        self.W = self._reordered(problem.W * self._scale)
+        self._metric = metric
+        self._power_of_some_rows = 0.0
+
+    @cached_property
+    def H(self) -> Tensor:  # noqa: N802 - as the papers call it
+        """(in, in), unit diagonal (without a metric); rows and columns of dead inputs are zero."""
+        return self.new_H()
+
+    def new_H(self) -> Tensor:  # noqa: N802
+        """``H``, new each time: for what takes its place, or needs it for a moment. It may be gigabytes."""
+        H = self.gram.unit()
+        if self._metric is not None:
+            H.div_(self._metric).div_(self._metric.unsqueeze(1))
+        if self._order is not None:
+            for rows in H.split(_STRIP):
+                rows.copy_(rows[:, self._order])
+            for columns in H.split(_STRIP, dim=1):
+                columns.copy_(columns[self._order])
+        return H
+
+    def restore(self, W: Tensor, rows: slice = slice(None)) -> Tensor:
+        """(out, in), or the ``rows`` that W has, in the problem's own coordinates.
+
+        Dead inputs get their old weights back. The text says nothing on them, so the best guess for other
+        text is not to touch them.
+        """
+        live = self._scale > 0
+        scale, old = torch.where(live, self._scale, 1.0), self._problem.W[rows]
+        restored = torch.empty_like(W)
+        for part, new, before in zip(W.split(_STRIP), restored.split(_STRIP), old.split(_STRIP), strict=True):
+            torch.where(live, self.original(part) / scale, before, out=new)
+        return restored
+
+    def original(self, M: Tensor) -> Tensor:
+        """``M`` (out, in) with its columns in the problem's order: for masks."""
+        return M if self._order is None else torch.empty_like(M).index_copy_(1, self._order, M)
+
+    def _reordered(self, M: Tensor) -> Tensor:
+        return M if self._order is None else M[:, self._order]
+
+    def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
+        """Tells ``monitor``, if there is one, the error of M * V on some 32 rows, a small part of a step."""
+        if monitor is not None:
+            rows = slice(None, None, max(1, self.W.shape[0] // 32))
+            H, W0 = self.gram.H, self._problem.W[rows]
+            W = self.restore(V[rows] * mask[rows], rows)
+            power = self._power_of_some_rows = self._power_of_some_rows or quadratic_form(W0, H)
+            monitor(step, steps, quadratic_form(W, H, W0) / power if power > 0 else 0.0)
+
+
+def relative(loss: float, power: float) -> float:
+    """A squared error relative to the squared output."""
+    return loss / power if power > 0 else (0.0 if loss == 0 else math.inf)

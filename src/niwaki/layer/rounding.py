@@ -1,0 +1,145 @@
+"""Weights on a mask and a grid: what rounding one weight does wrong the others make up for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from niwaki.layer.grid import Grid, usable
+from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.problem import Gram, LayerProblem, Solution
+from niwaki.layer.tf32 import products
+
+_SWEEPS = 20
+#: The penalty of the choice of grid points, in the first and the last sweep.
+_PENALTIES = (0.3, 0.7)
+#: The weights' own.
+_RHO = math.sqrt(_PENALTIES[0] * _PENALTIES[1])
+#: Of the least squares for scales, relative to the squared output of each group.
+_RIDGE = 1e-3
+#: Rows that are worked on at a time.
+_ROWS = 1024
+
+
+def onto_grid(
+    problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype
+) -> tuple[Solution, Tensor]:
+    """``solution`` with weights on ``grid``, for the same mask, and their scales.
+
+    Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; that with scales
+    which are fitted to it. So no row is worse than with rounding to the nearest.
+
+    Scales s are those of :meth:`Grid.scales` for the solver's weights and diag(H). With P(.) the nearest point of the
+    grid on the mask M, R = rho (H + rho I)^-1 in coordinates where H has unit diagonal, Z the solver's weights, U = 0,
+
+        X = W + (Z - U - W) R
+        Z = P(X + (rho / gamma_t) U)
+        U = U + X - Z
+
+    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean. With a small gamma
+    weights change places on the grid easily. This is ADMM, whose penalty changes where that costs nothing, as in the
+    solver ``continuation``. Then, with the codes q fixed, the scales of a row are those that minimise
+    (w - q s) H (w - q s)^T + ridge |...|^2, one small system of equations for each row; the ridge keeps them near the
+    old ones.
+
+    A kept weight may be 0 on the grid. Inputs that are never active have their weights rounded to the nearest. Rows are
+    independent problems, so any part of them has the same result, to within rounding.
+
+    Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
+    (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
+
+    References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
+    2024, arXiv 2401.02938, there for masks. GPTQ (arXiv 2210.17323) goes over the columns once instead, and SparseGPT
+    (arXiv 2301.00774, section 3.5) prunes in the same pass.
+
+    Args:
+        problem: The layer problem; its W are the targets. Not changed.
+        solution: A solver's. Not changed.
+        grid: The grid.
+        dtype: What values and scales are rounded to.
+
+    Returns:
+        The solution, whose ``stats`` are the solver's, and (out, groups) the scales, in the dtype of W.
+
+    Raises:
+        UsageError: the grid does not fit the number of inputs.
+    """
+    gram, W = problem.gram, problem.W
+    R = gram.derived("onto grid", lambda: _resolvent(gram))
+    importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
+    found, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
+    for start in range(0, W.shape[0], _ROWS):
+        rows = slice(start, start + _ROWS)
+        target, mask, solved = W[rows], solution.mask[rows], solution.W[rows]
+        first = grid.scales(solved, importance, dtype)
+
+        def nearest(V: Tensor, s: Tensor = first, mask: Tensor = mask) -> Tensor:
+            return grid.project(V, s, dtype).masked_fill_(~mask, 0.0)
+
+        rounded = nearest(solved)
+        swept = _swept(target, solved, R, nearest)
+        swept[:, dead] = rounded[:, dead]
+        codes = grid.codes(swept, first)
+        fitted = _fitted_scales(target, codes, first, gram.H, dtype)
+        best, least = rounded, _losses(target, rounded, gram.H)
+        chosen = first
+        for candidate, s in ((swept, first), (grid.values(codes, fitted, dtype), fitted)):
+            losses = _losses(target, candidate, gram.H)
+            better = (losses < least).unsqueeze(1)
+            best, chosen = torch.where(better, candidate, best), torch.where(better, s, chosen)
+            least = torch.minimum(losses, least)
+        found[rows], scales[rows] = best, chosen
+    return problem.solution(found, solution.mask, **solution.stats), scales
+
+
+def flops(rows: int, columns: int) -> float:
+    """Floating-point operations of :func:`onto_grid`, counted as those of solvers are."""
+    return columns**3 + (_SWEEPS + 5) * 2.0 * rows * columns**2
+
+
+def _resolvent(gram: Gram) -> Tensor:
+    """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalised."""
+    inverse, _ = inverse_of_damped(gram.live, _RHO)
+    norm = torch.where(gram.norm > 0, gram.norm, 1.0)
+    return inverse.mul_(_RHO).mul_(norm.unsqueeze(1)).div_(norm)
+
+
+def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    Z, U = start, torch.zeros_like(W)
+    growth = _PENALTIES[1] / _PENALTIES[0]
+    for sweep in range(_SWEEPS):
+        gamma = _PENALTIES[0] * growth ** (sweep / (_SWEEPS - 1))
+        X = torch.addmm(W, (Z - U).sub_(W), R)
+        Z = nearest(torch.add(X, U, alpha=_RHO / gamma))
+        U.add_(X).sub_(Z)
+    return Z
+
+
+def _fitted_scales(W: Tensor, codes: Tensor, scales: Tensor, H: Tensor, dtype: torch.dtype) -> Tensor:
+    """(out, groups): the scales with the least squared error for ``codes``; an old one where it is not above 0."""
+    rows, groups = scales.shape
+    A, b = W.new_empty(rows, groups, groups), torch.empty_like(scales)
+    width = W.shape[1] // groups
+    for group in range(groups):
+        columns = slice(group * width, (group + 1) * width)
+        outputs = codes[:, columns] @ H[columns]
+        A[:, group] = (outputs * codes).view(rows, groups, width).sum(dim=2)
+        b[:, group] = outputs.mul_(W).sum(dim=1)
+    diagonal = A.diagonal(dim1=1, dim2=2)
+    seen = diagonal > 0
+    ridge = diagonal * _RIDGE
+    b.addcmul_(ridge, scales)
+    diagonal.add_(ridge).masked_fill_(~seen, 1.0)
+    with products(tf32=False):
+        fitted, _ = torch.linalg.solve_ex(A, b)
+    fitted = torch.where(seen & (fitted > 0) & fitted.isfinite(), fitted, scales)
+    return usable(fitted, dtype)
+
+
+def _losses(W: Tensor, Q: Tensor, H: Tensor) -> Tensor:
+    """(out,), the squared error of each row's output."""
+    D = W - Q
+    return (D @ H).mul_(D).sum(dim=1)

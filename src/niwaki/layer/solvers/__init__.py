@@ -1,0 +1,91 @@
+"""Layer solvers: one method, one file, one paper.
+
+``SOLVERS`` holds each method with its default parameters; :func:`make_solver` makes one with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from niwaki.layer.solvers._base import Solver
+from niwaki.layer.solvers._compose import MaskThenUpdate
+from niwaki.layer.solvers.admm import ADMM
+from niwaki.layer.solvers.alps import ALPS
+from niwaki.layer.solvers.conjugate import ConjugateGradients
+from niwaki.layer.solvers.continuation import Continuation
+from niwaki.layer.solvers.descent import Descent
+from niwaki.layer.solvers.dsnot import DSnoT
+from niwaki.layer.solvers.exact import Exact
+from niwaki.layer.solvers.magnitude import Magnitude
+from niwaki.layer.solvers.obc import OBC
+from niwaki.layer.solvers.obs import OBSSaliency
+from niwaki.layer.solvers.ria import RIA
+from niwaki.layer.solvers.sparsegpt import SparseGPT
+from niwaki.layer.solvers.swaps import Swaps
+from niwaki.layer.solvers.wanda import Wanda
+from niwaki.options import choose
+
+__all__ = [
+    "ADMM",
+    "ALPS",
+    "DEFAULT_SOLVER",
+    "OBC",
+    "RIA",
+    "SOLVERS",
+    "ConjugateGradients",
+    "Continuation",
+    "DSnoT",
+    "Descent",
+    "Exact",
+    "Magnitude",
+    "MaskThenUpdate",
+    "OBSSaliency",
+    "Solver",
+    "SparseGPT",
+    "Swaps",
+    "Wanda",
+    "make_solver",
+]
+
+#: By the name on the command line: those that choose a mask and leave the weights, those that do both,
+#: and those that fit the weights to a mask (Wanda's, where they are not given one).
+SOLVERS: dict[str, Solver] = {
+    "magnitude": Magnitude(),
+    "wanda": Wanda(),
+    "ria": RIA(),
+    "obs": OBSSaliency(),
+    "dsnot": DSnoT(),
+    "swaps": Swaps(),
+    "sparsegpt": SparseGPT(),
+    "obc": OBC(),
+    "alps": ALPS(),
+    "admm-grad": ADMM(),
+    "continuation": Continuation(),
+    "admm1": ADMM(sparsification_steps=1),
+    "adam": Descent(),
+    "sgd": Descent("sgd", learning_rate=1.0),
+    "cg": ConjugateGradients(),
+    "exact": Exact(),
+}
+
+#: The lowest layer errors for its time; see docs/methods.md.
+DEFAULT_SOLVER = "continuation"
+
+
+def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
+    """The solver called ``name`` with some of its parameters changed.
+
+    Args:
+        name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or
+            several joined by ``+``: the mask of those before with the weights of the last one, see
+            :class:`MaskThenUpdate`.
+        settings: Parameter name to value, as text; of the last solver of several.
+
+    Raises:
+        UnknownNameError: no such solver or parameter.
+        UsageError: a value is not of the parameter's type, or out of its range, or a parameter has none.
+    """
+    mask, plus, name = name.rpartition("+")
+    if plus:
+        return MaskThenUpdate(make_solver(mask), make_solver(name, settings))
+    return choose("solver", name, SOLVERS, settings)

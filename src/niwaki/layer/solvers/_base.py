@@ -1,0 +1,72 @@
+"""What all solvers have in common."""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+
+from niwaki.errors import UsageError
+from niwaki.layer.patterns import Pattern, Unstructured
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+
+
+@dataclass(frozen=True)
+class Solver(abc.ABC):
+    """A method with its hyper-parameters: a frozen dataclass that is called with a problem and a pattern.
+
+    The fields are the method's parameters and the command line's ``--set`` options; ``__post_init__``
+    checks them. A new solver is one file with one subclass and one line in ``SOLVERS``.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        """Prunes one matrix.
+
+        Args:
+            problem: W (out, in) and H (in, in); neither is changed.
+            pattern: What support is allowed.
+            monitor: Called after each step with (step, steps, estimated relative error), by solvers that
+                go step by step towards the solution.
+
+        Returns:
+            The new weights, exactly zero off the mask, and the mask with the pattern's exact count.
+
+        Raises:
+            PatternError: the pattern does not fit the shape of W.
+            NumericalError: H cannot be factorised or the result is not finite.
+        """
+
+    @abc.abstractmethod
+    def flops(self, rows: int, columns: int) -> float:
+        """Floating-point operations for a matrix of shape (out, in) = (rows, columns) that shares its H with none.
+
+        Those of matrix products and factorisations, with the two products that measure the error;
+        selections and elementwise work are not counted.
+        """
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether runs of rows may be solved in different processes, each with a pattern ``among`` its rows.
+
+        True promises that, with such a pattern, (1) what becomes of a row hangs on the other rows by answers of the
+        pattern only, to within rounding; (2) which of the pattern's methods (and ``sparsity``) are called, in which
+        order, hangs on the pattern and on ``pattern.weights``, and never on the values or the number of the rows at
+        hand, because the processes wait for each other in them; (3) ``stats`` tell of H only.
+        """
+        return False
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        """The pattern that the method's paper means by "60 % sparsity"."""
+        return Unstructured(sparsity)
+
+    def _require(self, name: str, accepted: bool, range_: str) -> None:
+        """Raises UsageError unless ``accepted`` and finite, saying what ``name`` should have been."""
+        value = getattr(self, name)
+        if not accepted or (isinstance(value, float) and not math.isfinite(value)):
+            raise UsageError(f"{name} must be {range_}; got {value!r}")
+
+
+def product(rows: int, columns: int) -> float:
+    """Floating-point operations of a product (out, in) x (in, in)."""
+    return 2.0 * rows * columns**2

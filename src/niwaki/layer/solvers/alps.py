@@ -1,0 +1,114 @@
+"""ALPS: ADMM on the number of weights, with a penalty that follows the support; arXiv 2406.07831."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from niwaki.layer.linalg import masked_conjugate_gradients
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+#: Steps between two looks at the support.
+PERIOD = 3
+#: (change of the support relative to the number of kept weights, factor of rho), greatest first.
+FACTORS = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
+
+
+@dataclass(frozen=True)
+class ALPS(Solver):
+    """ADMM with the pattern as a constraint, until the support stays, then a refit.
+
+    In coordinates where H has unit diagonal, with W0 the weights, H' = H + lambda I, and V = 0, D = the
+    projection P(W0) of the weights onto the pattern at the start:
+
+        W = (H' + rho I)^-1 (H' W0 - V + rho D),   D = P(W + V / rho),   V = V + rho (W - D)
+
+    Every 3 steps, s is the number of weights that are in the support of D now or were 3 steps ago but not
+    both, and k the number of kept weights:
+
+        rho = 1.3 rho  if s >= 0.1 k,    1.2 rho  if s >= 0.005 k,    1.1 rho  if s >= 1
+
+    and s = 0 ends the loop. What = conjugate gradients from D on its support (algorithm 2).
+
+    Differences from the paper:
+
+    1. W = W0 + (H' + rho I)^-1 (rho (D - W0) - V): the same, one product a step, none before the first.
+    2. At most ``iterations`` steps; ``stats["converged"]`` says whether the support stayed.
+    3. The damping is relative to the unit diagonal of H, and so an equal part of each input's own H_jj; in
+       the published code it is 1 % of the mean of the diagonal before that is scaled.
+    4. The published code does two things besides: it starts over with rho / 5 while the first changes are
+       small, and after step 30 it stops at s < 0.0003 k. Its mask is that of W at the end, here it is the
+       support of D.
+
+    Cost: about 9 in^3 for the eigendecomposition, which matrices with the same input share, 2 in^3 for
+    each new rho, and 2 out in^2 a step with a selection among the weights; memory of the eigenvectors, of
+    (H' + rho I)^-1, and six copies of W.
+
+    Reference: Meng et al. 2024, arXiv 2406.07831, algorithms 1 and 2, sections 3.2 and 3.3; the code is
+    github.com/mazumder-lab/ALPS.
+
+    Attributes:
+        iterations: Steps of ADMM at most.
+        rho: The first penalty, relative to the unit diagonal of H.
+        damping: lambda, likewise.
+        finish: Steps of conjugate gradients on the final support.
+    """
+
+    iterations: int = 300
+    rho: float = 0.1
+    damping: float = 0.01
+    finish: int = 10
+
+    def __post_init__(self) -> None:
+        self._require("iterations", self.iterations >= 1, "1 or more")
+        self._require("rho", self.rho > 0, "above 0")
+        self._require("damping", self.damping >= 0, "0 or more")
+        self._require("finish", self.finish >= 0, "0 or more")
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        scaled = Normalised(problem)
+        W0, rho, steps = scaled.W, self.rho, self.iterations + self.finish
+        H = scaled.new_H()
+        H.diagonal().add_(self.damping)
+        L, Q = scaled.gram.derived("eigh", lambda: torch.linalg.eigh(scaled.new_H()))
+        # Eigenvalues below 0 are rounding errors of a singular H.
+        L = L.clamp(min=0) + self.damping
+        inverse = (Q / (L + rho)) @ Q.T
+        mask = before = pattern.mask(W0.abs())
+        kept, converged = int(mask.count_nonzero()), False
+        D, V = W0.masked_fill(~mask, 0.0), torch.zeros_like(W0)
+        for step in range(1, self.iterations + 1):
+            W = torch.addmm(W0, (D - W0).mul_(rho).sub_(V), inverse)
+            D = torch.add(W, V, alpha=1 / rho)
+            mask = pattern.mask(D.abs())
+            D.masked_fill_(~mask, 0.0)
+            V.add_(W - D, alpha=rho)  # in this order, so that where W is D nothing is rounded
+            scaled.report(monitor, step, steps, D, mask)
+            if step % PERIOD == 0:
+                change = int((mask ^ before).count_nonzero())
+                if converged := change == 0:
+                    break
+                before = mask
+                rho *= next(factor for least, factor in FACTORS if change >= least * kept)
+                inverse = (Q / (L + rho)) @ Q.T
+        residual = float((W - D).norm() / size) if (size := D.norm()) > 0 else 0.0
+        Z, _ = masked_conjugate_gradients(H, W0, D, mask, self.finish)
+        if self.finish or step < steps:
+            scaled.report(monitor, steps, steps, Z, mask)
+        return problem.solution(
+            scaled.restore(Z),
+            mask,
+            damping=self.damping,
+            damping_asked=self.damping,
+            iterations=step,
+            converged=converged,
+            residual=residual,
+        )
+
+    def flops(self, rows: int, columns: int) -> float:
+        inverses = 1 + self.iterations // PERIOD
+        products = self.iterations + self.finish + 3
+        return (9 + 2 * inverses) * columns**3 + products * product(rows, columns)

@@ -1,0 +1,232 @@
+"""Continuation: ADMM on the pattern, with a choice of weights that hardens, then a refit; the default."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+#: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
+_METRIC_DAMPING = 0.02
+#: The part of the sweeps with the first of the two penalties of the weights.
+_SWITCH = 0.6
+#: From this number of weights on a part chooses among its own, which saves time.
+_APART = 4096
+
+
+@dataclass(frozen=True)
+class Continuation(Solver):
+    """ADMM whose Z-step is a choice by degrees, with a penalty that grows, part by part, then a refit.
+
+    Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the
+    others cannot make up for, W0 is the weights times d and H' = (H + lambda I) / (d d^T), where
+    d_j = c_j^(3/8) divided by its geometric mean. A weight that is easily replaced then looks small.
+
+    Penalties: gamma_1 .. gamma_k rise geometrically from ``penalty_start`` to ``penalty_end``, times
+    c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
+
+    The columns are cut into ``parts`` by taking every ``parts``-th group of them. From W = W0, U = 0, in
+    sweep t = 1..k, with x = (t - 1) / (k - 1), for each part of the columns after the other:
+
+        W = W0 + (Z - U - W0) R                     its columns, with the present Z and U of all parts
+        W = W + (relaxation - 1) (W - Z)
+        S = |W + (rho / gamma_t) U|,    theta = the pattern's threshold for S
+        P = clamp(1/2 + (S / theta - 1) / (2 e_t), 0, 1),    e_t = softness (1 - x)
+        V = W + U,    Z = P * V,    U = V - Z
+
+    where R = rho (H' + rho I)^-1. The first sweep has no W-step. There, in the last sweep, and for
+    patterns without a threshold, P is the mask. rho is gamma at a quarter of the way in the first 60 % of
+    the sweeps and gamma_k in the others; U is rescaled there, so that the multiplier rho U stays. In the
+    end the mask is that of |Z + U|, and conjugate gradients refit the weights with H' in the place of H.
+
+    With a small gamma a pruned weight comes back easily, while all weights are still near W0; as gamma
+    grows and e_t falls they settle. theta is that of the scores of all parts, as they were computed last.
+    From 4,096 weights on a part has a theta of its own where groups stand for themselves (n:m), and for
+    unstructured sparsity, there with the share of zeros that the mask of |W0| gives it.
+
+    Differences from the paper: there is none. ADMM with the L0 constraint and one fixed penalty is what
+    Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
+    (arXiv 2406.07831) is the nearest published method. What each of these does for the layers of the
+    embedded model, with figures, is in docs/log.md:
+
+    1. Only the choice of weights has a penalty that changes in every step, and that costs nothing; the
+       weights themselves need only two, hence two inverses.
+    2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
+    3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both
+       kept, in the same step. A sweep costs the same product, cut into pieces.
+    4. The choice by degrees: half as many sweeps for the same error.
+
+    Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a
+    selection among the weights in each sweep; memory of R and five copies of W, with the problem's.
+
+    Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
+
+    Attributes:
+        sweeps: k.
+        parts: Parts of the columns; 1 is plain ADMM.
+        penalty_start: The first gamma, without unit.
+        penalty_end: The last one.
+        softness: Within which distance from theta, relative to it, weights are kept by degrees at first.
+        relaxation: Above 1 it is over-relaxation.
+        damping: lambda, relative to the unit diagonal of H.
+        finish: Steps of conjugate gradients on the final mask.
+    """
+
+    sweeps: int = 13
+    parts: int = 4
+    penalty_start: float = 0.3
+    penalty_end: float = 1.0
+    softness: float = 0.4
+    relaxation: float = 1.6
+    damping: float = 0.005
+    finish: int = 2
+
+    rows_apart = True
+
+    def __post_init__(self) -> None:
+        self._require("sweeps", self.sweeps >= 1, "1 or more")
+        self._require("parts", self.parts >= 1, "1 or more")
+        self._require("penalty_start", self.penalty_start > 0, "above 0")
+        least = f"at least penalty_start ({self.penalty_start:g})"
+        self._require("penalty_end", self.penalty_end >= self.penalty_start, least)
+        self._require("softness", 0 <= self.softness <= 1, "from 0 to 1")
+        self._require("relaxation", 0 < self.relaxation < 2, "between 0 and 2")
+        self._require("damping", self.damping >= 0, "0 or more")
+        self._require("finish", self.finish >= 0, "0 or more")
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        pattern.check((problem.W.shape[0], problem.W.shape[1]))
+        unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
+        metric = unexplained.pow(0.375) / typical**0.375
+        order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
+        order = order.to(problem.W.device)
+        pattern = pattern.reordered(order)
+        scaled = Normalised(problem, metric, order)
+        W0 = scaled.W
+        damping = self.damping / metric[order].square()
+
+        def new_H() -> Tensor:  # noqa: N802
+            H = scaled.new_H()
+            H.diagonal().add_(damping)
+            return H
+
+        kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
+        start = self.penalty_start * typical**0.5 * kept**-0.25
+        growth = self.penalty_end / self.penalty_start
+        ends = list(itertools.accumulate(widths))
+        columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
+        # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
+        # Of (out, in) there are W0, U and Y = Z - U - W0, of which Z is made for a part at a time.
+        W0s = W0.split(widths, dim=1)
+        Us = [torch.zeros(part.shape, dtype=W0.dtype, device=W0.device) for part in W0s]
+        scores = [part.abs() for part in W0s]
+        Y = torch.zeros_like(W0)
+        Ys = Y.split(widths, dim=1)
+        apart = pattern.apart(scores) if min(map(pattern.weights, scores)) >= _APART else None
+        Ws, Zs = _in_turns(Us), _in_turns(Us)
+        if apart:
+            scores = _in_turns(Us)
+        Rs: Sequence[Tensor] = ()
+        rho = raised = 0.0
+        steps = self.sweeps + self.finish
+        for sweep in range(self.sweeps):
+            done = sweep / max(1, self.sweeps - 1)
+            if sweep in (0, math.ceil(_SWITCH * self.sweeps)):
+                before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
+                key = ("continuation", self.damping, rho, pattern.group, self.parts)
+                Rs = ()  # before there is another
+                Rs, used = problem.gram.derived(key, lambda rho=rho: _resolvent(new_H, rho, widths))  # type: ignore[misc]
+                raised = max(raised, used - rho)
+                for U, part in zip(Us, Ys, strict=True):
+                    part.add_(U, alpha=1 - before / rho)
+                    U.mul_(before / rho)
+            gamma = start * growth**done
+            softness = self.softness * (1 - done) if sweep else 0.0
+            for i, (W, U, Z) in enumerate(zip(Ws, Us, Zs, strict=True)):
+                if sweep:
+                    torch.add(Ys[i], U, out=Z).add_(W0s[i])
+                    torch.addmm(W0s[i], Y, Rs[i], out=W)
+                    W.add_(Z.sub_(W), alpha=1 - self.relaxation)
+                else:
+                    W.copy_(W0s[i])
+                torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
+                if apart:
+                    P = _choice(apart[i], scores[i], slice(None), softness)
+                else:
+                    P = _choice(pattern, torch.cat(scores, dim=1), columns[i], softness)
+                V = W.add_(U)
+                torch.mul(V, P, out=Z)
+                torch.sub(V, Z, out=U)
+                torch.sub(Z, U, out=Ys[i]).sub_(W0s[i])
+            if monitor is not None:
+                V = torch.add(Y, W0).add_(torch.cat(Us, dim=1), alpha=2)
+                scaled.report(monitor, sweep + 1, steps, V, pattern.mask(V.abs()))
+        V = Y.add_(W0).add_(torch.cat(Us, dim=1), alpha=2)  # Z + U
+        del Rs, Us, Zs, Ws, scores, W, U, Z, P
+        mask = pattern.mask(V.abs())
+        H = new_H()
+        H.diagonal().add_(raised)
+        Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
+        del H, V, Y, Ys
+        if self.finish:
+            scaled.report(monitor, steps, steps, Z, mask)
+        return problem.solution(
+            scaled.restore(Z),
+            scaled.original(mask),
+            damping=self.damping + raised,
+            damping_asked=self.damping,
+        )
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
+
+
+def _choice(pattern: Pattern, scores: Tensor, columns: slice, softness: float) -> Tensor:
+    """(out, columns), bool or from 0 to 1: how far each weight of ``columns`` is kept, by the scores of all."""
+    theta = pattern.threshold(scores)
+    if theta is None:
+        return pattern.mask(scores)[:, columns]
+    own = scores[:, columns]
+    if theta.shape == scores.shape:
+        theta = theta[:, columns]
+    if softness == 0:
+        return own > theta
+    P: Tensor = own / theta.clamp(min=torch.finfo(own.dtype).tiny)
+    return P.sub_(1 - softness).mul_(0.5 / softness).clamp_(0, 1)
+
+
+def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
+    """((in,) c_j, their geometric mean); of dead inputs, which no other can explain, the mean."""
+    gram = problem.gram
+    inverse, _ = inverse_of_damped(gram.unit, _METRIC_DAMPING)
+    live = gram.norm > 0
+    c = 1 / inverse.diagonal()
+    typical = float(c[live].log().mean().exp()) if bool(live.any()) else 1.0
+    return torch.where(live, c, typical), typical
+
+
+def _resolvent(new_H: Callable[[], Tensor], rho: float, widths: list[int]) -> tuple[Sequence[Tensor], float]:
+    inverse, used = inverse_of_damped(new_H, rho)
+    return inverse.mul_(rho).split(widths, dim=1), used
+
+
+def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of ``parts`` that share their memory, for what is only needed of one at a time."""
+    memory = torch.empty_like(max(parts, key=Tensor.numel)).view(-1)
+    return [memory[: part.numel()].view(part.shape) for part in parts]
+
+
+def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
+    """(order of the columns, widths of the parts): part i has groups i, i + parts, i + 2 parts ..."""
+    groups = torch.arange(columns).split(group)
+    taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
+    return torch.cat([torch.cat(part) for part in taken]), [sum(len(g) for g in part) for part in taken]

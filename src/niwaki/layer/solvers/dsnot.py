@@ -1,0 +1,123 @@
+"""DSnoT: exchanges pruned and kept weights until the mean of the output is right; arXiv 2310.08915."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from niwaki.errors import PatternError, UsageError
+from niwaki.layer.patterns import Pattern, PerRow
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+
+@dataclass(frozen=True)
+class DSnoT(Solver):
+    """Dynamic sparse no training: refines a mask by exchanges within rows, with the weights as they are.
+
+    For each row r, with A_k the activations of input k and e_r the mean error of the output,
+
+        e_r = E[(W - M * W) A]_r = sum over pruned k of W_rk E[A_k]
+
+    a cycle grows weight i and prunes weight j. For e_r > 0 (the other sign mirrors both)
+
+        i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
+        j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
+
+    so that both lessen e_r, and W_ri E[A_i] - W_rj E[A_j] is what it loses. The rows go side by side.
+    The mask to start from is Wanda's, or the one that is given (``sparsegpt+dsnot``). It needs
+    ``Gram.mean``.
+
+    Differences from the paper:
+
+    1. A row stops before an exchange that would not bring |e_r| down. To go on for all cycles, with
+       |e_r| above the threshold, moves weights to and fro around 0: on a block of the reference model at
+       50 % per row (64 samples) |e| ends at 0.24 of Wanda's instead of 0.12, and the squared error at 0.976
+       of Wanda's instead of 0.963 (held-out text: 1.020 and 1.010). The published code goes on, but takes
+       no weight twice.
+    2. The threshold is relative, so that it has no unit; the published code's 0.1 is for activations summed
+       over a sequence. Any threshold up to 0.01 gives the same to 1 %.
+    3. Of n:m, i and j are of the same group, and i is the best of the groups that have a j. The published
+       code prunes the lowest weight of i's group whatever its sign, and stops where e_r would change its
+       own. Either is no gain over Wanda at 2:4: 1.03 and 1.00 of its squared error.
+    4. The variance is that over all tokens; the published code has the mean of those within the sequences.
+    5. All matrices are refined; the published code by default leaves those of the MLP as they were.
+
+    Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies
+    of W.
+
+    Reference: Zhang et al. 2023, arXiv 2310.08915, growing and pruning criteria; differences from the code
+    are from github.com/zyxxmu/DSnoT.
+
+    Attributes:
+        cycles: Exchanges in a row at most (the paper's T).
+        threshold: A row is done when |e_r| is below it, relative to the root of sum_k W_rk^2 E[A_k^2], which
+            is the output's root mean square for inputs that are independent of each other.
+    """
+
+    cycles: int = 50
+    threshold: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._require("cycles", self.cycles >= 1, "1 or more")
+        self._require("threshold", self.threshold >= 0, "0 or more")
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        mean = problem.gram.mean
+        if mean is None:
+            raise UsageError("DSnoT needs the mean of the inputs; make the problem's H a Gram(H, mean=...)")
+        scaled = Normalised(problem)
+        importance = scaled.W.abs()
+        mask = pattern.mask(importance).clone()
+        width = pattern.exchange(mask.shape[1])
+        if not width:
+            raise PatternError(
+                f"DSnoT exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
+                "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
+                "2:4, or in Python Fixed(mask, within=NM(2, 4))"
+            )
+        power = problem.gram.H.diagonal()
+        # At least what rounding leaves of E[A^2] - E[A]^2 for an input that is constant.
+        variance = torch.maximum(power - mean.square(), power * torch.finfo(power.dtype).eps)
+        rate = torch.where(power > 0, mean / torch.where(power > 0, variance, 1.0), 0.0)
+        shift = problem.W * mean  # (out, in), what pruning a weight adds to the mean error of its row
+        error = shift.masked_fill(mask, 0.0).sum(dim=1)
+        first, exchanges = float(error.norm()), 0
+        enough = self.threshold * importance.square().sum(dim=1).sqrt_()
+        rows = torch.arange(len(error), device=error.device)
+        for cycle in range(1, self.cycles + 1):
+            rows = rows[error[rows].abs() > enough[rows]]
+            if not len(rows):
+                break
+            kept, sign = mask[rows], error[rows].sign().unsqueeze(1)
+            wrong = shift[rows] * sign < 0
+            lowest, place = (
+                importance[rows].masked_fill_(~(kept & wrong), math.inf).view(len(rows), -1, width).min(dim=2)
+            )
+            closed = lowest.isinf().repeat_interleave(width, dim=1)
+            growth = (problem.W[rows] * rate).mul_(sign).masked_fill_(kept | closed, 0.0)
+            gain, grown = growth.max(dim=1)
+            group = grown // width
+            pruned = group * width + place.gather(1, group.unsqueeze(1)).squeeze(1)
+            after = error[rows] - shift[rows, grown] + shift[rows, pruned]
+            better = (gain > 0) & (after.abs() < error[rows].abs())
+            rows, grown, pruned = rows[better], grown[better], pruned[better]
+            mask[rows, grown], mask[rows, pruned] = True, False
+            error[rows] = after[better]
+            exchanges += len(rows)
+            scaled.report(monitor, cycle, self.cycles + 1, scaled.W, mask)
+        scaled.report(monitor, self.cycles + 1, self.cycles + 1, scaled.W, mask)
+        return problem.solution(
+            problem.W,
+            mask,
+            exchanges=exchanges,
+            mean_error=float(error.norm()) / first if first else 0.0,
+        )
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 2 * product(rows, columns)
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        return PerRow(sparsity)

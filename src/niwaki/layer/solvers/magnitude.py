@@ -1,0 +1,31 @@
+"""Magnitude: keeps the largest weights and leaves them as they are; arXiv 1506.02626."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+
+@dataclass(frozen=True)
+class Magnitude(Solver):
+    """Keeps the largest weights and leaves them as they are.
+
+    M = the pattern's mask of |W_ij|, What = M * W. The text plays no part.
+
+    Differences from the paper: none known.
+
+    Cost: one selection.
+
+    Reference: Han et al. 2015, arXiv 1506.02626; Zhu & Gupta 2017, arXiv 1710.01878.
+    """
+
+    rows_apart = True
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        return problem.solution(problem.W, pattern.mask(problem.W.abs()))
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 2 * product(rows, columns)

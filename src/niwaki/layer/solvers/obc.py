@@ -1,0 +1,138 @@
+"""OBC: greedy removal of one weight of each row after another, for small matrices; arXiv 2208.11580."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import PatternError, UsageError
+from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+#: What a monitor counts: twentieths of the removals.
+_STEPS = 20
+
+
+@dataclass(frozen=True)
+class OBC(Solver):
+    """Removes weight after weight, always the one that costs least, and makes up for each exactly.
+
+    In coordinates where H has unit diagonal, for a row w of the weights, with C the inverse of
+    H + lambda I over the weights that remain (eqs. 3 and 4):
+
+        p = argmin w_p^2 / C_pp,    w -= C_:p w_p / C_pp,    C -= C_:p C_p: / C_pp
+
+    w is then always the exact solution for the weights that remain. All rows go side by side. In each
+    step the pattern chooses a mask from sqrt(w^2 / C_ii), with removed weights below all others, and
+    each row in which it prunes weights that remain removes the cheapest of these. It ends when the
+    removed weights are those that the pattern prunes. What this is, for
+
+        n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row,
+                         is not full; where rows cannot all have the same number, those whose next
+                         weight is cheapest have one more
+        unstructured     the global greedy choice over all rows, where removals make the other weights
+                         of a row no cheaper; otherwise near to it (errors from 1 % lower to 3 % higher
+                         on correlated inputs, up to 14 % either way where H is singular)
+        a given mask     the exact refit on it, as Exact
+
+    Differences from the paper:
+
+    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T,
+       which is a Cholesky factorisation of the inverse, pivoted differently in each row. Only its
+       diagonal and one column per step are needed. That is half the traffic or less, and k/in of the
+       memory for k removals.
+    2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is
+       removed than the pattern asks for, and patterns of every kind go the same way.
+    3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
+
+    There is no refit at the end: on trained layers in float32 the weights are as near to the exact
+    ones without it (1e-6 of the largest, 3e-5 without damping), and the error is within 1 part in 10^7.
+
+    Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in.
+
+    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4, with eq. 3 and lemma 1 (eq. 4).
+    What it does without structure is also in its code, github.com/IST-DASLab/OBC.
+
+    Attributes:
+        damping: lambda, relative to the unit diagonal of H.
+        memory: GiB that the vectors g may take. Without structure it is an estimate from the first mask,
+            above what was used on trained layers.
+    """
+
+    damping: float = 0.01
+    memory: float = 4.0
+
+    def __post_init__(self) -> None:
+        self._require("damping", self.damping >= 0, "0 or more")
+        self._require("memory", self.memory > 0, "above 0")
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        if not pattern.single:
+            raise PatternError(
+                f"obc removes single weights, and those of {pattern} stand or fall together; "
+                "take the mask of another solver, as in wanda+obc"
+            )
+        scaled = Normalised(problem)
+        inverse, used = scaled.gram.derived(
+            ("obc", self.damping), lambda: inverse_of_damped(scaled.gram.live, self.damping)
+        )
+        W = scaled.W.clone()
+        diagonal = inverse.diagonal().expand_as(W).clone()
+        removed = torch.zeros_like(W, dtype=torch.bool)
+        mask = pattern.mask((W.square() / diagonal).sqrt_())
+        zeros = (~mask).sum(dim=1)
+        total, done, step = int(zeros.sum()), 0, 0
+        G = self._allocate(W, int(zeros.max()))
+        while done < total:
+            saliency = W.square().div_(diagonal)
+            mask = pattern.mask(saliency.sqrt().masked_fill_(removed, -1.0))
+            cheapest, p = saliency.masked_fill_(mask | removed, torch.inf).min(dim=1, keepdim=True)
+            active = cheapest < torch.inf  # (out, 1), as p
+            if step == G.shape[1]:
+                G = torch.cat([G, torch.empty_like(G[:, : 1 + step // 8])], dim=1)
+            # C_:p / sqrt(C_pp), in rows that remove nothing zero
+            past = G[:, :step]
+            coefficients = past.gather(2, p.unsqueeze(2).expand(-1, step, 1)).mT
+            g = inverse[p.squeeze(1)].sub_(torch.bmm(coefficients, past).squeeze(1))
+            pivot = diagonal.gather(1, p).sqrt_()
+            g.div_(pivot).masked_fill_(~active, 0.0)
+            G[:, step] = g
+            removed.scatter_(1, p, removed.gather(1, p) | active)
+            W.addcmul_(g, W.gather(1, p).div_(pivot), value=-1).masked_fill_(removed, 0.0)
+            # 1 / C_ii is at most the diagonal of H + lambda I; rounding must not take it beyond.
+            diagonal.addcmul_(g, g, value=-1).clamp_(min=1 / (1 + used))
+            step += 1
+            before, done = done, done + int(active.count_nonzero())
+            if _STEPS * before // total != _STEPS * done // total:
+                scaled.report(monitor, _STEPS * done // total, _STEPS, W, ~removed)
+        return problem.solution(scaled.restore(W), ~removed, damping=used, damping_asked=self.damping)
+
+    def flops(self, rows: int, columns: int) -> float:
+        """An upper bound, for the removal of all weights: at sparsity s it takes s^2 of the first term."""
+        return rows * columns**3 + columns**3 + 2 * product(rows, columns)
+
+    def _allocate(self, W: Tensor, removals: int) -> Tensor:
+        """(out, removals, in), uninitialised."""
+        rows, columns = W.shape
+        needed, has = rows * removals * columns * W.element_size(), self.memory * 2**30
+        if needed > has:
+            raise UsageError(
+                f"obc needs {_bytes(needed)} for {rows} x {columns} weights at this sparsity, and its memory is "
+                f"{_bytes(has)} ({rows * removals**2 * columns:.1e} operations); try --set "
+                f"memory={needed / 2**30 + 0.1:.1f} (in GiB), or a solver that needs less, such as continuation"
+            )
+        return W.new_empty(rows, removals, columns)
+
+
+def _bytes(size: float) -> str:
+    """``"12 bytes"``, ``"184 KiB"``, ``"4.00 GiB"``: three digits, and the unit that they fit."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "bytes" or size >= 100 else 1 if size >= 10 else 2
+    return f"{size:.{digits}f} {unit}"

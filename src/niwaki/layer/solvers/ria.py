@@ -1,0 +1,59 @@
+"""RIA: keeps the weights that matter most in their row and their column, as they are; ICLR 2024."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+
+@dataclass(frozen=True)
+class RIA(Solver):
+    """Keeps the weights that matter most in their row and their column, and leaves them as they are.
+
+    M = the pattern's mask of
+
+        (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
+
+    and What = M * W, with |X_j|_2 the norm of input j over the calibration tokens, which is sqrt(H_jj) up
+    to a factor. Both sums are over the absolute weights of one row and of one column, so a row or a column
+    of small weights is not lost as a whole.
+
+    Differences from the paper:
+
+    1. The channel permutation that the paper adds for n:m is left out: it moves inputs between groups,
+       and so it would have to change the layers before this one too.
+
+    Cost: one selection; memory of one matrix.
+
+    Reference: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language
+    Models", ICLR 2024, https://iclr.cc/virtual/2024/poster/18549. By default weights compete across the
+    whole matrix, as in the published code (github.com/biomedical-cybernetics/
+    Relative-importance-and-activation-pruning), where the same number per output is an option.
+
+    Attributes:
+        power: a.
+    """
+
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        self._require("power", self.power >= 0, "0 or more")
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        size, norm = problem.W.abs(), problem.gram.norm
+        # Relative to the greatest, so that the power of a scaled text is rounded as that of the text itself.
+        activation = norm / torch.where(norm.max() > 0, norm.max(), 1.0)
+        # A weight of a dead input comes last even with power 0, where 0^0 would be 1.
+        activation = activation.pow(self.power).masked_fill_(norm == 0, 0.0)
+        tiny = torch.finfo(size.dtype).tiny  # of a row or column of zeros the share is 0
+        shares = size / size.sum(dim=1, keepdim=True).clamp(min=tiny)
+        shares += size / size.sum(dim=0).clamp(min=tiny)
+        return problem.solution(problem.W, pattern.mask(shares * activation))
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 2 * product(rows, columns)

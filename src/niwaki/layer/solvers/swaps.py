@@ -1,0 +1,131 @@
+"""SparseSwaps: exchanges a kept and a pruned weight of a row while that helps; arXiv 2512.10922."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import PatternError
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.solvers._base import Solver, product
+
+#: Bytes for the costs of the exchanges that are looked at together.
+_CHUNK = 2**25
+
+
+@dataclass(frozen=True)
+class Swaps(Solver):
+    """Improves a mask by the best exchange in each row, again and again; the weights stay as they are.
+
+    For a row w with mask m, d = w * (1 - m) what is pruned, and c = H d: the loss is d^T H d, and an
+    exchange that prunes u and keeps p changes it by
+
+        a_u + a_p - 2 w_u w_p H_up,    a_u = 2 w_u c_u + w_u^2 H_uu,    a_p = -2 w_p c_p + w_p^2 H_pp.
+
+    In each step every row makes the best of its exchanges, if the change is negative; then
+    c += w_u H_:u - w_p H_:p. A row ends when none is. The start is the given mask, or Wanda's. The pairs
+    are those within the runs of columns in which the pattern lets weights change places: the group in
+    n:m, the row in all other patterns. So each row (each group) keeps its number of zeros. An update of
+    the weights can follow, as in ``wanda+swaps+exact``.
+
+    Differences from the paper:
+
+    1. Without structure, rows keep the numbers of zeros that they start with, which need not be equal.
+    2. The coordinates are those where H has unit diagonal, so that all costs of a row are of one size. The
+       changes are the same.
+    3. An exchange must gain more than 16 rounding errors of the row's first loss: then the loss falls in
+       floating point too, and the rows come to an end.
+
+    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m
+    for n:m, a few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies
+    of W and of a chunk.
+
+    Reference: Zimmer et al. 2025, arXiv 2512.10922.
+
+    Attributes:
+        iterations: The most exchanges that a row makes. ``stats["rows_at_limit"]`` is the number of rows
+            that were stopped by it, and ``stats["converged"]`` is 1 if there were none.
+    """
+
+    iterations: int = 100
+
+    def __post_init__(self) -> None:
+        self._require("iterations", self.iterations >= 1, "1 or more")
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        scaled = Normalised(problem)
+        W, H = scaled.W, scaled.H
+        width = pattern.exchange(W.shape[1])
+        if width == 0:
+            raise PatternError(
+                f"swaps exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
+                "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
+                "2:4, or in Python Fixed(mask, within=NM(2, 4))"
+            )
+        mask = pattern.mask(W.abs()).clone()
+        D = W.masked_fill(mask, 0.0)
+        C = D @ H
+        floor = (D * C).sum(dim=1) * (16 * torch.finfo(W.dtype).eps)
+        # (in / width, width, width): H within each run
+        blocks = torch.stack([H[i : i + width, i : i + width] for i in range(0, H.shape[0], width)])
+        at_once = max(1, _CHUNK // (W.shape[1] * width * W.element_size()))
+        active, swaps = torch.arange(W.shape[0], device=W.device), 0
+        for step in range(1, self.iterations + 1):
+            improved = []
+            for rows in active.split(at_once):
+                w, c, kept = W[rows], C[rows], mask[rows]
+                signed = torch.where(kept, w, -w)
+                A = (2 * signed).mul_(c).addcmul_(w.square(), H.diagonal())
+                change, u, p = _best(w, A, kept, blocks)
+                better = change < -floor[rows]
+                rows, pair = rows[better], torch.stack([u, p], dim=1)[better]
+                mask[rows[:, None], pair] = ~mask[rows[:, None], pair]
+                C[rows] += (signed[better].gather(1, pair).unsqueeze(2) * H[pair]).sum(dim=1)
+                improved.append(rows)
+            active = torch.cat(improved)
+            swaps += len(active)
+            done = len(active) == 0
+            scaled.report(monitor, self.iterations if done else step, self.iterations, W, mask)
+            if done:
+                break
+        at_limit = len(active)
+        return problem.solution(
+            problem.W, mask, swaps=swaps, converged=int(not at_limit), rows_at_limit=at_limit
+        )
+
+    def flops(self, rows: int, columns: int) -> float:
+        """Three products; the search is elementwise and not counted, though it takes most of the time."""
+        return 3 * product(rows, columns)
+
+
+def _best(
+    w: Tensor,  # (rows, in)
+    A: Tensor,  # (rows, in): what pruning a kept weight or keeping a pruned one changes on its own
+    kept: Tensor,  # (rows, in) bool
+    blocks: Tensor,  # (runs, width, width)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best exchange of each row: (change, one column, the other), infinite where there is none."""
+    runs, width, _ = blocks.shape
+    rows = torch.arange(len(w), device=w.device)
+    if runs == 1:
+        # Of kept and pruned the fewer, with their rows of H gathered, against all columns.
+        few = kept if 2 * int(kept.count_nonzero()) <= kept.numel() else ~kept
+        size = max(1, int(few.sum(dim=1).max()))
+        first = few.byte().argsort(dim=1, descending=True, stable=True)[:, :size]
+        T = blocks[0].index_select(0, first.flatten()).view(len(w), size, width)
+        T.mul_(w.gather(1, first).mul_(-2).unsqueeze(2))
+        torch.addcmul(A.masked_fill(few, torch.inf).unsqueeze(1), T, w.unsqueeze(1), out=T)
+        # The minimum with its index takes many times longer than without, so it is found in one row only.
+        change, i = T.amin(dim=2).add_(A.masked_fill(~few, torch.inf).gather(1, first)).min(dim=1)
+        return change, first[rows, i], T[rows, i].argmin(dim=1)
+    of_run = (len(w), runs, width)
+    T = blocks * w.view(of_run).mul(-2).unsqueeze(3)  # (rows, runs, width, width): kept x pruned
+    torch.addcmul(
+        A.masked_fill(kept, torch.inf).view(of_run).unsqueeze(2), T, w.view(of_run).unsqueeze(2), out=T
+    )
+    T.add_(A.masked_fill(~kept, torch.inf).view(of_run).unsqueeze(3))
+    change, i = T.amin(dim=3).flatten(1).min(dim=1)
+    return change, i, i // width * width + T.flatten(1, 2)[rows, i].argmin(dim=1)

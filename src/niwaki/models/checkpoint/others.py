@@ -1,0 +1,60 @@
+"""What is in a model directory besides the weights, and errors of files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from niwaki.errors import OutputError
+from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
+
+#: Other copies of the dense weights. In the output they would be stale, and as large as the model.
+WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
+
+
+def carry_over(source: Path, directory: Path, shards: list[str]) -> list[str]:
+    """Copies all files of ``source`` but its weights into ``directory``.
+
+    Returns:
+        The files that were left behind: other copies of the dense weights, with the folders' names.
+    """
+    left: list[str] = []
+    with output_errors(directory):
+        for path in sorted(_files(source, set())):
+            name = path.relative_to(source)
+            if name.parts[0] in {".git", ".cache"} or str(name) in shards:
+                continue
+            if path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json"):
+                left.append(str(name))
+                continue
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
+    return left
+
+
+def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
+    """All files below ``directory``, through links too, but never in a circle."""
+    above = above | {directory.resolve()}
+    for path in directory.iterdir():
+        if not path.is_dir():
+            yield path
+        elif path.resolve() not in above:
+            yield from _files(path, above)
+
+
+@contextlib.contextmanager
+def output_errors(path: Path, hint: str = "the output is as large as the model") -> Iterator[None]:
+    """Turns an OSError inside into an OutputError of one line; ``hint`` ends it where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path).free / 2**30
+            raise OutputError(
+                f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}"
+            ) from error
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,99 @@
+"""Model directories, read by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CheckpointError
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+class Checkpoint:
+    """The weights of a model directory, by key.
+
+    Args:
+        path: A directory with ``config.json`` and ``model.safetensors``, or shards and their index.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, malformed, or holds pickled weights.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: dict[str, Any] = read_json(path / "config.json")
+        self.entries: dict[str, Entry] = {}
+        weight_map = self._weight_map()
+        self.shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
+        for shard in self.shards:
+            for key, entry in read_header(path / shard).items():
+                if weight_map is None or weight_map.get(key) == shard:
+                    self.entries[key] = entry
+        for key, shard in (weight_map or {}).items():
+            if key not in self.entries:
+                raise CheckpointError(
+                    f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there"
+                )
+
+    def _weight_map(self) -> dict[str, str] | None:
+        if (self.path / INDEX_NAME).exists() and not (self.path / SINGLE_NAME).exists():
+            index = read_json(self.path / INDEX_NAME).get("weight_map")
+            if not isinstance(index, dict) or not index:
+                raise CheckpointError(
+                    f"{self.path / INDEX_NAME} has no weight_map; is the download complete?"
+                )
+            for shard in index.values():
+                # A path in the index could name any file of the machine, to read or to write.
+                if not isinstance(shard, str) or Path(shard).name != shard:
+                    raise CheckpointError(
+                        f"{self.path / INDEX_NAME} names a shard outside its directory: {shard!r}"
+                    )
+                if not (self.path / shard).exists():
+                    raise CheckpointError(f"{self.path} lacks the shard {shard}; is the download complete?")
+            return index
+        if not (self.path / SINGLE_NAME).exists():
+            pickled = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
+            if pickled:
+                raise CheckpointError(
+                    f"{self.path} holds pickled weights ({pickled[0]}), which can run code when they are read; "
+                    "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
+                )
+            if (self.path / "packed.json").exists():
+                raise CheckpointError(
+                    f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
+                )
+            if any(self.path.glob("packed-*.safetensors")):
+                raise CheckpointError(
+                    f"{self.path} is a packed model without its packed.json; is the download complete?"
+                )
+            raise CheckpointError(f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        return None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.entries
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype that the tensor under ``key`` is stored in."""
+        return DTYPES[self.entries[key].dtype]
+
+    def read(self, key: str, part: int | None = None) -> Tensor:
+        """The tensor under ``key``, or its part at that index, on the CPU, in the dtype that it is stored in.
+
+        Raises:
+            CheckpointError: there is none, it cannot be read, or it is not finite.
+        """
+        if key not in self.entries:
+            raise CheckpointError(f"{self.path} has no tensor {key!r}")
+        entry = self.entries[key]
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here"
+            )
+        return read_tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))

@@ -1,0 +1,232 @@
+"""Copies of checkpoints with some tensors changed, written shard by shard.
+
+A pruned tensor has the dtype and shape of the original, so every shard keeps its header, and each
+tensor its place in the file. That makes writing a matter of filling in a copy of the shard in any
+order, with one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from niwaki.errors import CheckpointError, OutputError
+from niwaki.models.checkpoint.others import output_errors
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_end, header_of, read_header, read_tensor
+
+_CHUNK = 1 << 24
+
+
+class CheckpointWriter:
+    """Writes a copy of a checkpoint with some tensors changed, one tensor at a time.
+
+    As a context manager: on leaving without an error, every tensor that was not written is copied from
+    the source byte for byte. Disk space is reserved at the start, so that a disk which is too small
+    shows before the work and not after it.
+
+    Args:
+        source: The checkpoint to follow.
+        directory: Where the shards go; it exists and holds none of them, except to resume.
+        resume: Go on with the shards that an earlier writer left there.
+        added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
+
+    Raises:
+        OutputError: no space, or the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        directory: Path,
+        resume: bool = False,
+        added: Mapping[str, Entry] | None = None,
+    ) -> None:
+        self._source = source
+        self._added = dict(added or {})
+        self._entries = {**source.entries, **self._added}
+        self._directory = directory
+        self._resume = resume
+        self._files: dict[str, BinaryIO] = {}
+        self._dirty: set[str] = set()
+        #: By key, the parts that were written; None for the whole tensor.
+        self._written: dict[str, set[int | None]] = {}
+
+    def __enter__(self) -> CheckpointWriter:
+        try:
+            self._open()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _close(self) -> OSError | None:
+        failed = None
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError as error:
+                failed = error
+        return failed
+
+    def _open(self) -> None:
+        with output_errors(self._directory):
+            for shard in self._source.shards:
+                original = self._source.path / shard
+                file = self._reserved(shard, original.stat().st_size)
+                with original.open("rb") as read:
+                    _copy(read, file, 0, header_end(read, original))
+            for shard in {entry.shard for entry in self._added.values()}:
+                (self._directory / shard).parent.mkdir(exist_ok=True)
+                end = max(entry.offset + entry.size for entry in self._added.values())
+                self._reserved(shard, end).write(header_of(self._added))
+
+    def _reserved(self, shard: str, size: int) -> BinaryIO:
+        path = self._directory / shard
+        if self._resume and not path.exists():
+            raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
+        file = self._files[shard] = path.open("r+b" if self._resume else "w+b")
+        _reserve(file, size)
+        return file
+
+    def write(self, key: str, tensor: Tensor, part: int | None = None) -> None:
+        """Writes ``tensor`` in the place of ``key``, or of its part at that index.
+
+        Raises:
+            OutputError: it has another dtype or shape than the original, or cannot be written.
+        """
+        entry = self._entries[key]
+        if part is not None:
+            entry = entry.part(part)
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
+            raise OutputError(
+                f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        with output_errors(self._directory):
+            file = self._files[entry.shard]
+            file.seek(entry.offset)
+            file.write(raw.data)
+        self._written.setdefault(key, set()).add(part)
+        self._dirty.add(entry.shard)
+
+    def read(self, key: str, part: int | None = None) -> Tensor:
+        """What this writer or an earlier one wrote in the place of ``key``; it counts as written.
+
+        Raises:
+            CheckpointError: it is not there, or not finite.
+        """
+        entry = self._entries[key]
+        with output_errors(self._directory):
+            self._files[entry.shard].flush()
+        found = read_tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
+        self._written.setdefault(key, set()).add(part)
+        return found
+
+    def sync(self) -> None:
+        """Waits until all that was written is on disk."""
+        with output_errors(self._directory):
+            for shard in self._dirty:
+                self._files[shard].flush()
+                os.fsync(self._files[shard].fileno())
+        self._dirty.clear()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with output_errors(self._directory):
+                    self._copy_the_rest()
+        except BaseException:
+            self._close()
+            raise
+        failed = self._close()
+        if kind is None and failed:
+            with output_errors(self._directory):
+                raise failed
+
+    def _copy_the_rest(self) -> None:
+        for shard in self._source.shards:
+            file = self._files[shard]
+            with (self._source.path / shard).open("rb") as read:
+                # Straight from the file's own header: tensors that the index does not name move along.
+                for key, entry in read_header(self._source.path / shard).items():
+                    written = self._written.get(key, set())
+                    if not written:
+                        _copy(read, file, entry.offset, entry.size)
+                    elif None not in written:
+                        for index in set(range(entry.shape[0])) - written:
+                            part = entry.part(index)
+                            _copy(read, file, part.offset, part.size)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Makes the file ``size`` bytes long, on disk and not only in name where the system can do that."""
+    if hasattr(os, "posix_fallocate") and size:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    file.truncate(size)
+
+
+def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:
+    read.seek(offset)
+    write.seek(offset)
+    while size:
+        chunk = read.read(min(size, _CHUNK))
+        if not chunk:
+            raise CheckpointError(f"{read.name} is shorter than its header says; is the download complete?")
+        write.write(chunk)
+        size -= len(chunk)
+
+
+def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
+    """Opens what was written with the safetensors library and checks it against what was meant.
+
+    Args:
+        directory: What was written.
+        source: What it was made from: the same keys, shapes and dtypes have to be there.
+        zeros: For each pruned matrix the number of zeros that it must have.
+
+    Raises:
+        OutputError: something is missing, of another shape or dtype, not finite, -0.0, or not as sparse.
+    """
+    for shard in source.shards:
+        path = directory / shard
+        expected = read_header(source.path / shard)
+        try:
+            with safe_open(path, framework="pt") as file:
+                if set(file.keys()) != set(expected):
+                    raise OutputError(f"{path} does not have the tensors of the source; was the disk full?")
+                for key, entry in expected.items():
+                    view = file.get_slice(key)
+                    if tuple(view.get_shape()) != entry.shape or view.get_dtype() != entry.dtype:
+                        raise OutputError(f"{path}: {key!r} is no longer {entry.dtype} {entry.shape}")
+                    if key in zeros:
+                        _check_zeros(path, key, file.get_tensor(key), zeros[key])
+        except (OSError, SafetensorError) as error:
+            raise OutputError(f"{path} cannot be read back: {error}") from error
+
+
+def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
+    if not torch.isfinite(tensor.float()).all():
+        raise OutputError(f"{path}: {key!r} has NaN or infinite values")
+    found = tensor.numel() - int(tensor.count_nonzero())
+    if found != zeros:
+        raise OutputError(f"{path}: {key!r} has {found} zeros on disk and {zeros} were meant")
+    if bool(((tensor == 0) & tensor.float().signbit()).any()):
+        raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")

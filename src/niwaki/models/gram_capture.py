@@ -1,0 +1,311 @@
+"""What each matrix of a block is multiplied with, whatever kind of module does it.
+
+A dispatch mode sees the matrix products of a forward pass. One with a factor that lies in the memory of a
+known weight tells that weight's input: for nn.Linear and its relatives, for GPT-2's Conv1D, for experts in
+three-dimensional parameters, one at a time or all in one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from niwaki.errors import NumericalError, UnsupportedModelError
+from niwaki.layer.linalg import is_finite
+from niwaki.layer.tf32 import TF32, gram_in_tf32, products
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
+
+_ATEN = torch.ops.aten
+#: Where the first of the two factors is among the arguments.
+_PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
+
+#: What :class:`Products` calls.
+Product = Callable[[str, int | None, Tensor, bool], None]
+
+#: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
+_STRIP = 512
+
+
+@dataclass
+class InputGram:
+    """The Gram matrix of an input that one or more matrices of a block share.
+
+    Attributes:
+        names: The matrices' names in the block, in the order of computation.
+        H: (in, in) float32, X^T X / tokens.
+        mean: (in,) float32, the mean of the rows of X.
+        tokens: Number of rows of X.
+        borrowed: Number of tokens that stand in for missing ones: see :meth:`InputGrams.finish`.
+        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, where
+            they were given; none for experts, which have other tokens there.
+    """
+
+    names: list[str]
+    H: Tensor
+    mean: Tensor
+    tokens: int = 0
+    borrowed: int = 0
+    cross: Tensor | None = None
+
+
+@dataclass
+class InputGrams:
+    """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
+
+    Behind a pass that uses each of them once, the next one ends where the last of them has its input.
+
+    Attributes:
+        matrices: Whose.
+        parameters: Their parameters by path, with the memory that the forward passes use.
+        tf32: Where a GPU may use TF32, see :mod:`niwaki.layer.tf32`.
+        gather: Whether Gram matrices are wanted, and not only inputs.
+    """
+
+    matrices: list[Matrix]
+    parameters: Mapping[str, Tensor]
+    tf32: TF32 = "auto"
+    gather: bool = True
+    _grams: dict[str, InputGram] = field(default_factory=dict)  # by the name of each matrix
+    _seen: dict[object, InputGram] = field(default_factory=dict)  # inputs of this pass
+    _alive: list[Tensor] = field(default_factory=list)  # so that no other tensor takes their place
+    _uses: Counter[str] = field(default_factory=Counter)  # in this pass, by the name of each matrix
+    _inputs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of this pass, with their versions
+    _dense: dict[str, Tensor] = field(default_factory=dict)
+    _once: bool = False  # whether the last pass used each matrix once
+
+    def __post_init__(self) -> None:
+        self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
+        for matrix in self.matrices:
+            self._by_expert.setdefault((matrix.parameter, matrix.expert), []).append(matrix)
+
+    def watch(self, run: Callable[[], object], dense: dict[str, Tensor] | None = None) -> None:
+        """Calls ``run``, which is one forward pass of the block.
+
+        With ``dense``, the inputs of the same tokens in the dense model, for their products with those of this pass.
+        """
+        self._dense = dict(dense or {})
+        with self._pass(run):
+            pass
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The matrices that have had inputs, those with the same one together, in the order of computation."""
+        return list({id(gram): gram.names for gram in self._grams.values()}.values())
+
+    def inputs(self, run: Callable[[], object]) -> dict[str, Tensor]:
+        """The inputs (tokens, in) in one forward pass, by the name of each matrix that it uses once.
+
+        Experts have none: another model can send them other tokens.
+
+        Raises:
+            UnsupportedModelError: the block has written over one.
+        """
+        with self._pass(run):
+            for name, (X, version) in self._inputs.items():
+                if X._version != version:
+                    raise UnsupportedModelError(
+                        f"the block writes over the inputs of {name}, so there are no dense targets for it; try "
+                        "dense_targets=0"
+                    )
+            return {name: X for name, (X, _) in self._inputs.items() if self._uses[name] == 1}
+
+    @contextlib.contextmanager
+    def _pass(self, run: Callable[[], object]) -> Iterator[None]:
+        try:
+            # Each time: between two passes a parameter may have got other memory.
+            with contextlib.suppress(_EnoughError), Products(self.matrices, self.parameters, self._product):
+                run()
+            self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
+            yield
+        finally:
+            for of_this_pass in (self._seen, self._alive, self._uses, self._inputs, self._dense):
+                of_this_pass.clear()
+
+    def finish(self, world: World) -> list[InputGram]:
+        """The Gram matrices of all distinct inputs over all processes, in the order in which the pass had them.
+
+        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has
+        none. As many tokens as are missing are borrowed from its siblings: the mean over all tokens of all
+        experts' Gram matrices counts as the missing ones.
+
+        Raises:
+            NumericalError: an activation is NaN or infinite.
+            UnsupportedModelError: a matrix was not used, or as its transpose.
+        """
+        used = {m.parameter for m in self.matrices if m.name in self._grams}
+        for (parameter, _), matrices in self._by_expert.items():
+            if parameter not in used:
+                raise UnsupportedModelError(
+                    f"{parameter} is not used when its block runs; please report this model"
+                )
+            if matrices[0].name not in self._grams:
+                names, width = [m.name for m in matrices], matrices[0].shape[1]
+                self._new(names, width, self.parameters[parameter].device)
+        grams = self._summed(world)
+        for parameter in dict.fromkeys(m.parameter for m in self.matrices if m.expert is not None):
+            self._lend(parameter)
+        for gram in grams:
+            for start in range(0, len(gram.H), _STRIP):
+                stop = start + _STRIP
+                gram.H[stop:, start:stop] = gram.H[start:stop, stop:].T
+            gram.H.div_(max(1, gram.tokens + gram.borrowed))
+            gram.mean.div_(max(1, gram.tokens + gram.borrowed))
+            if gram.cross is not None:
+                gram.cross.div_(max(1, gram.tokens))
+            if not all(is_finite(M) for M in (gram.H, gram.cross) if M is not None):
+                raise NumericalError(
+                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; "
+                    "try --dtype float32, or another text"
+                )
+        return grams
+
+    def _summed(self, world: World) -> list[InputGram]:
+        """All Gram matrices, summed over the processes, in the first one's order: others may see experts in another."""
+        order = world.told(self.names)
+        grams = [self._grams[names[0]] for names in order]
+        world.sum([t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None])
+        tokens = torch.tensor([gram.tokens for gram in grams])
+        world.sum([tokens])
+        for gram, names, count in zip(grams, order, tokens.tolist(), strict=True):
+            gram.names, gram.tokens = names, count
+        return grams
+
+    def _product(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
+        # Where all experts run on as many rows, those of other experts' tokens are zero.
+        self._add(parameter, expert, X[X.any(dim=1)] if together else X.flatten(0, -2), X)
+
+    def _add(self, parameter: str, expert: int | None, X: Tensor, origin: Tensor) -> None:
+        names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]
+        if not names:
+            return
+        self._uses.update(names)
+        if self.gather:
+            self._gather(names, X, origin)
+        elif expert is None:
+            self._inputs |= dict.fromkeys(names, (X, X._version))
+        if self._once and len(self._uses) == len(self.matrices):
+            raise _EnoughError
+
+    def _gather(self, names: list[str], X: Tensor, origin: Tensor) -> None:
+        key = (origin.data_ptr(), origin.shape, origin.stride(), origin._version)
+        gram = self._seen.get(key)
+        if gram is None:
+            gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
+            with products(gram_in_tf32(self.tf32, X.dtype)):
+                X = X.float()
+                for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
+                    strip = slice(start, start + _STRIP)
+                    gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
+                if names[0] in self._dense:
+                    if gram.cross is None:
+                        gram.cross = torch.zeros_like(gram.H)
+                    gram.cross.addmm_(X.T, self._dense[names[0]].float())
+            gram.mean += X.sum(dim=0)
+            gram.tokens += X.shape[0]
+            self._seen[key] = gram
+            self._alive.append(origin)
+        for name in names:
+            if name not in self._grams:
+                self._grams[name] = gram
+            if name not in gram.names:
+                gram.names.append(name)
+
+    def _new(self, names: list[str], width: int, device: torch.device) -> InputGram:
+        gram = InputGram(
+            list(names), torch.zeros(width, width, device=device), torch.zeros(width, device=device)
+        )
+        self._grams |= dict.fromkeys(names, gram)
+        return gram
+
+    def _lend(self, parameter: str) -> None:
+        grams = {
+            id(gram): gram
+            for (path, _), matrices in self._by_expert.items()
+            if path == parameter
+            for gram in [self._grams[matrices[0].name]]
+        }.values()
+        poor = [gram for gram in grams if gram.tokens < gram.H.shape[0] and not gram.borrowed]
+        total = sum(gram.tokens for gram in grams)
+        if not poor or not total:
+            return
+        H, mean = _sum(gram.H for gram in grams).div_(total), _sum(gram.mean for gram in grams).div_(total)
+        for gram in poor:
+            gram.borrowed = gram.H.shape[0] - gram.tokens
+            gram.H.add_(H, alpha=gram.borrowed)
+            gram.mean.add_(mean, alpha=gram.borrowed)
+
+
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    first, *rest = values
+    total = first.clone()
+    for value in rest:
+        total += value
+    return total
+
+
+class _EnoughError(Exception):
+    """The rest of a pass is not needed."""
+
+
+class Products(TorchDispatchMode):
+    """Tells what known weights are multiplied with.
+
+    In a forward pass that is a matrix's inputs, in a backward pass the gradient with respect to its outputs.
+
+    Args:
+        matrices: The matrices to know.
+        parameters: Their parameters by path, with the memory that the passes use.
+        found: Called with the parameter's path, which expert's part of it (None outside of experts), the other factor
+            (.., rows, in or out), and whether all experts run together on as many rows each.
+        backward: Whether it is a backward pass.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[Matrix],
+        parameters: Mapping[str, Tensor],
+        found: Product,
+        backward: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # In a backward pass weights are the transposes of what they were in the forward pass.
+        self._transposed = {matrix.parameter: matrix.transposed != backward for matrix in matrices}
+        self._parameters = parameters
+        self._by_memory = {parameters[name].untyped_storage().data_ptr(): name for name in self._transposed}
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at = _PRODUCTS.get(func)
+        if at is not None:
+            left, right = args[at], args[at + 1]
+            self._product(right, left, -2)
+            self._product(left, right.mT, -1)
+        return func(*args, **(kwargs or {}))
+
+    def _product(self, weight: Tensor, X: Tensor, inner: int) -> None:
+        """A product of X (.., rows, in) with what may be a weight whose dimension ``inner`` is summed over."""
+        parameter = self._by_memory.get(weight.untyped_storage().data_ptr())
+        if parameter is None:
+            return
+        whole = self._parameters[parameter]
+        stacked = whole.ndim == 3
+        transposed = weight.stride(inner) != whole.stride(-1)
+        if transposed != self._transposed[parameter] and 1 not in weight.shape[-2:]:
+            raise UnsupportedModelError(
+                f"{parameter} is used as the transpose of what its module suggests; please report this model"
+            )
+        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
+        if weight.ndim == 2 or weight.stride(0) == 0:
+            self._found(parameter, first if stacked else None, X, False)
+            return
+        step = weight.stride(0) // whole.stride(0) if stacked else 0
+        for i, rows in enumerate(X):
+            self._found(parameter, first + i * step if stacked else None, rows, True)

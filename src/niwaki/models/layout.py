@@ -1,0 +1,242 @@
+"""Which tensors of a checkpoint make up which parameter of a model, and which of them can be pruned.
+
+Files and modules have different names for the same thing, and experts that are one parameter (experts, out, in)
+in a module are often a tensor each in the files. transformers has the list of these differences; here it is
+asked tensor by tensor, so that one block can be read without the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
+
+from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import ROUTERS, Family
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint as a part of a parameter.
+
+    Attributes:
+        key: Its key.
+        expert: Its place along the parameter's first dimension; None if it is the whole parameter.
+        start: Its first row there.
+    """
+
+    key: str
+    expert: int | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that can be pruned.
+
+    Attributes:
+        block: Index of its block.
+        name: What it is called in the block, such as "mlp.experts.3.up_proj".
+        key: The checkpoint's key of the tensor that it is, or is in.
+        shape: (out, in).
+        parameter: Path in the block of the parameter that it is, or is in.
+        expert: Which expert's it is; None outside of experts.
+        start: Its first row in that expert's part of the parameter.
+        part: Its index in the checkpoint's tensor, where that has all experts.
+        transposed: The checkpoint and the parameter have it as (in, out).
+    """
+
+    block: int
+    name: str
+    key: str
+    shape: tuple[int, int]
+    parameter: str
+    expert: int | None = None
+    start: int = 0
+    part: int | None = None
+    transposed: bool = False
+
+    def read(self, checkpoint: Checkpoint) -> Tensor:
+        """(out, in): it, as ``checkpoint`` has it."""
+        value = checkpoint.read(self.key, self.part)
+        return value.T.contiguous() if self.transposed else value
+
+    def within(self, parameter: Tensor) -> Tensor:
+        """The view (out, in) of ``parameter`` that this matrix is."""
+        value = parameter if self.expert is None else parameter[self.expert]
+        value = value.T if self.transposed else value
+        return value[self.start : self.start + self.shape[0]]
+
+
+class Layout:
+    """The pieces of all parameters of a model.
+
+    Args:
+        model: Its structure; the parameters need no memory.
+        checkpoint: Where the weights are.
+
+    Raises:
+        UnsupportedModelError: a parameter is made from tensors in a way that is unknown here.
+        CheckpointError: a tensor is missing or has another shape.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._parameters: dict[str, Tensor] = model.state_dict()
+        self._pieces = self._find_pieces(model)
+        tied = set(model._tied_weights_keys or ()) if _ties(model) else set()
+        head = model.get_output_embeddings()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in self._pieces:
+                self._check(name)
+            elif name not in tied:
+                raise CheckpointError(f"{checkpoint.path} lacks {name!r}, which its config.json asks for")
+            elif head is None or parameter is not head.weight:
+                raise UnsupportedModelError(
+                    f"{name!r} is the same as another parameter of the model, and not its head; models like this "
+                    "one are not supported"
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pieces
+
+    def key(self, name: str) -> str:
+        """The checkpoint's key of a parameter that is a tensor of its own there."""
+        (piece,) = self._pieces[name]
+        return piece.key
+
+    def keys(self, name: str) -> list[str]:
+        """The checkpoint's keys of all tensors that a parameter or buffer is made from; none if it is not there."""
+        return [piece.key for piece in self._pieces.get(name, ())]
+
+    def read(self, name: str) -> Tensor:
+        """The parameter or buffer called ``name`` in the model, on the CPU, in the dtype that the model has it in."""
+        like, pieces = self._parameters[name], self._pieces[name]
+        if pieces[0].expert is None:
+            return self._checkpoint.read(pieces[0].key).to(like.dtype)
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        for piece in pieces:
+            part = self._checkpoint.read(piece.key)
+            whole[piece.expert, piece.start : piece.start + len(part)] = part
+        return whole
+
+    def matrices(self, index: int, prefix: str, block: nn.Module, family: Family) -> list[Matrix]:
+        """What can be pruned in a block whose parameters' names start with ``prefix``."""
+        found: list[Matrix] = []
+        for path, module in block.named_modules():
+            if path.rpartition(".")[2] in ROUTERS:
+                continue
+            if isinstance(module, nn.Linear | Conv1D):
+                weight, transposed = module.weight, isinstance(module, Conv1D)
+                rows, columns = weight.T.shape if transposed else weight.shape
+                name = f"{path}.weight"
+                key = self._pieces[prefix + name][0].key
+                found.append(Matrix(index, path, key, (rows, columns), name, transposed=transposed))
+            for own, value in module.named_parameters(recurse=False):
+                if value.ndim == 3 and not isinstance(module, nn.Conv1d):
+                    transposed = getattr(module, "is_transposed", family.experts_transposed)
+                    found += self._experts(index, prefix, f"{path}.{own}", value, transposed)
+        return found
+
+    def _experts(
+        self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool
+    ) -> Iterable[Matrix]:
+        pieces = self._pieces[prefix + parameter]
+        if pieces[0].expert is None:  # the checkpoint has them in one tensor too
+            rows, columns = value.shape[:0:-1] if transposed else value.shape[1:]
+            for expert in range(len(value)):
+                name = f"{parameter}.{expert}"
+                yield Matrix(
+                    index, name, pieces[0].key, (rows, columns), parameter, expert, 0, expert, transposed
+                )
+            return
+        for piece in pieces:
+            # As the files call it, which is what people know: experts.3.w1, not a part of gate_up_proj.
+            name = re.sub(r"^.*?(?=[^.]+\.experts\.)", "", piece.key).removesuffix(".weight")
+            rows, columns = self._checkpoint.entries[piece.key].shape
+            yield Matrix(index, name, piece.key, (rows, columns), parameter, piece.expert, piece.start)
+
+    def _find_pieces(self, model: PreTrainedModel) -> dict[str, list[Piece]]:
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        where: dict[str, Any] = {
+            "base_model_prefix": model.base_model_prefix,
+            "meta_state_dict": self._parameters,
+        }
+        pieces: dict[str, list[Piece]] = {}
+        parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for key in self._checkpoint.entries:
+            name, pattern = core_model_loading.rename_source_key(key, renamings, converters, **where)
+            if name not in self._parameters and key in self._parameters:
+                name, pattern = key, None
+            if name not in self._parameters:
+                continue
+            if pattern is None:
+                pieces[name] = [Piece(key)]
+            else:
+                parts[name][pattern].append(key)
+        for name, sources in parts.items():
+            rule = by_pattern[next(iter(sources))]
+            if name in pieces:  # a file that has it whole already
+                continue
+            pieces[name] = self._stacked(name, rule, sources)
+        return pieces
+
+    def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[Piece]:
+        """The pieces of a parameter that has one matrix for each expert, or several under each other."""
+        operations = [type(operation).__name__ for operation in rule.operations]
+        dimensions = [getattr(operation, "dim", None) for operation in rule.operations]
+        if (operations, dimensions) not in (
+            (["MergeModulelist"], [0]),
+            (["MergeModulelist", "Concatenate"], [0, 1]),
+        ):
+            raise UnsupportedModelError(
+                f"{name!r} is made from the tensors of {self._checkpoint.path} by {', '.join(operations)}, "
+                "which is not supported; load the model in transformers and save it again"
+            )
+        found, start = [], 0
+        for pattern in rule.source_patterns:
+            keys = sorted(sources.get(pattern, []), key=_natural)
+            if len(keys) != len(self._parameters[name]):
+                raise CheckpointError(
+                    f"{self._checkpoint.path} has {len(keys)} tensors like {pattern!r} for {name!r}, which is made "
+                    f"of {len(self._parameters[name])}"
+                )
+            found += [Piece(key, expert, start) for expert, key in enumerate(keys)]
+            start += self._checkpoint.entries[keys[0]].shape[0]
+        return found
+
+    def _check(self, name: str) -> None:
+        wanted = tuple(self._parameters[name].shape)
+        heights: dict[int | None, int] = defaultdict(int)
+        for piece in self._pieces[name]:
+            if piece.expert is not None:
+                heights[piece.expert] += self._checkpoint.entries[piece.key].shape[0]
+        for piece in self._pieces[name]:
+            shape = self._checkpoint.entries[piece.key].shape
+            if (shape if piece.expert is None else (wanted[0], heights[piece.expert], *shape[1:])) != wanted:
+                raise CheckpointError(
+                    f"{self._checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "
+                    f"{wanted if piece.expert is None else f'a part of {wanted}'}"
+                )
+
+
+def _ties(model: PreTrainedModel) -> bool:
+    configs = (model.config, model.config.get_text_config())
+    return any(getattr(config, "tie_word_embeddings", False) for config in configs)
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """To sort expert 10 behind expert 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]

@@ -1,0 +1,351 @@
+"""The directory that a run writes: there when all of it is, and not before; unfinished, it can be gone on with.
+
+Beside OUT lie, while a run is on its way or was stopped, ``.OUT.partial`` with what is written so far and
+``.OUT.partial.json``, the journal: what was asked for and which blocks are done. If OUT is there already (an
+empty directory may be a mount point or somebody's working directory) both lie inside it, as ``.partial``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from niwaki import __version__
+from niwaki.errors import OutputError, UsageError
+from niwaki.models.checkpoint import INDEX_NAME, Checkpoint, carry_over, output_errors
+from niwaki.records.record import FINDINGS, Record, set_usual_mode, write_json
+
+_SAMPLE = 4096  # bytes
+
+
+@dataclass
+class Journal:
+    """How far a run has come.
+
+    Attributes:
+        fingerprint: What was asked for, by name: a run goes on only if all of it is the same.
+        blocks: The number of blocks that are done and on disk.
+        zeros: By checkpoint key, the number of zeros that was written.
+        record: The record so far, as JSON.
+        complete: Everything is written and checked and has only to be moved into place.
+    """
+
+    fingerprint: dict[str, Any]
+    blocks: int = 0
+    zeros: dict[str, int] = field(default_factory=dict)
+    record: str = ""
+    complete: bool = False
+
+
+def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
+    """``out`` as an absolute path, after a look at whether it can be written at the end of the run.
+
+    Raises:
+        UsageError: it is not empty, or inside the model's directory, or the record's file cannot be one.
+    """
+    out = out.expanduser().resolve()
+    directory, journal = _places(out)
+    taken = out.exists() and (
+        # With a journal that was being written.
+        not out.is_dir()
+        or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
+    )
+    if taken and not _was_moving(directory, journal):
+        raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
+    if source.resolve() in [out, *out.parents]:
+        raise UsageError(f"{out} is inside the model's own directory; choose another place")
+    if record_to is not None:
+        check_record(record_to)
+    return out
+
+
+def check_record(record_to: Path) -> Path:
+    """``record_to`` with a home directory for ``~``, after a look at whether it can be written at the end.
+
+    Raises:
+        UsageError: it cannot be a file, or not be written.
+    """
+    file = record_to.expanduser().absolute()
+    if file.is_dir() or any(parent.is_file() for parent in file.parents):
+        raise UsageError(
+            f"{record_to} cannot be the record's file: a directory is one, or a file in its path"
+        )
+    there = next(parent for parent in file.parents if parent.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{record_to} cannot be the record's file: {there} may not be written to")
+    return file
+
+
+class Workplace:
+    """Where a run writes.
+
+    Attributes:
+        directory: What becomes OUT.
+        journal: How far the run has come.
+    """
+
+    def __init__(self, out: Path, journal: Journal) -> None:
+        self.directory, self._path = _places(out)
+        self._out = out
+        self.journal = journal
+
+    def clear(self, shards: list[str]) -> None:
+        """Removes what an earlier run left, except the shards, or folders, that hold the blocks it has done."""
+        kept = {*shards, self.plan.name} if self.journal.blocks else set()
+        with output_errors(self._out):
+            for path in self.directory.iterdir():
+                if path.name in kept:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def carry_over(self, checkpoint: Checkpoint) -> list[str]:
+        """Copies all files of a model but its weights, and what was found out about it.
+
+        Returns:
+            What to note: other copies of the dense weights were left behind.
+        """
+        left = carry_over(checkpoint.path, self.directory, [*checkpoint.shards, *FINDINGS])
+        return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
+
+    def save(self, **changes: Any) -> None:
+        """Writes the journal with these changes: what it says is done has to be on disk before."""
+        journal = dataclasses.replace(self.journal, **changes)
+        write_json(self._path, json.dumps(dataclasses.asdict(journal)) + "\n", sync=True)
+        vars(self.journal).update(changes)
+
+    @property
+    def plan(self) -> Path:
+        """Where the plan is kept until the run is done, see :mod:`niwaki.pruning.plan`."""
+        return self.directory / "plan.safetensors"
+
+    @property
+    def has_more_to_come(self) -> bool:
+        """Whether blocks are done and kept, and the directory is not in place."""
+        return self.journal.blocks > 0 and self._path.exists()
+
+    def move(self) -> None:
+        """Moves the directory into place."""
+        with output_errors(self._out):
+            if self._out == self.directory.parent:
+                for path in sorted(self.directory.iterdir()):
+                    path.rename(self._out / path.name)
+                self.directory.rmdir()
+            elif self.directory.exists():
+                set_usual_mode(self.directory, 0o777)
+                self.directory.rename(self._out)
+            self._path.unlink()
+
+
+@contextlib.contextmanager
+def workplace(
+    out: Path, fingerprint: dict[str, Any], restart: bool = False, resume: bool = True
+) -> Iterator[Workplace]:
+    """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
+
+    Without ``resume`` only a run that was stopped while it moved its directory into place is gone on with.
+
+    If the run fails before its first block is done, nothing is left behind. Later, what is done stays for
+    the same command to go on with.
+
+    Raises:
+        UsageError: there is an unfinished run of something else, or one that is still running.
+        OutputError: the place cannot be written.
+    """
+    directory, path = _places(out)
+    made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
+    with output_errors(out):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        place: Workplace | None = None
+        try:
+            with output_errors(out):
+                moved = path.exists() and not directory.exists()  # stopped after the last step
+                directory.mkdir(mode=0o700, exist_ok=True)
+                stack.enter_context(locked(directory, out))
+                for stray in path.parent.iterdir():  # a journal that was being written
+                    if stray.name.startswith(path.name) and stray != path:
+                        stray.unlink()
+                journal = _earlier(path, out, fingerprint, restart, resume)
+                if journal is None:
+                    path.unlink(missing_ok=True)
+                elif moved:
+                    directory.rmdir()
+            place = Workplace(out, journal or Journal(fingerprint))
+            yield place
+        except BaseException:
+            if place is not None and place.journal.blocks == 0:
+                path.unlink(missing_ok=True)
+                shutil.rmtree(directory, ignore_errors=True)
+                with contextlib.suppress(OSError):  # others may have put something there meanwhile
+                    for parent in made:
+                        parent.rmdir()
+            raise
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Of a checkpoint: its configuration, the place of its tensors, and some bytes of each of them."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for key, entry in sorted(checkpoint.entries.items()):
+        digest.update(f"{key} {entry}".encode())
+        with (checkpoint.path / entry.shard).open("rb") as file:
+            for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
+                file.seek(entry.offset + start)
+                digest.update(file.read(min(_SAMPLE, entry.size)))
+    return digest.hexdigest()
+
+
+def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
+    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
+
+    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    """
+    config = {
+        **values,
+        "pruning_config": {
+            "library": "niwaki",
+            "version": __version__,
+            "method": record.method,
+            "solver": record.solver,
+            "effort": record.effort,
+            "mask_from": record.mask_from,
+            "pattern": record.pattern,
+            "sparsity": round(record.sparsity, 6),
+            **({"quantization": record.quantization} if record.quantization else {}),
+            **({"blocks": record.blocks} if record.blocks else {}),
+        },
+    }
+    write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _places(out: Path) -> tuple[Path, Path]:
+    """(the directory to write to, the journal)."""
+    inside = out.is_dir() and not (out.parent / f".{out.name}.partial.json").exists()
+    name, parent = (".partial", out) if inside else (f".{out.name}.partial", out.parent)
+    return parent / name, parent / f"{name}.json"
+
+
+def _was_moving(directory: Path, journal: Path) -> bool:
+    """Whether a run was stopped in the very end, so that what is in its place is its own."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        complete = json.loads(journal.read_text(encoding="utf-8")).get("complete") is True
+        return complete and (directory.name == ".partial" or not directory.exists())
+    return False
+
+
+def _earlier(
+    path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool
+) -> Journal | None:
+    """The journal of an earlier run that this one can go on with."""
+    if restart or not path.exists():
+        return None
+    try:
+        journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
+        if not resume:
+            return journal if journal.complete and journal.fingerprint == fingerprint else None
+    except (ValueError, TypeError) as error:
+        if not resume:
+            return None
+        raise OutputError(
+            f"{path} is not readable as the journal of a run; start over with --restart"
+        ) from error
+    asked = json.loads(json.dumps(fingerprint))
+    differing = [
+        _difference(name, journal.fingerprint.get(name), asked.get(name))
+        for name in dict.fromkeys([*asked, *journal.fingerprint])
+        if journal.fingerprint.get(name) != asked.get(name)
+    ]
+    if differing:
+        raise UsageError(
+            f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
+            "for the same to go on with it, or start over with --restart"
+        )
+    return journal
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+    """In words; SHA-256 sums would say nothing to anybody."""
+    if any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here)):
+        return name
+    return f"{name} ({there} there, {here} here)"
+
+
+@contextlib.contextmanager
+def locked(directory: Path, out: Path) -> Iterator[None]:
+    """Holds ``directory`` against other processes; the lock goes with the process, however that ends.
+
+    Raises:
+        UsageError: another one holds it, to write ``out``.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{out} is being written by another run that has not ended") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Shards:
+    """Writes tensors to several safetensors files, and their index.
+
+    Args:
+        directory: Where they go.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._size = 0
+        self._shards: dict[str, str] = {}
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Writes the file ``name``.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        path = self._directory / name
+        with output_errors(self._directory):
+            try:
+                save_file(tensors, path, {"format": "pt"})
+            except SafetensorError as error:
+                if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise OutputError(f"cannot write {path}: {error}") from error
+            set_usual_mode(path, 0o666)  # the library makes it private
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
+        self._size += sum(value.nbytes for value in tensors.values())
+        self._shards |= dict.fromkeys(tensors, name)
+
+    def finish(self) -> None:
+        """Writes the index, if there is more than one file.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        if len(set(self._shards.values())) > 1:
+            index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
+            write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

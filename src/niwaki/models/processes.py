@@ -1,0 +1,212 @@
+"""Several processes that prune one model together, as ``torchrun`` starts them.
+
+Each process walks through all blocks, with its share of the calibration text. Gram matrices are summed over the
+processes, the matrices of a block are shared out to be solved, the rows of the largest ones too, and the first process
+writes. Sums over processes have a fixed order, so the same number of processes gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from niwaki.errors import NiwakiError, UsageError, WorkerError
+from niwaki.layer.patterns.rows import Rows
+
+T = TypeVar("T")
+
+#: A matrix of a large model may take hours, and a process that ends is noticed at once.
+_PATIENCE = timedelta(hours=24)
+
+
+class World:
+    """The processes of a run; this one is one of them. Alone, nothing here does anything.
+
+    Attributes:
+        rank: The number of this process, from 0; the first one writes.
+        size: How many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes, and that tells how it goes."""
+        return self.rank == 0
+
+    def share(self, tokens: Tensor) -> Tensor:
+        """This process's part of ``tokens`` (samples, length): a run of them, as long as the others' to within one.
+
+        Raises:
+            UsageError: there are more processes than samples.
+        """
+        if len(tokens) < self.size:
+            raise UsageError(
+                f"{len(tokens)} samples cannot be shared out to {self.size} processes; start fewer, or "
+                "give more samples"
+            )
+        return tokens.tensor_split(self.size)[self.rank]
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Adds up each tensor over the processes, in place."""
+        if self.size > 1:
+            with _lost():
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """(all rows, ...) on the CPU: the rows of all processes, one process's after the other's."""
+        return rows if self.size == 1 else torch.cat(self.collected(rows.cpu()))
+
+    def collected(self, value: T) -> list[T]:
+        """The value of each process."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with _lost():
+            dist.all_gather_object(found, value)
+        return found
+
+    def told(self, value: T, source: int = 0) -> T:
+        """What process ``source`` has as ``value``."""
+        return self.collected(value)[source]
+
+    def send(self, tensor: Tensor, source: int) -> Tensor:
+        """``tensor`` as process ``source`` has it; the others give one of the same shape and dtype to write to."""
+        if self.size > 1:
+            with _lost():
+                dist.broadcast(tensor, source)
+        return tensor
+
+    def rows(self, count: int) -> Rows:
+        """This process's rows of a matrix of ``count``: a run of them, as long as the others' to within one."""
+        return _Shared(self, count)
+
+    def owners(
+        self, costs: Sequence[float], together: Callable[[int], float | None] = lambda _: None
+    ) -> list[int | None]:
+        """Which process does each of several pieces of work, so that all are done early; None: all do it together.
+
+        All begin with what they do together. That is worth it only for a piece that takes one process longer than
+        all of them need for everything.
+
+        Args:
+            costs: What each piece costs one process.
+            together: What a piece costs each process if all do it together; None if they cannot.
+        """
+        large = [i for i in _descending(costs) if costs[i] * self.size > sum(costs)]
+        shared = {i: cost for i in large if (cost := together(i)) is not None}
+        plans = [self._plan(costs, dict(itertools.islice(shared.items(), n))) for n in range(len(shared) + 1)]
+        return min(plans, key=lambda plan: plan[0])[1]
+
+    def _plan(self, costs: Sequence[float], shared: dict[int, float]) -> tuple[float, list[int | None]]:
+        """(when all is done, the owners), each piece given to the process that has least to do, the largest first."""
+        owners: list[int | None] = [None] * len(costs)
+        loads = [0.0] * self.size
+        for i in _descending(costs):
+            if i not in shared:
+                owner = loads.index(min(loads))
+                owners[i] = owner
+                loads[owner] += costs[i]
+        return sum(shared.values()) + max(loads), owners
+
+
+class _Shared(Rows):
+    """The rows of a matrix that this process has, where all processes have some."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self._world = world
+        self._ends = [count * i // world.size for i in range(world.size + 1)]
+
+    def of(self, rows: int) -> int:
+        return self._ends[-1]
+
+    def own(self, whole: Tensor) -> Tensor:
+        return self._of(self._world.rank, whole).clone()  # so that the whole can be let go of
+
+    def sum(self, values: Tensor) -> Tensor:
+        self._world.sum([values])
+        return values
+
+    def behind(self, count: int) -> int:
+        counts = torch.zeros(self._world.size, dtype=torch.int64)
+        counts[self._world.rank] = count
+        return int(self.sum(counts)[self._world.rank + 1 :].sum())
+
+    def joined(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(self._ends[-1], *part.shape[1:])
+        self._of(self._world.rank, whole).copy_(part)
+        for source in range(self._world.size):
+            self._world.send(self._of(source, whole), source)
+        return whole
+
+    def _of(self, rank: int, whole: Tensor) -> Tensor:
+        return whole[self._ends[rank] : self._ends[rank + 1]]
+
+
+def _descending(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+
+
+@contextlib.contextmanager
+def world(device: str) -> Iterator[tuple[World, str]]:
+    """(the processes that ``torchrun`` started, this one's device); one process where nobody started more.
+
+    When a process ends with an error, which it says itself, so do the others: with a WorkerError, as soon as they
+    wait for it.
+
+    Raises:
+        UsageError: a device with a number, of which each process would take the same one, or too few GPUs; or the
+            processes do not find each other.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(), device
+        return
+    if device.startswith("cuda:"):
+        raise UsageError(
+            f"each of the {size} processes has a GPU of its own; say --device cuda, and not {device}"
+        )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if gpu:
+        if local >= torch.cuda.device_count():
+            raise UsageError(
+                f"there is no GPU for process {local + 1} on this machine, which has {torch.cuda.device_count()}; "
+                "start as many processes as GPUs, or say --device cpu"
+            )
+        torch.cuda.set_device(local)
+        device = f"cuda:{local}"
+    # Objects and tensors on the CPU go by gloo, tensors on GPUs by nccl.
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=_PATIENCE)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"WORLD_SIZE is {size} here, but the processes do not find each other ({' '.join(str(error).split())}); "
+            "start them with torchrun, or unset WORLD_SIZE for one alone"
+        ) from error
+    try:
+        yield World(dist.get_rank(), size), device
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, NiwakiError):
+            raise
+        raise WorkerError("another process of this run has ended; see what it said") from error

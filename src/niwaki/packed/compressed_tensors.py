@@ -1,0 +1,137 @@
+"""Weights on a grid as packed integers: the format ``pack-quantized`` of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.layer.grid import Grid, parse_grid
+from niwaki.models.checkpoint import Checkpoint, locate_model, output_errors
+from niwaki.models.layout import Matrix
+from niwaki.models.output import Shards, check_output, fingerprint, workplace
+from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.record import write_json
+
+#: For the record and the model card, in the place of the note that they are not packed.
+_PACKED = (
+    "weights are packed integers in the format `pack-quantized` of compressed-tensors, which has to be installed to "
+    "load them in transformers"
+)
+#: What programs that compute with packed weights have kernels for.
+_BITS = (4, 8)
+
+
+def export(model: str | Path, out: str | Path) -> None:
+    """Writes the model in directory ``model``, whose weights ``prune`` put on a grid, with packed weights to ``out``.
+
+    Each matrix becomes three tensors: ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and
+    ``weight_shape``; all else is copied. In transformers it loads where the library compressed-tensors is installed.
+
+    Args:
+        model: A directory that ``prune(..., quantize=...)`` wrote.
+        out: A directory that does not exist or is empty.
+
+    Raises:
+        OutputError: weights are not on their grid any more.
+        UsageError: there is no grid, or one of other than 4 or 8 bits.
+        UnsupportedModelError: a matrix is not the weight of a linear layer of its own, with the same name in the files.
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    path = locate_model(str(model))
+    target = check_output(path, Path(out), None)
+    checkpoint = Checkpoint(path)
+    pruning = checkpoint.config.get("pruning_config", {})
+    if "quantization" not in pruning:
+        raise UsageError(f"{model} has no weights on a grid; prune the dense model with --quantize int4:128")
+    grid = parse_grid(pruning["quantization"])
+    if grid.bits not in _BITS:
+        raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
+    streamed = StreamedModel(checkpoint, "cpu")
+    if "blocks" in pruning:
+        streamed.limit(range(*pruning["blocks"]))
+    packed = {matrix.key: matrix for matrix in streamed.matrices()}
+    verify_grid(path, streamed.matrices(), grid)
+    config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
+    with workplace(target, {"export": fingerprint(checkpoint)}, resume=False) as place:
+        if not place.journal.complete:
+            place.clear([])
+            place.carry_over(checkpoint)
+            _write(checkpoint, packed, grid, place.directory)
+            for name in ("niwaki.json", "README.md"):
+                _correct(place.directory / name, stored_as_usual(grid))
+            write_json(place.directory / "config.json", json.dumps(config, indent=2) + "\n")
+            place.save(complete=True)
+        place.move()
+
+
+def packed_integers(codes: Tensor, bits: int) -> Tensor:
+    """(out, in bits / 32 rounded up) int32: the whole numbers q (out, in) as q + 2^(bits-1), the first ones lowest."""
+    each = 32 // bits
+    unsigned = codes.to(torch.int64) + 2 ** (bits - 1)
+    unsigned = nn.functional.pad(unsigned, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    words = (unsigned << (bits * torch.arange(each))).sum(dim=2)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def _write(checkpoint: Checkpoint, packed: dict[str, Matrix], grid: Grid, directory: Path) -> None:
+    """The shards, each with the tensors that took the place of its own, and their index."""
+    shards = Shards(directory)
+    for shard in checkpoint.shards:
+        tensors: dict[str, Tensor] = {}
+        for key, entry in checkpoint.entries.items():
+            if entry.shard == shard:
+                W = checkpoint.read(key)
+                tensors |= _parts(checkpoint.path, packed[key], W, grid) if key in packed else {key: W}
+        shards.write(shard, tensors)
+    shards.finish()
+
+
+def _correct(file: Path, note: str) -> None:
+    """Puts ``_PACKED`` where ``note`` is."""
+    with output_errors(file.parent):
+        if file.is_file():
+            file.write_bytes(file.read_bytes().replace(note.encode(), _PACKED.encode()))
+
+
+def _parts(path: Path, matrix: Matrix, W: Tensor, grid: Grid) -> dict[str, Tensor]:
+    scales = read_scales(path, matrix)
+    return {
+        f"{matrix.key}_packed": packed_integers(grid.codes(W.float(), scales.float()), grid.bits),
+        f"{matrix.key}_scale": scales,
+        f"{matrix.key}_shape": torch.tensor(W.shape),
+    }
+
+
+def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
+    """``quantization_config`` of config.json."""
+    names = set()
+    for matrix in model.matrices():
+        name = f"{model.path}.{matrix.block}.{matrix.name}"
+        if matrix.transposed or matrix.expert is not None or matrix.key != f"{name}.weight":
+            raise UnsupportedModelError(
+                f"{matrix.key!r} of {model.checkpoint.path} cannot be packed: it is not the weight of a linear layer "
+                "of its own; use the model as it is"
+            )
+        names.add(name)
+    linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
+    weights = {
+        "num_bits": grid.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group" if grid.group else "channel",
+        "group_size": grid.group,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": [name for name in linear if name not in names],
+    }

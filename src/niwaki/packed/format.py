@@ -1,0 +1,304 @@
+"""The files of a packed model: ``packed.json`` and safetensors; docs/format.md describes them.
+
+Everything that is read is checked against a digest before it is used, so that a damaged file is an error and not
+another model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CheckpointError
+from niwaki.models.checkpoint import DTYPES, Checkpoint, Entry, read_header, read_json, read_tensor
+from niwaki.packed.kernels import expand
+from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
+
+INDEX = "packed.json"
+FORMAT, VERSION = "niwaki-packed", 1
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the dense checkpoint, as the packed one has it.
+
+    Attributes:
+        file: The safetensors file that it is in.
+        dtype: Safetensors' name of its dtype.
+        shape: Its shape.
+        packed: Whether it is there as a mask and values, or as it is.
+        transposed: Whether the rows that are packed run along its last dimension but one, and not the last.
+        count: Values that are not zero, of a packed one.
+        groups: Scales for each row, if its values are whole numbers of 8 bits; 0 otherwise.
+        sha256: Of its bytes in the file, of mask, scales and values in this order.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    packed: bool
+    transposed: bool
+    count: int
+    groups: int
+    sha256: str
+
+    def parts(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """By their keys in the file, (dtype, shape) of the tensors that it is stored as, in the order of its digest."""
+        if not self.packed:
+            return {key: (self.dtype, self.shape)}
+        rows, columns = self.rows
+        scales = {f"{key}.scales": ("F32", (rows, self.groups))} if self.groups else {}
+        values = "I8" if self.groups else self.dtype
+        return {
+            f"{key}.mask": ("U8", (rows, stride(columns))),
+            **scales,
+            f"{key}.values": (values, (self.count + PADDING,)),
+        }
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(rows, columns) of the packed matrix."""
+        *outer, last = self.shape
+        if self.transposed:
+            *outer, last = *outer[:-1], last, outer[-1]
+        return math.prod(outer), last
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the dense checkpoint.
+
+    Attributes:
+        name: Its path in the model's directory.
+        header: Its header, as text, so that it can be had back byte for byte.
+        keys: Of its tensors, in the order in which they follow the header.
+        sha256: Of all of it.
+    """
+
+    name: str
+    header: str
+    keys: list[str]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What ``packed.json`` says.
+
+    Attributes:
+        config: The text of the dense checkpoint's ``config.json``.
+        index: Likewise of ``model.safetensors.index.json``; empty if there is none.
+        shards: The files of the dense checkpoint.
+        tensors: By key, its tensors.
+    """
+
+    config: str
+    index: str
+    shards: list[Shard]
+    tensors: dict[str, Stored]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        values = {
+            "about": "The weights of a pruned model without its zeros, written by niwaki. In Python: niwaki.load(DIR). "
+            "The dense model: niwaki unpack DIR OUT.",
+            "format": FORMAT,
+            "version": VERSION,
+            **asdict(self),
+        }
+        return json.dumps({**values, "sha256": digest_of(values)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> Index:
+        """The index of a packed model.
+
+        Raises:
+            CheckpointError: it is not readable, not what was written, or of a later version.
+        """
+        path = directory / INDEX
+        try:
+            values = json.loads(path.read_bytes())
+            found = values.pop("sha256", None) if isinstance(values, dict) else None
+            if not isinstance(values, dict) or values.get("format") != FORMAT:
+                raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
+            if found != digest_of(values):
+                raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
+            if values["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
+                    "install a later one"
+                )
+            index = cls(
+                values["config"],
+                values["index"],
+                [Shard(**shard) for shard in values["shards"]],
+                {
+                    key: Stored(**{**stored, "shape": tuple(stored["shape"])})
+                    for key, stored in values["tensors"].items()
+                },
+            )
+            index.check()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return index
+
+    def check(self) -> None:
+        """Raises ValueError where it cannot be an index, though nobody has damaged it."""
+        texts = [self.config, self.index]
+        names = [stored.file for stored in self.tensors.values()]
+        numbers: list[Any] = []
+        for shard in self.shards:
+            texts += [shard.header, shard.sha256, *shard.keys]
+            names.append(shard.name)
+        for stored in self.tensors.values():
+            texts.append(stored.sha256)
+            numbers += [stored.count, stored.groups, *stored.shape]
+        if not all(type(text) is str for text in [*texts, *names]):
+            raise ValueError("a text is none")
+        if not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
+            raise ValueError("a number is none")
+        for name in {*names}:
+            # A path could name any file of the machine, to read or to write.
+            if (
+                Path(name).name != name
+                or not name.endswith(".safetensors")
+                or "\0" in name
+                or len(name) > 200
+            ):
+                raise ValueError(f"it names a file that cannot be one of weights: {name!r}")
+        for key, stored in self.tensors.items():
+            if stored.dtype not in DTYPES or (stored.packed and len(stored.shape) < 2):
+                raise ValueError(f"{key!r} cannot be {stored.dtype} {stored.shape}")
+        keys = [key for shard in self.shards for key in shard.keys]
+        if sorted(keys) != sorted(self.tensors):
+            raise ValueError("its files do not have its tensors")
+        if not isinstance(json.loads(self.config), dict):
+            raise ValueError("its config.json is none")
+
+
+class PackedCheckpoint(Checkpoint):
+    """A packed model directory, read as if it were the dense one.
+
+    Args:
+        path: What ``niwaki pack`` wrote.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not of this format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index = Index.read(path)
+        self.config: dict[str, Any] = json.loads(self.index.config)
+        if read_json(path / "config.json") != marked(self.config):
+            raise CheckpointError(
+                f"{path / 'config.json'} is not what was written; edit that of the dense model, and pack it again"
+            )
+        tensors = self.index.tensors
+        self.shards = sorted({stored.file for stored in tensors.values()})
+        self._parts: dict[str, Entry] = {}
+        for file in self.shards:
+            if not (path / file).exists():
+                raise CheckpointError(f"{path} lacks the file {file}; is the download complete?")
+            for key, entry in read_header(path / file).items():
+                self._parts[key] = entry
+        #: Of the dense tensors; where they begin is unknown.
+        self.entries = {
+            key: Entry(
+                stored.file,
+                stored.dtype,
+                stored.shape,
+                0,
+                math.prod(stored.shape) * DTYPES[stored.dtype].itemsize,
+            )
+            for key, stored in tensors.items()
+        }
+        for key, stored in tensors.items():
+            for name, (dtype, shape) in stored.parts(key).items():
+                there = self._parts.get(name)
+                if there is None or (there.shard, there.dtype, there.shape) != (stored.file, dtype, shape):
+                    raise CheckpointError(
+                        f"{path / stored.file} is damaged: {name!r} should be there, {dtype} {shape}"
+                    )
+
+    def read(self, key: str, part: int | None = None) -> Tensor:
+        """The dense tensor, see :meth:`Checkpoint.read`."""
+        if key not in self.index.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {key!r}")
+        stored = self.index.tensors[key]
+        value = dense(self.packed(key), stored) if stored.packed else self.parts(key)[0]
+        return value if part is None else value[part]
+
+    def is_packed(self, key: str) -> bool:
+        """Whether the tensor is there without its zeros."""
+        return self.index.tensors[key].packed
+
+    def packed(self, key: str) -> PackedMatrix:
+        """The tensor without its zeros; those of more than two dimensions as one matrix.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        stored = self.index.tensors[key]
+        mask, *scales, values = self.parts(key)
+        _, columns = stored.rows
+        return unpacked(mask, values, columns, DTYPES[stored.dtype], scales[0] if scales else None)
+
+    def parts(self, key: str) -> list[Tensor]:
+        """The tensors that it is stored as, in the order of :meth:`Stored.parts`.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        stored = self.index.tensors[key]
+        digest = hashlib.sha256()
+        found = []
+        for name in stored.parts(key):
+            value = read_tensor(self.path / stored.file, name, self._parts[name])
+            digest.update(raw(value))
+            found.append(value)
+        if digest.hexdigest() != stored.sha256:
+            raise CheckpointError(
+                f"{self.path / stored.file} is damaged: {key!r} is not what was written; download it again"
+            )
+        return found
+
+
+def marked(config: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` of a packed model; who does not know the format stops at a quantisation that nobody else has."""
+    return {**config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The weights of a model directory, dense or packed.
+
+    Raises:
+        CheckpointError: see :class:`Checkpoint` and :class:`PackedCheckpoint`.
+    """
+    return PackedCheckpoint(path) if (path / INDEX).exists() else Checkpoint(path)
+
+
+def dense(W: PackedMatrix, stored: Stored) -> Tensor:
+    """The tensor as the dense checkpoint has it."""
+    rows = expand(W)
+    if not stored.transposed:
+        return rows.view(stored.shape)
+    *outer, last_but_one, last = stored.shape
+    return rows.view(*outer, last, last_but_one).transpose(-1, -2).contiguous()
+
+
+def raw(value: Tensor) -> memoryview:
+    """Its bytes."""
+    return value.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def digest_of(values: dict[str, Any]) -> str:
+    """The digest of an index, from its values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""What a run does to a model: plan, solve, fit, write, resume."""

@@ -1,0 +1,103 @@
+"""Which pattern each matrix gets: the same for all, or the mask that it has in another model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NiwakiError, PatternError, UsageError, WorkerError
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured, parse_pattern
+from niwaki.layer.solvers import Solver
+from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.layout import Matrix
+from niwaki.models.streamed import StreamedModel
+
+PatternOf = Callable[[Matrix], Pattern]
+
+
+def wanted_pattern(
+    solver: Solver, sparsity: float | str | None, pattern: str | Pattern | None
+) -> Pattern | None:
+    """The pattern that was asked for; None if only a mask was."""
+    if sparsity is not None and pattern is not None:
+        raise UsageError("give a sparsity or a pattern, not both")
+    if isinstance(sparsity, str):
+        raise UsageError(f"a sparsity is a number such as 0.6; for {sparsity!r} say pattern={sparsity!r}")
+    if sparsity is not None:
+        return solver.default_pattern(sparsity)
+    return parse_pattern(pattern) if isinstance(pattern, str) else pattern
+
+
+def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
+    """The pattern of each matrix: the same for all, or the mask that it has in another model.
+
+    With both, the mask may be refined within the pattern, and all masks are looked at first: an error in
+    the last block should not come after hours.
+
+    Raises:
+        UsageError: there is neither, or the pattern does not fit the matrices or their masks.
+    """
+    matrices = streamed.matrices()
+    if wanted is not None:
+        for matrix in matrices:
+            with named(matrix):
+                wanted.check(matrix.shape)
+    if mask_model is None:
+        if wanted is None:
+            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
+        return lambda _: wanted
+    lender, own = Checkpoint(locate_model(mask_model)), streamed.checkpoint
+    for matrix in matrices:
+        shape = own.entries[matrix.key].shape
+        if matrix.key not in lender or lender.entries[matrix.key].shape != shape:
+            raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {shape}")
+    if wanted is not None:
+        for matrix in matrices:
+            with named(matrix):
+                _check_mask(matrix.read(lender) != 0, wanted, mask_model)
+    return lambda matrix: Fixed((matrix.read(lender) != 0).to(streamed.device), wanted)
+
+
+def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
+    """Raises PatternError, with what differs, where ``pattern`` does not allow ``mask``."""
+    # Of scores 1 for kept and 0 for pruned weights a mask that is allowed is the best.
+    nearest = pattern.mask(mask.float())
+    if torch.equal(nearest, mask):
+        return
+    zeros, asked = (values.numel() - int(values.count_nonzero()) for values in (mask, nearest))
+    if zeros != asked:
+        share = 100 * zeros / mask.numel()
+        what = f"has {zeros} zeros of {mask.numel()} ({share:.4g} %), and {pattern} asks for {asked}"
+        other = ""
+    else:
+        row, column = (nearest != mask).nonzero()[0].tolist()
+        first, width = column - column % pattern.group, pattern.group
+        where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
+        what = f"has as many zeros as {pattern} asks for, but in other places, first in {where}"
+        other = f", or {Unstructured(pattern.sparsity)}"
+    raise PatternError(
+        f"the mask of {source} {what}; try the pattern that it was made for{other}, or none, which keeps the "
+        "mask as it is"
+    )
+
+
+def described(wanted: Pattern | None, mask_model: str | None) -> str:
+    """The pattern for the record."""
+    if mask_model is None:
+        return str(wanted)
+    return f"the mask of {mask_model}" + (f", within {wanted}" if wanted is not None else "")
+
+
+@contextlib.contextmanager
+def named(matrix: Matrix) -> Iterator[None]:
+    """Puts the matrix's name before what goes wrong with it."""
+    key = matrix.key if matrix.part is None else f"{matrix.key}[{matrix.part}]"
+    try:
+        yield
+    except NiwakiError as error:
+        if key in str(error) or isinstance(error, WorkerError):
+            raise
+        raise type(error)(f"{key}: {error}") from error

@@ -1,0 +1,174 @@
+"""Text that the dense model writes itself, to prune and to fit to besides the text that was given."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from niwaki.errors import UnsupportedModelError
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+
+#: Of a window's tokens, this share is from the given text.
+_PROMPT = 1 / 32
+#: Of the memory beside the weights, this share is for keys and values.
+_CACHE = 1 / 2
+#: Sequences at a time, at most: more are hardly faster.
+_SAMPLES = 256
+#: Bytes that Python and the libraries take, about.
+_PROGRAM = 2**29
+#: What models raise that cannot.
+_REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
+
+
+def synthesize(
+    model: StreamedModel,
+    tokens: Tensor,
+    count: int,
+    budget: int | None = None,
+    world: World | None = None,
+    done: Callable[[], None] = lambda: None,
+    seed: int = 0,
+) -> Tensor | None:
+    """Windows of text drawn from the dense model, token by token from its own probabilities.
+
+    Each begins with a few tokens of the given text, from other places than those where its windows begin. An end of
+    text may be drawn, and the text goes on behind it.
+
+    A fit to more text holds better on text that it has not seen, and the model's own is nearly as good for that as
+    real text (docs/effort.md). Unlike everything else here this needs the whole model in memory, with keys and values
+    of some sequences.
+
+    Cost: a pass of the whole model for each position of a window and each batch of sequences.
+
+    Reference: Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
+
+    Args:
+        model: The dense model.
+        tokens: (samples, length) int64, this process's share.
+        count: Windows to write, by all processes together.
+        budget: Bytes of memory that there are for the model and its keys and values; by default those of the device.
+        world: The processes of which each has some of the samples, in order; by default there is one.
+        done: Called after each token of each batch, see :func:`steps`.
+        seed: Of what is drawn.
+
+    Returns:
+        (count, length) int64, the same in all processes; None where the model does not fit in the memory of each.
+
+    Raises:
+        UnsupportedModelError: transformers cannot generate text with this model.
+    """
+    world = world or World()
+    length = tokens.shape[1]
+    # Not at the same places of all windows' text: the first ones of each go on from the middle, say.
+    given, width = torch.cat(world.collected(tokens)), _prompt(length)
+    rounds = math.ceil(count / len(given))
+    starts = [(turn + 1) * (length - width) // (rounds + 1) for turn in range(rounds)]
+    prompts = torch.cat([given[:, start : start + width] for start in starts])[:count]
+    together = min(world.collected(_together(model, length, budget)))
+    if not together:
+        return None
+    drawn: list[Tensor] = []
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with model.whole() as whole, torch.random.fork_rng(cuda):
+        for turn, part in enumerate(world.share(prompts).split(together)):
+            torch.manual_seed(seed + 1_000_003 * world.rank + turn)
+            drawn.append(_continued(whole, part.to(model.device), length, done))
+    return torch.cat(world.collected(torch.cat(drawn)))
+
+
+def steps(model: StreamedModel, length: int, count: int, budget: int | None = None) -> int:
+    """How often ``done`` is called for ``count`` windows of one process; 0 where the model does not fit."""
+    together = _together(model, length, budget)
+    return math.ceil(count / together) * (length - _prompt(length)) if together else 0
+
+
+def _prompt(length: int) -> int:
+    """Tokens of a window that are given."""
+    return max(1, round(length * _PROMPT))
+
+
+class _Counted(StoppingCriteria):
+    """Never stops, and tells of each token."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self._done()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None]) -> Tensor:
+    """(samples, length) on the CPU, that begin with ``prompts``."""
+    # A cache that does not grow takes half the time, and some models cannot do with it.
+    try:
+        return _generated(whole, prompts, length, done, "static")
+    except _REFUSALS:
+        pass
+    try:
+        return _generated(whole, prompts, length, done, "dynamic")
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnsupportedModelError(
+            f"transformers cannot generate text with this model ({reason}); try --effort best:synthetic=0"
+        ) from error
+
+
+def _generated(
+    whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str
+) -> Tensor:
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_length=length,
+        pad_token_id=0,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
+    # What is not set here, such as the end of text, would be taken from the model's own settings.
+    own, whole.generation_config = whole.generation_config, settings
+    try:
+        found = cast("Any", whole).generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=settings,
+            stopping_criteria=StoppingCriteriaList([_Counted(done)]),
+        )
+    finally:
+        whole.generation_config = own
+    assert isinstance(found, Tensor)
+    return found.cpu()
+
+
+def _together(model: StreamedModel, length: int, budget: int | None) -> int:
+    """How many sequences may be written at a time; 0 where the model does not fit.
+
+    It depends on the size of the memory and not on what is free of it at the time, so that the same run on the same
+    machine draws the same text.
+    """
+    if budget is None:
+        if model.device.type == "cuda":
+            budget = torch.cuda.get_device_properties(model.device).total_memory
+        else:
+            budget = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pairs = len(model.blocks) * (getattr(config, "num_key_value_heads", None) or heads)
+    # The last layer's logits in float32 come besides, once more for probabilities and once for their sums.
+    sequence = 2 * pairs * width * length * model.dtype.itemsize + 3 * 4 * config.vocab_size
+    return min(_SAMPLES, int(max(0, budget - _PROGRAM - model.size) * _CACHE / sequence))

@@ -1,0 +1,270 @@
+"""A look at the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from niwaki.layer.patterns import MixedNM, Pattern
+from niwaki.layer.problem import Gram, LayerProblem
+from niwaki.layer.solvers import Wanda
+from niwaki.layer.tf32 import TF32
+from niwaki.models.block import Block
+from niwaki.models.checkpoint import output_errors
+from niwaki.models.hidden_states import States
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
+from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
+from niwaki.pruning.allocation import Curve, allocate, outlier_ratios, rounded, smooth, together
+from niwaki.pruning.effort import Effort
+from niwaki.pruning.masks import PatternOf, named
+from niwaki.pruning.sensitivity import sensitivities
+from niwaki.records.progress import Progress
+
+#: Densities where the cost of sparsity is measured, relative to the one that is asked for.
+_DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
+#: Rows of a matrix that are pruned for that, about.
+_ROWS = 256
+#: The least importance of an output, relative to their mean: of one without any influence its weights still count.
+_LEAST = 1e-4
+#: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
+#: long give no better models (docs/effort.md).
+_SOLVER = Wanda()
+#: An outlier, for OWL: a score so many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
+_OUTLIER = 5.0
+
+
+#: The key of the dense model's text in the file of a plan.
+_SYNTHETIC = "synthetic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+        zeros: The number of zeros of each matrix, by block and name; none where all have the same pattern.
+        importance: (out,) for each matrix, what the squared error of an output counts; likewise.
+        synthetic: (samples, length) int64, text that the dense model wrote, if any.
+    """
+
+    zeros: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
+    importance: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
+    synthetic: Tensor | None = None
+
+    def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
+        """The pattern of a matrix."""
+        zeros = self.zeros.get((matrix.block, matrix.name))
+        return usual if zeros is None else _at(usual, zeros / _size(matrix))
+
+    def save(self, path: Path) -> None:
+        """Writes it, in safetensors."""
+        tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
+        if self.synthetic is not None:
+            tensors[_SYNTHETIC] = self.synthetic
+        zeros = json.dumps([[block, name, count] for (block, name), count in self.zeros.items()])
+        with output_errors(path), path.open("wb") as file:
+            file.write(save(tensors, metadata={"zeros": zeros}))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """The inverse of :meth:`save`."""
+        with safe_open(path, "pt") as file:
+            zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+        synthetic = tensors.pop(_SYNTHETIC, None)
+        places = {key: key.partition(" ") for key in tensors}
+        found = {(int(block), name): tensors[key] for key, (block, _, name) in places.items()}
+        return cls(zeros, found, synthetic)
+
+
+def plan(
+    model: StreamedModel,
+    effort: Effort,
+    pattern_of: PatternOf,
+    tokens: Tensor,
+    tf32: TF32,
+    world: World,
+    progress: Progress,
+) -> Plan:
+    """Looks at the dense model as far as ``effort`` asks for it.
+
+    ``allocation="loss"``: the zeros of all matrices go where the model's loss is expected to grow least. For each
+    matrix a part of its rows is pruned to some sparsities, and the squared errors of its outputs are weighed by how
+    sensitive the loss is to them (the diagonal of the Fisher information, see :mod:`niwaki.pruning.sensitivity`); a curve
+    through these points says what the next zero costs. "error" does it for errors relative to the squared outputs,
+    "owl" by the share of outliers in each block (Yin et al. 2024).
+
+    Only patterns that can have another sparsity (:meth:`Pattern.at`) take part.
+
+    Args:
+        model: The dense model.
+        effort: What is wanted.
+        pattern_of: The pattern that each matrix has if all have the same.
+        tokens: (samples, length), this process's calibration tokens, of which some are used.
+        tf32: See :mod:`niwaki.layer.tf32`.
+        world: The processes.
+        progress: Is told of each block.
+    """
+    matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
+    if not matrices or not effort.plans:
+        return Plan()
+    tokens = _pilot(tokens, effort.pilot, world)
+    importance: dict[tuple[int, str], Tensor] = {}
+    if effort.allocation == "loss" or effort.importance > 0:
+        batches = math.ceil(len(tokens) / max(1, TOKENS_PER_BATCH // tokens.shape[1]))
+        progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
+        found = sensitivities(model, tokens, world, progress.step)
+        importance = {(m.block, m.name): found[m.block][m.name] for m in matrices}
+    zeros: dict[tuple[int, str], int] = {}
+    if effort.allocation != "uniform":
+        costs = _Costs(effort, pattern_of, importance, world)
+        stop = matrices[-1].block + 1
+        with model.room.lent() as room:
+            states = model.embed(tokens, room=room)
+            for block in itertools.islice(model.stream(), stop):
+                progress.stage(block.index, "allocation", len(states.hidden))
+                costs.measure(block, states, tf32, progress.step)
+                if block.index < stop - 1:
+                    block.advance(states)
+        zeros = costs.allocated()
+    weights = {
+        place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance
+    }
+    return Plan(zeros, weights)
+
+
+class _Costs:
+    """What sparsity costs the matrices, block by block."""
+
+    def __init__(
+        self,
+        effort: Effort,
+        pattern_of: PatternOf,
+        importance: dict[tuple[int, str], Tensor],
+        world: World,
+    ) -> None:
+        self._effort = effort
+        self._pattern_of = pattern_of
+        self._importance = importance
+        self._world = world
+        self._matrices: list[Matrix] = []
+        self._curves: list[Curve] = []
+        self._outliers: list[float] = []  # of each block
+
+    def measure(self, block: Block, states: States, tf32: TF32, done: Callable[[], None]) -> None:
+        """Looks at the matrices of ``block``."""
+        matrices = [m for m in block.matrices if self._pattern_of(m).at(0.0) is not None]
+        if not matrices:
+            return
+        found: dict[str, Curve] = {}
+        scores: list[Tensor] = []
+        by_name = {matrix.name: matrix for matrix in matrices}
+        turn = 0
+        for inputs in block.input_grams(states, done, self._world, tf32, matrices):
+            gram = Gram(inputs.H)
+            for matrix in [by_name[name] for name in inputs.names]:
+                turn += 1
+                if self._effort.allocation == "owl":
+                    scores.append((block.weight(matrix).abs() * gram.norm).flatten())
+                elif turn % self._world.size == self._world.rank:
+                    with named(matrix):
+                        found[matrix.name] = self._curve(block.weight(matrix), gram, matrix)
+        if scores:
+            values = torch.cat(scores)
+            self._outliers.append(float((values > _OUTLIER * values.mean()).float().mean()))
+        self._matrices += matrices
+        if self._effort.allocation != "owl":
+            curves = {name: curve for part in self._world.collected(found) for name, curve in part.items()}
+            self._curves += [curves[matrix.name] for matrix in matrices]
+
+    def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
+        rows = _some(len(W))
+        W, usual = W[rows.to(W.device)], self._pattern_of(matrix)
+        if self._effort.allocation == "loss":
+            W.mul_(self._importance[matrix.block, matrix.name][rows].sqrt().unsqueeze(1).to(W.device))
+        problem = LayerProblem(W, gram)
+        scale = _size(matrix) / W.numel() if self._effort.allocation == "loss" else 1.0
+        scale /= problem.power if self._effort.allocation == "error" and problem.power > 0 else 1.0
+        losses: dict[float, float] = {}
+        for density in _DENSITIES:
+            pattern = _at(usual, 1 - min(0.9, (1 - usual.sparsity) * density))
+            if pattern.sparsity not in losses and pattern.sparsity > 0:
+                losses[pattern.sparsity] = _SOLVER(problem, pattern).error * problem.power * scale
+        points = sorted(losses.items())
+        if isinstance(usual, MixedNM):
+            return Curve(_size(matrix), ((0.0, 0.0), *points), divisible=False)
+        return smooth(_size(matrix), points, problem.power * scale, _at(usual, 0.0).sparsity)
+
+    def allocated(self) -> dict[tuple[int, str], int]:
+        """The number of zeros of each matrix."""
+        sizes = [_size(matrix) for matrix in self._matrices]
+        asked = [
+            self._pattern_of(matrix).sparsity * size
+            for matrix, size in zip(self._matrices, sizes, strict=True)
+        ]
+        total = round(math.fsum(asked))
+        if self._effort.allocation != "owl" and self._effort.per == "matrix":
+            zeros = allocate(self._curves, total)
+        else:
+            blocks: dict[int, list[int]] = {}
+            for i, matrix in enumerate(self._matrices):
+                blocks.setdefault(matrix.block, []).append(i)
+            weights = [sum(sizes[i] for i in members) for members in blocks.values()]
+            if self._effort.allocation == "owl":
+                shares = outlier_ratios(self._outliers, weights, total)
+            else:
+                shares = allocate(
+                    [together([self._curves[i] for i in members]) for members in blocks.values()], total
+                )
+            zeros = [0] * len(sizes)
+            for members, share, weight in zip(blocks.values(), shares, weights, strict=True):
+                for i, count in zip(
+                    members, rounded([share * sizes[i] / weight for i in members], share), strict=True
+                ):
+                    zeros[i] = count
+        return {(m.block, m.name): count for m, count in zip(self._matrices, zeros, strict=True)}
+
+
+def _pilot(tokens: Tensor, share: float, world: World) -> Tensor:
+    """This process's part of every so many-th sample of all processes' ``tokens``, of one for each process at least."""
+    step = max(1, math.floor(1 / share))
+    whole = torch.cat(world.collected(tokens))
+    return world.share(whole[:: max(1, min(step, len(whole) // world.size))])
+
+
+def _some(rows: int) -> Tensor:
+    """Some of so many rows: not at even distances, which heads and their parts have too."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    return order[: max(_ROWS, math.ceil(rows / 16))].sort().values
+
+
+def _at(pattern: Pattern, sparsity: float) -> Pattern:
+    found = pattern.at(sparsity)
+    assert found is not None
+    return found
+
+
+def _weights(importance: Tensor, power: float) -> Tensor:
+    """What to multiply rows by: the root of a power of their importance, 1 in the mean of squares."""
+    mean = importance.mean()
+    if not mean > 0:
+        return torch.ones_like(importance)
+    relative = (importance / mean).clamp(min=_LEAST).pow(power)
+    return (relative / relative.mean()).sqrt()
+
+
+def _size(matrix: Matrix) -> int:
+    return matrix.shape[0] * matrix.shape[1]

@@ -1,0 +1,1 @@
+"""Structured pruning: fewer blocks, heads or neurons, in a smaller dense model."""

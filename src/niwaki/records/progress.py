@@ -1,0 +1,72 @@
+"""What a run tells about itself while it runs; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from niwaki.records.comparison import Cell, Comparison
+from niwaki.records.record import MatrixRecord, Record
+
+
+class Progress:
+    """Is told how a run goes. This one ignores it; the command line has one that draws.
+
+    Attributes:
+        wants_steps: Whether to call ``solving``, for which solvers have to estimate their error.
+    """
+
+    wants_steps = False
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps.
+
+        Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block and a
+        "synthesis", and of structured pruning an "influence" for each block; also there, a "perplexity" for each
+        block, before and after all others.
+        """
+
+    def step(self) -> None:
+        """One step of the stage is done."""
+
+    def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
+        """The solver is at ``step`` of ``steps`` with this estimated relative error."""
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        """A matrix is done."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+
+    def stopped(self, done: int, blocks: int) -> None:
+        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call goes on with them."""
+
+    def end(self, record: Record) -> None:
+        """The output is in place."""
+
+
+class TableProgress(Progress):
+    """Is told how a comparison goes, and also how each of its runs does."""
+
+    def table(self, comparison: Comparison, runs: int) -> None:
+        """All texts are read; ``comparison`` has what is there already, ``runs`` are to come."""
+
+    def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
+        """A run begins, ``done`` of ``runs`` are behind it; the seconds that it and those after it will take.
+
+        0 where nothing is known; no seconds at all for the dense model, which is measured before the runs.
+        """
+
+    def measured(self, block: int, blocks: int) -> None:
+        """The text is through ``block`` of the ``blocks`` of the model that is being measured."""
+
+    def done(self, cell: Cell) -> None:
+        """A cell is done, and on disk."""
+
+    def paused(self, done: int, missing: int) -> None:
+        """The comparison ends early with ``done`` runs on disk; the same call goes on with those that are missing."""
+
+    def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
+        """All is done but what the budget ``left_out``."""

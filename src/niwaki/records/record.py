@@ -1,0 +1,319 @@
+"""What was done, as dataclasses and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from niwaki.errors import OutputError
+from niwaki.records.wording import counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from niwaki.layer.tf32 import TF32
+
+
+#: What `niwaki report` writes into a directory by default.
+REPORT_NAME = "report.html"
+#: What `niwaki bench` writes there, where a report finds it.
+SPEED_NAME = "niwaki-bench.json"
+#: What was found out about a directory, which says nothing about what is made from it.
+FINDINGS = (REPORT_NAME, SPEED_NAME)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean cross-entropy, and what it is the perplexity of.
+
+    Non-overlapping windows of the running text, in each the first token is given and the others are
+    predicted; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
+
+    Attributes:
+        value: The perplexity.
+        standard_error: Of ``value``, from the spread of the windows' mean losses. It says how another
+            text of this kind would differ, not how two models on the same text compare: that is tighter.
+            None where there is one window only.
+        tokens: Tokens that were predicted.
+        context: Tokens in a window. Perplexities of different contexts do not compare.
+        windows: Number of windows.
+        text: Which text.
+        origin: Where it is from and how it became windows, in words; "" where that is not known.
+    """
+
+    value: float
+    standard_error: float | None
+    tokens: int
+    context: int
+    windows: int
+    text: str
+    origin: str = ""
+
+    @classmethod
+    def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
+        """From (windows, context - 1) cross-entropies in nats."""
+        means = losses.double().mean(dim=1)
+        mean = means.mean().item()
+        value = math.exp(min(mean, 700.0))  # beyond it there is no float
+        error = value * means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
+        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin)
+
+    @property
+    def protocol(self) -> str:
+        """All that another program needs to measure the same, in words."""
+        return (
+            f"{self.origin or self.text}; {counted(self.windows, 'non-overlapping window')} of {self.context:,} "
+            f"tokens, the first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
+        )
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.2f}"
+        return f"{self.value:.2f}{error} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
+
+
+@dataclass(frozen=True)
+class MatrixRecord:
+    """One pruned matrix.
+
+    Attributes:
+        block: Its block, from 0.
+        name: Its path in the block.
+        shape: (out, in).
+        sparsity: Fraction of zeros in the tensor that was written.
+        error: Squared output error relative to the squared output, on the calibration text; with dense targets of
+            those, and in any case before the block is fitted. On a grid, ``stats["error_before_rounding"]`` is the
+            solver's, and ``stats["rounded_to_zero"]`` the number of weights that the solver kept and the grid did not.
+        seconds: That the solver took.
+        tokens: Tokens in its Gram matrix.
+        stats: The solver's own, such as the damping that was used.
+    """
+
+    block: int
+    name: str
+    shape: tuple[int, int]
+    sparsity: float
+    error: float
+    seconds: float
+    tokens: int
+    stats: dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """One block whose remaining weights were fitted to the dense block's outputs.
+
+    Attributes:
+        block: Its number, from 0.
+        before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs; where
+            sub-blocks were fitted apart, the sum of theirs.
+        after: The same in the end.
+        epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
+        seconds: That it took.
+    """
+
+    block: int
+    before: float
+    after: float
+    epochs: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StructureRecord:
+    """What structured pruning removed, see :mod:`niwaki.pruning.structured.shrink`.
+
+    Attributes:
+        parameters: Numbers in all tensors of the files, "before" and "after".
+        removed: Fraction of the blocks' parameters that is gone.
+        influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
+        blocks: Numbers of the blocks that went, from 0, as are all that follow.
+        heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
+        neurons: Likewise.
+    """
+
+    parameters: dict[str, int]
+    removed: float
+    influence: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    heads: list[list[int]] = field(default_factory=list)
+    neurons: list[list[int]] = field(default_factory=list)
+
+    @property
+    def share(self) -> str:
+        """How much of all parameters is gone, such as "25.7 %"."""
+        return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
+
+    def __str__(self) -> str:
+        before, after = self.parameters["before"], self.parameters["after"]
+        share = f"{self.share} fewer, of those in blocks {100 * self.removed:.1f} %"
+        return f"{after:,} of {before:,} ({share})"
+
+
+@dataclass
+class Record:
+    """All that was done to a model: ``niwaki.json``.
+
+    Attributes:
+        command: The command line, or "" where it was called from Python.
+        versions: Of niwaki, Python and the libraries that matter.
+        model: Where the dense model came from.
+        method: The solver's name, or that of its class.
+        solver: The solver with all its parameters.
+        effort: What was done to blocks besides, with all its parameters.
+        quantization: The grid that weights are on, such as "int4:128"; None for none.
+        pattern: Which weights may be non-zero.
+        mask_from: Where the masks came from, if not from the solver.
+        calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
+            it how many windows the dense model wrote besides, as "synthetic".
+        device: Where blocks ran and matrices were solved.
+        dtype: What blocks ran in.
+        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
+            products of float32 matrices; "never", nothing, or a device that has none.
+        flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
+            those of products and factorisations, as if no two matrices had the same inputs, and without what the
+            effort or the grid ask for besides.
+        sparsity: Fraction of zeros in all pruned matrices together.
+        matrices: One entry each, in the order of computation.
+        fits: One entry for each block that was fitted.
+        perplexity: "before" and "after", where measured.
+        seconds: By stage, and in total.
+        peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
+        notes: What a careful reader should know: damping raised, text left out, files left behind.
+        resumed: After which numbers of blocks the run was stopped and gone on with.
+        blocks: The first block that was pruned and the first one behind them; None for all blocks.
+        structure: What structured pruning removed; None where weights became zeros.
+    """
+
+    command: str
+    model: str
+    method: str
+    solver: str
+    pattern: str
+    mask_from: str | None
+    calibration: dict[str, Any]
+    device: str
+    dtype: str
+    flops: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+    sparsity: float = 0.0
+    matrices: list[MatrixRecord] = field(default_factory=list)
+    fits: list[FitRecord] = field(default_factory=list)
+    perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    blocks: list[int] | None = None
+    tf32: TF32 = "never"
+    effort: str = ""
+    structure: StructureRecord | None = None
+    quantization: str | None = None
+
+    @property
+    def mean_error(self) -> float:
+        """The geometric mean of the matrices' errors; 0 where one is 0."""
+        return _geometric_mean([matrix.error for matrix in self.matrices])
+
+    @property
+    def rounding(self) -> str:
+        """What the grid did to the matrices, in words; nothing if there is none."""
+        if not self.quantization:
+            return ""
+        before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
+        lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)
+        kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in self.matrices) + lost
+        return (
+            f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "
+            f"{100 * lost / max(1, kept):.2g} % of the remaining weights became 0"
+        )
+
+    @property
+    def own_text(self) -> str:
+        """What the dense model wrote to calibrate on besides, such as "64 windows"; nothing if it did not."""
+        count = self.calibration.get("synthetic", 0)
+        return f"{counted(count, 'window')} that the dense model wrote itself" if count else ""
+
+    @property
+    def part(self) -> str:
+        """Which blocks were pruned, such as "blocks 0 to 2"; nothing if all were."""
+        if self.blocks is None:
+            return ""
+        first, last = self.blocks[0], self.blocks[1] - 1
+        return f"block {first}" if first == last else f"blocks {first} to {last}"
+
+    def to_json(self) -> str:
+        """JSON text, indented."""
+        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """The inverse of :meth:`to_json`."""
+        values = json.loads(text)
+        matrices = [
+            MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")
+        ]
+        fits = [FitRecord(**fit) for fit in values.pop("fits", [])]
+        structure = values.pop("structure", None)
+        return cls(
+            **values, matrices=matrices, fits=fits, structure=structure and StructureRecord(**structure)
+        )
+
+
+def _geometric_mean(values: list[float]) -> float:
+    """0 where one is 0, or there is none."""
+    if not values or min(values) <= 0:
+        return 0.0
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def write_json(path: Path, text: str, sync: bool = False) -> None:
+    """Writes ``text`` under a temporary name and renames it, so that ``path`` is whole or not there.
+
+    With ``sync`` it is on disk, and not only on its way there, when this returns.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        temporary = Path(name)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            set_usual_mode(temporary, 0o666)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def set_usual_mode(path: Path, mode: int) -> None:
+    """Gives ``path`` the mode it would have without ``tempfile``, which makes everything private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(mode & ~umask)
+
+
+def versions() -> dict[str, str]:
+    """Versions of niwaki, Python and the libraries that decide the result."""
+    found = {"python": platform.python_version()}
+    for name in ("niwaki", "torch", "transformers", "tokenizers", "safetensors"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,127 @@
+"""What ``niwaki bench`` found, as JSON; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from niwaki.errors import UsageError
+from niwaki.records.wording import counted
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One form of a model, in a process of its own.
+
+    Attributes:
+        weights: "dense" or "packed".
+        dtype: What was computed in.
+        disk: Bytes of the weight files.
+        resident: Bytes of all weights in memory.
+        peak: Most bytes in memory: of the process, or of the GPU's memory that torch had.
+        load: Seconds until the model was there, from files that may be in the system's cache.
+        first_token: Seconds from the prompt to the first token, the median.
+        tokens_per_second: After that, one sequence, the median.
+        slowest: The lowest of what that is the median of.
+        fastest: The highest.
+    """
+
+    weights: str
+    dtype: str
+    disk: int
+    resident: int
+    peak: int
+    load: float
+    first_token: float
+    tokens_per_second: float
+    slowest: float
+    fastest: float
+
+
+@dataclass(frozen=True)
+class SpeedRecord:
+    """What ``niwaki bench`` found.
+
+    Attributes:
+        model: As it was asked for.
+        prompt: Tokens of the prompt.
+        tokens: Tokens that were written behind it, each time.
+        repeats: How often.
+        device: Where.
+        threads: Of torch, on a CPU.
+        kernels: What packed weights were computed with on a CPU.
+        command: As it was typed.
+        speeds: What was measured.
+        versions: Of the libraries.
+    """
+
+    model: str
+    prompt: int
+    tokens: int
+    repeats: int
+    device: str
+    threads: int
+    kernels: str
+    command: str
+    speeds: list[Speed]
+    versions: dict[str, str]
+
+    def table(self) -> list[list[str]]:
+        """For people: the heading, then a row for each form of the model."""
+        head = [
+            "weights",
+            "computed in",
+            "on disk",
+            "in memory",
+            "peak",
+            "loaded in",
+            "first token",
+            "tokens/s",
+        ]
+        return [head] + [
+            [
+                speed.weights,
+                speed.dtype,
+                _size(speed.disk),
+                _size(speed.resident),
+                _size(speed.peak),
+                f"{speed.load:.2f} s",
+                f"{speed.first_token * 1000:,.1f} ms",
+                f"{speed.tokens_per_second:,.2f}",
+            ]
+            for speed in self.speeds
+        ]
+
+    def conditions(self) -> str:
+        """For people: what was measured where."""
+        where = (
+            f"{counted(self.threads, 'thread')}; packed weights: {self.kernels}"
+            if self.device == "cpu"
+            else self.device
+        )
+        prompt = counted(self.prompt, "token")
+        apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
+        noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
+        return f"a prompt of {prompt}, {self.tokens} written, the median of {self.repeats}{noise}; {where}"
+
+    def to_json(self) -> str:
+        """The text of a file."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SpeedRecord:
+        """The opposite.
+
+        Raises:
+            UsageError: it is no such text.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**{**values, "speeds": [Speed(**speed) for speed in values["speeds"]]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"this is not what `niwaki bench` wrote: {error}") from error
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
