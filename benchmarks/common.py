@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli/__init__.py
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli/main.py
 
 import torch
 from torch import Tensor
 
+from niwaki.files import write_json
 from niwaki.layer.problem import LayerProblem
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer, read_windows
-from niwaki.records.record import versions, write_json
+from niwaki.records.record import versions
 
 
 @dataclass(frozen=True)

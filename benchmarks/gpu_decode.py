@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from niwaki.files import write_json
 from niwaki.packed.matrix import pack
-from niwaki.records.record import versions, write_json
+from niwaki.records.record import versions
 
 
 class Clock:

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 from models import CASES, save_model  # noqa: E402 - it is found only now
-from niwaki.cli.display import kind
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.streamed import StreamedModel
+from niwaki.records.wording import kind
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- models -->", "<!-- end of models -->"

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from niwaki import cli
+from niwaki.cli import main as cli
 from niwaki.cli.common import quiet_libraries
 from niwaki.errors import NumericalError
 from niwaki.layer.problem import Gram, LayerProblem

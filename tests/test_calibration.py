@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from models import EMBEDDED
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.models import text as calibration
-from niwaki.models.text import EXCERPTS, load_tokenizer, read_windows
+from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text_sources import EXCERPTS
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import torch
 
 import niwaki
 from models import edit_json, reference, save_model_with_tokenizer, weight
-from niwaki import cli
+from niwaki.cli import main as cli
 from niwaki.evaluation import bench as measuring
 from niwaki.layer.solvers import SOLVERS
 from niwaki.models.block import Block
@@ -29,7 +29,8 @@ from niwaki.models.checkpoint import Checkpoint
 from niwaki.records.comparison import METHODS
 from niwaki.records.record import Record
 from niwaki.records.speed import SpeedRecord
-from niwaki.reports import load, render
+from niwaki.reports.material import load
+from niwaki.reports.page import render
 
 NIWAKI = Path(sys.executable).with_name("niwaki")
 #: A run of a moment.
@@ -136,8 +137,8 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
 def test_help_is_quick_and_needs_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['niwaki', *sys.argv[1:]]\n"
-        "import niwaki.cli\n"
-        "try: niwaki.cli.main()\n"
+        "import niwaki.cli.main\n"
+        "try: niwaki.cli.main.main()\n"
         "except SystemExit as e: print('exit', e.code)\n"
         "print('loaded', [m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])\n"
     )

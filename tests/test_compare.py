@@ -135,7 +135,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
 def _excerpt(name: str) -> str:
     import lzma
 
-    from niwaki.models.text import EXCERPTS
+    from niwaki.models.text_sources import EXCERPTS
 
     path = Path(niwaki.__file__).parent / "data" / EXCERPTS[name]
     return lzma.open(path, "rt", encoding="utf-8").read()[:20_000]

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from niwaki.cli import display as module
-from niwaki.cli.display import Display, duration, operations, summary
+from niwaki.cli.display import Display, summary
 from niwaki.pruning.effort import EFFORTS
 from niwaki.records.record import FitRecord, MatrixRecord, Record
+from niwaki.records.wording import duration, operations
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
 SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}

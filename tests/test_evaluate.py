@@ -11,11 +11,13 @@ from transformers import AutoTokenizer
 
 from models import EMBEDDED, random_tokens, reference, save_model, save_model_with_tokenizer, weight
 from niwaki.errors import CalibrationError, CheckpointError, NumericalError, UsageError
-from niwaki.evaluation.evaluate import Perplexity, evaluate, perplexity
+from niwaki.evaluation.evaluate import evaluate
 from niwaki.evaluation.inspect import survey
 from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
+from niwaki.records.record import Perplexity
 
 
 def test_perplexity_of_losses() -> None:

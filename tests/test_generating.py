@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from models import EMBEDDED, message, reference
-from niwaki import cli
+from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError
 from niwaki.evaluation.generate import continue_text
 

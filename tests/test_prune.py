@@ -48,13 +48,14 @@ from niwaki.errors import (
 )
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.evaluation.inspect import survey
+from niwaki.files import write_json
 from niwaki.layer.patterns import NM, Pattern, PerRow
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record, write_json
+from niwaki.records.record import MatrixRecord, Record
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

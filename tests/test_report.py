@@ -24,14 +24,15 @@ pytest.importorskip("vl_convert", reason="needs the extra niwaki[report]")
 
 import niwaki
 from models import message, reference, save_model_with_tokenizer
-from niwaki import cli
+from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.text import load_tokenizer
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord
-from niwaki.reports import Extras, MaskPicture, Material, Sample, load, render, write
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
+from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
+from niwaki.reports.page import render, write
 from niwaki.reports.view import View
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"

@@ -17,9 +17,10 @@ import torch
 from models import message, random_tokens, save_model
 from niwaki import prune
 from niwaki.errors import OutputError
+from niwaki.files import write_json
 from niwaki.models.output import workplace
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record, write_json
+from niwaki.records.record import MatrixRecord, Record
 
 TESTS = Path(__file__).parent
 

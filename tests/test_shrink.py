@@ -30,7 +30,7 @@ from models import (
     save_model_with_tokenizer,
     weight,
 )
-from niwaki import cli
+from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.output import Workplace

@@ -19,7 +19,8 @@ from models import random_tokens, save_model
 from niwaki import prune
 from niwaki.errors import OutputError, UsageError
 from niwaki.models import streamed as blocks
-from niwaki.models.hidden_states import Batches, Room, States, parse_size
+from niwaki.models.hidden_states import Batches, Room, States
+from niwaki.options import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from test_prune import raw

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 import niwaki
 from models import EMBEDDED, message, reference, save_model_with_tokenizer, weight
-from niwaki import cli
+from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError
 from niwaki.evaluation.tasks import Score, TaskScores, evaluate_tasks, read_questions
 

@@ -1,5 +1,5 @@
 """``python -m niwaki``."""
 
-from niwaki.cli import main
+from niwaki.cli.main import main
 
 main()

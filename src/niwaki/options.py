@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
@@ -54,3 +55,28 @@ def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "8GiB", "500 MB" or "4G".
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in _UNITS or not float(match[1]):
+        raise UsageError(f"{text!r} is no size of memory; try 8GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Order = Literal["first", "random"]
+
+
+#: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
+TF32 = Literal["auto", "always", "never"]
+
+
+Measure = Literal["both", "after", "none"]

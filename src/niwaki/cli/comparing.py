@@ -12,9 +12,9 @@ from niwaki.cli.common import command_line, out, quiet_libraries
 from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import TEXT, Device, Dtype, Length, Model, RecordFile
 from niwaki.errors import UsageError
+from niwaki.files import write_json
 from niwaki.pruning.effort import PLAIN_EFFORT
 from niwaki.records.comparison import METHODS
-from niwaki.records.record import write_json
 
 
 def compare(
@@ -63,7 +63,7 @@ def compare(
     seconds = _seconds(budget) if budget is not None else None
     quiet_libraries()
     from niwaki.evaluation.compare import compare as run
-    from niwaki.models.hidden_states import parse_size
+    from niwaki.options import parse_size
 
     with TableDisplay(out) as display:
         run(

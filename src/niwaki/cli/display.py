@@ -17,7 +17,7 @@ from niwaki.records.comparison import CAPTION, Cell, Comparison, listed
 from niwaki.records.progress import Progress, TableProgress
 from niwaki.records.record import MatrixRecord, Perplexity, Record
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.wording import counted
+from niwaki.records.wording import counted, duration, kind, operations, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -291,33 +291,6 @@ class TableDisplay(TableProgress):
             now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
             left = f"about {duration(now + sum(self._expected[1:]))} left"
         self._status.update(Text(", ".join(part for part in (self._what, self._where, left) if part)))
-
-
-def kind(name: str) -> str:
-    """What matrices of different experts have in common: "mlp.experts.*.up_proj"."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def short(name: str) -> str:
-    """The last part of a name that is no number."""
-    return [part for part in kind(name).split(".") if part != "*"][-1]
-
-
-def duration(seconds: float) -> str:
-    """``"45 s"``, ``"12 min"``, ``"3 h 05 min"``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def operations(flops: float) -> str:
-    """``"0 flop"``, ``"123 Mflop"``, ``"3.2 Tflop"``."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if flops < 999.5 or prefix == "E":
-            break
-        flops /= 1000
-    return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
 
 
 def summary(record: Record) -> Table:

@@ -14,7 +14,7 @@ from rich.table import Table
 from niwaki.cli.common import command_line, out, quiet_libraries
 from niwaki.cli.options import TEXT, Device, Dtype, Length, Model, RecordFile
 from niwaki.errors import UsageError
-from niwaki.records.record import write_json
+from niwaki.files import write_json
 
 if TYPE_CHECKING:
     from niwaki.evaluation.tasks import TaskScores

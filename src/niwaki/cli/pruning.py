@@ -113,8 +113,8 @@ def prune(
     """Prune MODEL and write the result to OUT. A run that was stopped goes on when asked for again."""
     quiet_libraries()
     from niwaki.layer.solvers import DEFAULT_SOLVER, make_solver
-    from niwaki.models.hidden_states import parse_size
     from niwaki.models.processes import world
+    from niwaki.options import parse_size
     from niwaki.pruning.prune import prune as run
 
     name = solver or DEFAULT_SOLVER

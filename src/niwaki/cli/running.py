@@ -11,7 +11,8 @@ import typer
 
 from niwaki.cli.common import command_line, out, quiet_libraries
 from niwaki.cli.options import Device, Dtype, Model
-from niwaki.records.record import SPEED_NAME, write_json
+from niwaki.files import write_json
+from niwaki.records.record import SPEED_NAME
 
 
 def generate(

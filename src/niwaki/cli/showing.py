@@ -42,7 +42,8 @@ def report(
     samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
-    from niwaki.reports import check_extra, load, render, write
+    from niwaki.reports.material import load
+    from niwaki.reports.page import check_extra, render, write
 
     material = load(directory)
     check_extra()

@@ -15,7 +15,7 @@ import torch
 
 from niwaki.errors import NiwakiError, UsageError, WorkerError
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.hidden_states import most_resident
+from niwaki.models.device import most_resident
 from niwaki.packed import kernels
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from niwaki.errors import NiwakiError, UsageError
 from niwaki.evaluation.evaluate import evaluate
+from niwaki.files import locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver
-from niwaki.models.checkpoint import Checkpoint, locate_model, output_errors
-from niwaki.models.output import fingerprint, locked
+from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.output import fingerprint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, load_tokenizer, read_windows
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, make_effort
@@ -26,7 +27,7 @@ from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
 from niwaki.records.progress import TableProgress
-from niwaki.records.record import Perplexity, Record, versions, write_json
+from niwaki.records.record import Perplexity, Record, versions
 
 #: Windows behind those of the calibration, where the same text is measured on and nobody says how many.
 WINDOWS_BEHIND = 256

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from niwaki.errors import UsageError
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.hidden_states import Room, resident
+from niwaki.models.device import resident
+from niwaki.models.hidden_states import Room
+from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, load_tokenizer, read_windows
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.record import Perplexity
-
-__all__ = ["Perplexity", "evaluate", "perplexity"]
 
 
 def evaluate(
@@ -56,14 +56,3 @@ def evaluate(
             # Besides a block's weights as much again for its activations.
             room.limit(max(0, memory - resident() - 2 * streamed.block_size))
         return perplexity(streamed, text, done)
-
-
-def perplexity(
-    model: StreamedModel, windows: Windows, done: Callable[[int, int], None] = lambda *_: None
-) -> Perplexity:
-    """The perplexity of ``model`` on ``windows``; ``done(blocks, of)`` is called after each block."""
-    states = model.embed(windows.tokens)
-    for block in model.stream():
-        block.advance(states)
-        done(block.index + 1, len(model.blocks))
-    return Perplexity.of(model.losses(states), windows.source, windows.origin)

@@ -35,7 +35,7 @@ from niwaki.errors import (
     first_line,
 )
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.streamed import find_device, find_dtype
+from niwaki.models.device import find_device, find_dtype
 from niwaki.models.text import load_tokenizer
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from niwaki.errors import UsageError
-
-#: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
-TF32 = Literal["auto", "always", "never"]
+from niwaki.options import TF32
 
 
 def check_tf32(tf32: str) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from niwaki.errors import NiwakiError, NumericalError, WorkerError
 from niwaki.layer.linalg import is_finite
-from niwaki.layer.tf32 import TF32
 from niwaki.models.checkpoint import Checkpoint
-from niwaki.models.gram_capture import InputGram, InputGrams, Product, Products
+from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import Room, States
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.models.products import Product, Products
+from niwaki.options import TF32
 
 
 class Model(Protocol):
@@ -295,7 +296,7 @@ class Block:
             hidden: One of the batches of inputs of ``states``.
             gradient: Likewise, in the same dtype.
             states: What else the block is called with.
-            inputs: Is told of the inputs of each matrix, in the forward pass; see :class:`niwaki.models.gram_capture.Products`.
+            inputs: Is told of the inputs of each matrix, in the forward pass; see :class:`niwaki.models.products.Products`.
             outputs: Is told of the gradients with respect to the outputs of each matrix, in the backward pass.
         """
         parameters = dict(self._module.named_parameters())

@@ -11,24 +11,17 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
-from niwaki.layer.tf32 import TF32, gram_in_tf32, products
+from niwaki.layer.tf32 import gram_in_tf32, products
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-
-_ATEN = torch.ops.aten
-#: Where the first of the two factors is among the arguments.
-_PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
-
-#: What :class:`Products` calls.
-Product = Callable[[str, int | None, Tensor, bool], None]
+from niwaki.models.products import Products, _EnoughError
+from niwaki.options import TF32
 
 #: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
 _STRIP = 512
@@ -249,63 +242,3 @@ def _sum(values: Iterable[Tensor]) -> Tensor:
     for value in rest:
         total += value
     return total
-
-
-class _EnoughError(Exception):
-    """The rest of a pass is not needed."""
-
-
-class Products(TorchDispatchMode):
-    """Tells what known weights are multiplied with.
-
-    In a forward pass that is a matrix's inputs, in a backward pass the gradient with respect to its outputs.
-
-    Args:
-        matrices: The matrices to know.
-        parameters: Their parameters by path, with the memory that the passes use.
-        found: Called with the parameter's path, which expert's part of it (None outside of experts), the other factor
-            (.., rows, in or out), and whether all experts run together on as many rows each.
-        backward: Whether it is a backward pass.
-    """
-
-    def __init__(
-        self,
-        matrices: Iterable[Matrix],
-        parameters: Mapping[str, Tensor],
-        found: Product,
-        backward: bool = False,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # In a backward pass weights are the transposes of what they were in the forward pass.
-        self._transposed = {matrix.parameter: matrix.transposed != backward for matrix in matrices}
-        self._parameters = parameters
-        self._by_memory = {parameters[name].untyped_storage().data_ptr(): name for name in self._transposed}
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        at = _PRODUCTS.get(func)
-        if at is not None:
-            left, right = args[at], args[at + 1]
-            self._product(right, left, -2)
-            self._product(left, right.mT, -1)
-        return func(*args, **(kwargs or {}))
-
-    def _product(self, weight: Tensor, X: Tensor, inner: int) -> None:
-        """A product of X (.., rows, in) with what may be a weight whose dimension ``inner`` is summed over."""
-        parameter = self._by_memory.get(weight.untyped_storage().data_ptr())
-        if parameter is None:
-            return
-        whole = self._parameters[parameter]
-        stacked = whole.ndim == 3
-        transposed = weight.stride(inner) != whole.stride(-1)
-        if transposed != self._transposed[parameter] and 1 not in weight.shape[-2:]:
-            raise UnsupportedModelError(
-                f"{parameter} is used as the transpose of what its module suggests; please report this model"
-            )
-        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
-        if weight.ndim == 2 or weight.stride(0) == 0:
-            self._found(parameter, first if stacked else None, X, False)
-            return
-        step = weight.stride(0) // whole.stride(0) if stacked else 0
-        for i, rows in enumerate(X):
-            self._found(parameter, first + i * step if stacked else None, rows, True)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,50 +12,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from niwaki.errors import UsageError
-from niwaki.models.checkpoint import output_errors
+from niwaki.files import output_errors
+from niwaki.options import _UNITS
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 
 #: What a block is called with: (positional, by name).
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "8GiB", "500 MB" or "4G".
-
-    Raises:
-        UsageError: it is none.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise UsageError(f"{text!r} is no size of memory; try 8GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def resident() -> int:
-    """Bytes of memory that the process has now; outside Linux the most that it ever had, on Windows 0."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return most_resident()
-
-
-def most_resident() -> int:
-    """Bytes of memory that the process had at most so far; on Windows 0."""
-    if sys.platform == "win32":
-        return 0
-    with contextlib.suppress(OSError, ValueError):
-        # Linux counts what the parent had, before it started this process, to what this one used.
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    # Kilobytes on Linux, bytes on macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Room:

@@ -19,14 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
 from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
-from niwaki.models.checkpoint import INDEX_NAME, Checkpoint, carry_over, output_errors
-from niwaki.records.record import FINDINGS, Record, set_usual_mode, write_json
+from niwaki.files import locked, output_errors, set_usual_mode, write_json
+from niwaki.models.checkpoint import Checkpoint, carry_over
+from niwaki.records.record import FINDINGS, Record
 
 _SAMPLE = 4096  # bytes
 
@@ -283,69 +280,3 @@ def _difference(name: str, there: Any, here: Any) -> str:
     if any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here)):
         return name
     return f"{name} ({there} there, {here} here)"
-
-
-@contextlib.contextmanager
-def locked(directory: Path, out: Path) -> Iterator[None]:
-    """Holds ``directory`` against other processes; the lock goes with the process, however that ends.
-
-    Raises:
-        UsageError: another one holds it, to write ``out``.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{out} is being written by another run that has not ended") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-class Shards:
-    """Writes tensors to several safetensors files, and their index.
-
-    Args:
-        directory: Where they go.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._size = 0
-        self._shards: dict[str, str] = {}
-
-    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Writes the file ``name``.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        path = self._directory / name
-        with output_errors(self._directory):
-            try:
-                save_file(tensors, path, {"format": "pt"})
-            except SafetensorError as error:
-                if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
-                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-                raise OutputError(f"cannot write {path}: {error}") from error
-            set_usual_mode(path, 0o666)  # the library makes it private
-            with path.open("r+b") as file:
-                os.fsync(file.fileno())
-        self._size += sum(value.nbytes for value in tensors.values())
-        self._shards |= dict.fromkeys(tensors, name)
-
-    def finish(self) -> None:
-        """Writes the index, if there is more than one file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        if len(set(self._shards.values())) > 1:
-            index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
-            write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

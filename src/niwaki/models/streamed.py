@@ -30,6 +30,7 @@ from niwaki.errors import (
 )
 from niwaki.models.block import Block
 from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, Family
 from niwaki.models.hidden_states import Batches, Room, States
 from niwaki.models.layout import Layout, Matrix
@@ -458,43 +459,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return type(a) is type(b) and (a is b or (isinstance(a, bool | int | float | str | None) and a == b))
-
-
-def find_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is a GPU if there is one.
-
-    Raises:
-        UsageError: there is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
-
-    Raises:
-        UsageError: it is none that a model can run in.
-    """
-    if name != "auto":
-        if name not in _DTYPES:
-            raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
-        return _DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32  # half precision is 100 times slower on a CPU without instructions for it
-    return stored_dtype(checkpoint)
-
-
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """What ``config.json`` says that the weights are in; float32 where it says nothing that a model can run in."""
-    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return _DTYPES.get(str(stored), torch.float32)

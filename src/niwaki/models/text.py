@@ -8,91 +8,26 @@ tokens are added: windows are cut from the running text.
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import dataclasses
 import hashlib
-import itertools
-import json
-import lzma
 import random
 import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from niwaki.errors import CalibrationError, UsageError, first_line
+from niwaki.errors import CalibrationError, UsageError
+from niwaki.models.text_sources import _data_set, _described, _is_file, _pieces, read_text
+from niwaki.options import Measure, Order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Order = Literal["first", "random"]
 
-
-@dataclass(frozen=True)
-class DataSet:
-    """A data set of the ``datasets`` library, and how its rows become one text.
-
-    Attributes:
-        repository: On the hub, or a directory.
-        configuration: If it has several.
-        split: Which part.
-        files: Which of its files; None for all of the split.
-        revision: Of the repository, if not its main one.
-        field: Of each row, that has a text.
-        separator: Goes between two rows.
-        rows: The first so many; None for all.
-        windows: As many are measured on where nobody says how many; None for all.
-    """
-
-    repository: str
-    configuration: str | None = None
-    split: str = "train"
-    files: str | None = None
-    revision: str | None = None
-    field: str = "text"
-    separator: str = "\n\n"
-    rows: int | None = None
-    windows: int | None = None
-
-    def __str__(self) -> str:
-        rows = "rows" if self.rows is None else f"first {self.rows:,} rows"
-        parts = [self.repository, self.configuration, f"split {self.split}", self.files]
-        return ", ".join(filter(None, [*parts, f"{rows} joined by {self.separator!r}"]))
-
-
-#: Short names, for the texts that the SparseGPT and Wanda papers calibrate and measure on, as they do.
-DATASETS = {
-    "c4": DataSet("allenai/c4", files="en/c4-train.00000-of-01024.json.gz"),
-    "c4-validation": DataSet(
-        "allenai/c4",
-        split="validation",
-        files="en/c4-validation.00000-of-00008.json.gz",
-        separator=" ",
-        rows=1100,
-        windows=256,
-    ),
-    "ptb": DataSet(
-        "ptb-text-only/ptb_text_only",
-        split="test",
-        files="penn_treebank/test/*.parquet",
-        revision="refs/convert/parquet",  # the main one is a script
-        field="sentence",
-        separator=" ",
-    ),
-    "wikitext2": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
-    "wikitext2-train": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
-}
-#: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
-EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_JOINT = "\n\n"  # between the texts of a JSONL file
-_PIECE = 1 << 20  # characters read at a time
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
 #: Random windows of a data set are drawn from this many times as much text as they need.
@@ -215,15 +150,6 @@ def read_windows(
     return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0, origin)
 
 
-def read_text(source: str) -> str:
-    """All of a text, see the module's docstring.
-
-    Raises:
-        CalibrationError: it cannot be had.
-    """
-    return "".join(_pieces(source))
-
-
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
@@ -278,113 +204,43 @@ def _random_windows(
     return ids
 
 
-def _described(source: str) -> str:
-    """What text ``source`` is, in words."""
-    if not _is_file(source):
-        return str(_data_set(source))
-    path = Path(source).expanduser()
-    if source in EXCERPTS and not path.exists():
-        return f"the excerpt {source} that ships with niwaki"
-    return f"{source}, texts joined by {_JOINT!r}" if {".jsonl", ".json"} & set(path.suffixes) else source
+def read_texts(
+    model: Path,
+    calibration: str | Tensor | Windows,
+    samples: int,
+    length: int,
+    order: Order,
+    seed: int,
+    text: str | Tensor | None,
+    text_samples: int,
+    measure: Measure,
+    notes: list[str],
+) -> tuple[Windows, Windows | None]:
+    """The windows to calibrate on and those to measure perplexity on; see :func:`prune` for the arguments.
 
-
-def _is_file(source: str) -> bool:
-    return source in EXCERPTS or Path(source).expanduser().is_file()
-
-
-def _pieces(source: str) -> Iterator[str]:
-    """The text in pieces that join to the whole."""
-    path = Path(source).expanduser()
-    if source in EXCERPTS and not path.exists():
-        path = Path(str(files("niwaki"))) / "data" / EXCERPTS[source]
-    if path.is_file():
-        suffixes = path.suffixes
-        opener = _OPENERS.get(suffixes[-1] if suffixes else "", open)
-        kind = suffixes[-2] if opener is not open and len(suffixes) > 1 else path.suffix
-        try:
-            with opener(path, "rt", encoding="utf-8") as file:
-                if kind in {".jsonl", ".json"}:
-                    yield from _joined(_json_texts(file, path), _JOINT)
-                else:
-                    while piece := file.read(_PIECE):
-                        yield piece
-        except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-            raise CalibrationError(f"{source} cannot be read as UTF-8 text: {error}") from error
+    What a reader should know goes to ``notes``.
+    """
+    tokenizer = load_tokenizer(model) if isinstance(calibration, str) or isinstance(text, str) else None
+    spare = text_samples if measure != "none" and text is None else 0
+    if isinstance(calibration, Windows):
+        windows = calibration
+    elif isinstance(calibration, Tensor):
+        windows = Windows(calibration, "given tokens")
     else:
-        yield from _dataset_texts(source)
-
-
-def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                text = json.loads(line)["text"]
-                if not isinstance(text, str):
-                    raise TypeError
-                yield text
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise CalibrationError(
-                    f"{path}, line {number}: not a JSON object with a field 'text'"
-                ) from error
-
-
-def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
-    first = next(texts, None)
-    if first is not None:
-        yield first
-        for text in texts:
-            yield separator + text
-
-
-def _data_set(source: str) -> DataSet:
-    """``source`` is a short name, or repository[:configuration[:split]], or a directory of a data set."""
-    if source in DATASETS:
-        return DATASETS[source]
-    parts = [*source.split(":"), "", ""]
-    return DataSet(parts[0], parts[1] or None, parts[2] or "train")
-
-
-def _dataset_texts(source: str) -> Iterator[str]:
-    """The rows of a data set, joined."""
-    wanted = _data_set(source)
-    if (
-        source not in DATASETS
-        and not Path(source).expanduser().is_dir()
-        and (
-            source.startswith((".", "/", "~"))
-            or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
+        assert tokenizer is not None
+        windows = read_windows(calibration, tokenizer, length, samples, spare=spare, order=order, seed=seed)
+        windows, rest = (
+            dataclasses.replace(windows, tokens=windows.tokens[:samples]),
+            windows.tokens[samples:],
         )
-    ):
-        raise CalibrationError(f"there is no file {source}")
-    try:
-        import datasets
-    except ImportError as error:
-        raise CalibrationError(
-            f"{source} is no file, and data sets need an extra: pip install 'niwaki[datasets]'"
-        ) from error
-    try:
-        rows = iter(
-            datasets.load_dataset(
-                wanted.repository,
-                wanted.configuration,
-                split=wanted.split,
-                data_files=wanted.files and {wanted.split: wanted.files},
-                revision=wanted.revision,
-                streaming=True,
-            )
-        )
-        first = next(rows, None)
-        if first is not None and wanted.field not in first:
-            raise CalibrationError(
-                f"the data set {source} has no field {wanted.field!r}, only {', '.join(first)}"
-            )
-        known = [] if first is None else [first]
-        chosen = itertools.islice(itertools.chain(known, rows), wanted.rows)
-        yield from _joined((row[wanted.field] for row in chosen), wanted.separator)
-    except CalibrationError:
-        raise
-    except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
-        raise CalibrationError(
-            f"the data set {source} could not be had ({first_line(error)}); give a text file instead, or "
-            "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
-        ) from error
+        if spare and len(rest):
+            return windows, Windows(rest, f"the text behind the calibration windows of {calibration}", order)
+    if measure == "none":
+        return windows, None
+    if isinstance(text, Tensor):
+        return windows, Windows(text, "given tokens")
+    if text is not None:
+        assert tokenizer is not None
+        return windows, read_windows(text, tokenizer, length, 1, spare=text_samples - 1)
+    notes.append("perplexity was not measured: no text was given and the calibration text has no more of it")
+    return windows, None

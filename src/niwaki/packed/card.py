@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from niwaki.errors import UsageError
-from niwaki.models.checkpoint import output_errors
-from niwaki.pruning.card import top
+from niwaki.files import output_errors
+from niwaki.models.model_card import top
 
 #: The dense model's card, in a packed directory.
 DENSE_CARD = "README.dense.md"

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.files import output_errors, write_json
 from niwaki.layer.grid import Grid, parse_grid
-from niwaki.models.checkpoint import Checkpoint, locate_model, output_errors
+from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Shards, check_output, fingerprint, workplace
+from niwaki.models.output import check_output, fingerprint, workplace
 from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
+from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
-from niwaki.records.record import write_json
 
 #: For the record and the model card, in the place of the note that they are not packed.
 _PACKED = (

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.streamed import StreamedModel, stored_dtype
+from niwaki.models.device import stored_dtype
+from niwaki.models.streamed import StreamedModel
 from niwaki.packed import kernels
 from niwaki.packed import two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint

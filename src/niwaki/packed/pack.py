@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.files import output_errors, write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.models.checkpoint import (
     DTYPES,
@@ -21,20 +22,19 @@ from niwaki.models.checkpoint import (
     Entry,
     header_bytes,
     locate_model,
-    output_errors,
     read_header,
     read_tensor,
 )
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Shards, Workplace, check_output, fingerprint, workplace
+from niwaki.models.output import Workplace, check_output, fingerprint, workplace
 from niwaki.models.scales import FILE as SCALES
 from niwaki.models.scales import read_scales
+from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
-from niwaki.records.record import write_json
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import ModelCardData
 
-from niwaki.models.checkpoint import output_errors
+from niwaki.files import output_errors
+from niwaki.models.model_card import top
 from niwaki.pruning.effort import described
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
@@ -28,21 +28,6 @@ def write(directory: Path, record: Record) -> None:
         if readme.exists():
             readme.replace(directory / BASE_CARD)
         readme.write_text(_text(record, inherited), encoding="utf-8")
-
-
-def top(readme: Path) -> dict[str, Any]:
-    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that cannot be read.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    try:
-        found = (metadata_load(readme) if readme.is_file() else None) or {}
-    except (ValueError, yaml.YAMLError, RecursionError):  # no YAML at the top, or none that makes sense
-        return {}
-    tags = found.get("tags")
-    tags = [tags] if isinstance(tags, str) else tags if isinstance(tags, list) else []
-    return {**found, "tags": [tag for tag in tags if isinstance(tag, str)]}
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:

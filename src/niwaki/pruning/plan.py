@@ -15,16 +15,16 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from niwaki.files import output_errors
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
-from niwaki.layer.tf32 import TF32
 from niwaki.models.block import Block
-from niwaki.models.checkpoint import output_errors
 from niwaki.models.hidden_states import States
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
+from niwaki.options import TF32
 from niwaki.pruning.allocation import Curve, allocate, outlier_ratios, rounded, smooth, together
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.masks import PatternOf, named

@@ -9,29 +9,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from niwaki.errors import UnknownNameError, UsageError
+from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
-from niwaki.layer.tf32 import TF32, check_tf32, has_tf32, products
+from niwaki.layer.tf32 import check_tf32, has_tf32, products
 from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
-from niwaki.models.hidden_states import Room, resident
+from niwaki.models.device import device_name, resident
+from niwaki.models.hidden_states import Room
 from niwaki.models.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.models.processes import World
 from niwaki.models.scales import FOLDER, places, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Order, Windows, load_tokenizer, read_windows
+from niwaki.models.text import Windows, read_texts
+from niwaki.options import TF32, Measure, Order
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
 from niwaki.pruning.fit import COPIES
 from niwaki.pruning.masks import described, patterns_of, wanted_pattern
-from niwaki.pruning.walk import Clock, Measure, Walk
+from niwaki.pruning.walk import Walk
+from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record, versions, write_json
-from niwaki.records.wording import counted
+from niwaki.records.record import Record, versions
 
 #: Windows for the perplexity before and after, behind those of the calibration.
 DEFAULT_TEXT_SAMPLES = 16
@@ -328,54 +330,3 @@ def _needed(model: StreamedModel, effort: Effort, grid: Grid | None) -> int:
     copies = COPIES + 1 if grid else COPIES  # on the grid
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
     return resident() + max(grams + max(running, solving), fitting)
-
-
-def read_texts(
-    model: Path,
-    calibration: str | Tensor | Windows,
-    samples: int,
-    length: int,
-    order: Order,
-    seed: int,
-    text: str | Tensor | None,
-    text_samples: int,
-    measure: Measure,
-    notes: list[str],
-) -> tuple[Windows, Windows | None]:
-    """The windows to calibrate on and those to measure perplexity on; see :func:`prune` for the arguments.
-
-    What a reader should know goes to ``notes``.
-    """
-    tokenizer = load_tokenizer(model) if isinstance(calibration, str) or isinstance(text, str) else None
-    spare = text_samples if measure != "none" and text is None else 0
-    if isinstance(calibration, Windows):
-        windows = calibration
-    elif isinstance(calibration, Tensor):
-        windows = Windows(calibration, "given tokens")
-    else:
-        assert tokenizer is not None
-        windows = read_windows(calibration, tokenizer, length, samples, spare=spare, order=order, seed=seed)
-        windows, rest = (
-            dataclasses.replace(windows, tokens=windows.tokens[:samples]),
-            windows.tokens[samples:],
-        )
-        if spare and len(rest):
-            return windows, Windows(rest, f"the text behind the calibration windows of {calibration}", order)
-    if measure == "none":
-        return windows, None
-    if isinstance(text, Tensor):
-        return windows, Windows(text, "given tokens")
-    if text is not None:
-        assert tokenizer is not None
-        return windows, read_windows(text, tokenizer, length, 1, spare=text_samples - 1)
-    notes.append("perplexity was not measured: no text was given and the calibration text has no more of it")
-    return windows, None
-
-
-def device_name(device: torch.device, world: World) -> str:
-    """``Record.device``."""
-    if device.type == "cuda":
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-    else:
-        name = f"{device} ({counted(torch.get_num_threads(), 'thread')})"
-    return name if world.size == 1 else f"{world.size} processes, the first on {name}"

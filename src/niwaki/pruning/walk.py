@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
-from collections import defaultdict
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.evaluation.evaluate import Perplexity
 from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import Grid, scale_dtype
 from niwaki.layer.patterns import Pattern
@@ -23,23 +20,24 @@ from niwaki.layer.rounding import flops, onto_grid
 from niwaki.layer.solvers import Solver
 from niwaki.models.block import Block
 from niwaki.models.checkpoint import CheckpointWriter
+from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
-from niwaki.models.hidden_states import States, most_resident
+from niwaki.models.hidden_states import States
 from niwaki.models.layout import Matrix
 from niwaki.models.output import Journal, Workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
+from niwaki.options import Measure
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit, tokens_per_part
 from niwaki.pruning.masks import PatternOf, named
 from niwaki.pruning.own_text import steps, synthesize
 from niwaki.pruning.plan import Plan, plan
+from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record
-
-Measure = Literal["both", "after", "none"]
+from niwaki.records.record import MatrixRecord, Perplexity, Record
 
 
 class Walk:
@@ -457,35 +455,3 @@ def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
             f"the error of its outputs is {error}; its weights or inputs are too large, or not finite"
         )
     return error
-
-
-class Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] += now - self._last
-        self._last = now
-
-    def add(self, seconds: dict[str, float]) -> None:
-        """Counts the time of an earlier run too."""
-        for stage, value in seconds.items():
-            self.seconds[stage] += value
-            self._began -= value
-
-    def total(self) -> float:
-        return time.perf_counter() - self._began
-
-
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """Bytes, so far."""
-    found = {}
-    if sys.platform != "win32":
-        found["resident"] = most_resident()
-    if device.type == "cuda":
-        found["device"] = torch.cuda.max_memory_allocated(device)
-    return found

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from niwaki.errors import OutputError
-from niwaki.records.record import Perplexity, write_json
+from niwaki.files import write_json
+from niwaki.records.record import Perplexity
 
 #: The methods of Boza 2024, table 1, and niwaki's solver, alone and as it is by default.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")

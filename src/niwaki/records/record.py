@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import platform
-import tempfile
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from niwaki.errors import OutputError
 from niwaki.records.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from niwaki.layer.tf32 import TF32
+    from niwaki.options import TF32
 
 
 #: What `niwaki report` writes into a directory by default.
@@ -272,40 +268,6 @@ def _geometric_mean(values: list[float]) -> float:
     if not values or min(values) <= 0:
         return 0.0
     return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def write_json(path: Path, text: str, sync: bool = False) -> None:
-    """Writes ``text`` under a temporary name and renames it, so that ``path`` is whole or not there.
-
-    With ``sync`` it is on disk, and not only on its way there, when this returns.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        temporary = Path(name)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            set_usual_mode(temporary, 0o666)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def set_usual_mode(path: Path, mode: int) -> None:
-    """Gives ``path`` the mode it would have without ``tempfile``, which makes everything private."""
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(mode & ~umask)
 
 
 def versions() -> dict[str, str]:

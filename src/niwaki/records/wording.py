@@ -2,8 +2,55 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 def counted(count: int | str, noun: str, plural: str = "") -> str:
     """``"1 window"``, ``"2,048 windows"``; ``plural`` is for nouns that need more than an s."""
     shown = f"{count:,}" if isinstance(count, int) else count
     return f"{shown} {noun if shown == '1' else plural or noun + 's'}"
+
+
+def kind(name: str) -> str:
+    """What matrices of different experts have in common: "mlp.experts.*.up_proj"."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def short(name: str) -> str:
+    """The last part of a name that is no number."""
+    return [part for part in kind(name).split(".") if part != "*"][-1]
+
+
+def duration(seconds: float) -> str:
+    """``"45 s"``, ``"12 min"``, ``"3 h 05 min"``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def operations(flops: float) -> str:
+    """``"0 flop"``, ``"123 Mflop"``, ``"3.2 Tflop"``."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if flops < 999.5 or prefix == "E":
+            break
+        flops /= 1000
+    return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
+
+
+def short_text(name: str) -> str:
+    """The name of a text without the folders of its file; names of data sets stay."""
+    return Path(name).name if os.path.isabs(name) or Path(name).suffix else name
+
+
+def memory(size: float) -> str:
+    """``"708 MiB"``, ``"3.7 GiB"``."""
+    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
+
+
+def number(value: float) -> str:
+    """Two digits behind the point while that is what a reader can use: ``44.87``, ``5,012``, ``1.2e+09``."""
+    if value >= 1e6:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"

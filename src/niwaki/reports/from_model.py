@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from niwaki.cli.display import kind
 from niwaki.errors import CheckpointError, NiwakiError
 from niwaki.evaluation.generate import continue_text
 from niwaki.models.checkpoint import Checkpoint, locate_model
@@ -22,7 +21,8 @@ from niwaki.models.text import load_tokenizer
 from niwaki.packed.format import open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.record import Record
-from niwaki.reports import Extras, MaskPicture, Sample
+from niwaki.records.wording import kind
+from niwaki.reports.material import Extras, MaskPicture, Sample
 
 #: Rows and columns of a piece, and how many pieces there are at most.
 PIECE, PIECES = 256, 8

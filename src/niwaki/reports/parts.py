@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from niwaki.cli.display import short
 from niwaki.records.record import Perplexity, Record, StructureRecord
-from niwaki.records.wording import counted
-from niwaki.reports import Run, Sample, charts
+from niwaki.records.wording import counted, number, short
+from niwaki.reports import charts
+from niwaki.reports.material import Run, Sample
 
 
 @dataclass(frozen=True)
@@ -83,23 +81,6 @@ class Detail:
     sparsity: Table
     record: str
     file: str
-
-
-def short_text(name: str) -> str:
-    """The name of a text without the folders of its file; names of data sets stay."""
-    return Path(name).name if os.path.isabs(name) or Path(name).suffix else name
-
-
-def memory(size: float) -> str:
-    """``"708 MiB"``, ``"3.7 GiB"``."""
-    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
-
-
-def number(value: float) -> str:
-    """Two digits behind the point while that is what a reader can use: ``44.87``, ``5,012``, ``1.2e+09``."""
-    if value >= 1e6:
-        return f"{value:.3g}"
-    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
 
 
 def with_error(perplexity: Perplexity) -> str:

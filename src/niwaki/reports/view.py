@@ -10,10 +10,10 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from niwaki.cli.display import duration, kind
 from niwaki.records.record import MatrixRecord, Record
-from niwaki.records.wording import counted
-from niwaki.reports import Extras, Material, Run, Sample, charts
+from niwaki.records.wording import counted, duration, kind, memory, short_text
+from niwaki.reports import charts
+from niwaki.reports.material import Extras, Material, Run, Sample
 from niwaki.reports.parts import (
     Cell,
     Detail,
@@ -25,12 +25,10 @@ from niwaki.reports.parts import (
     heading,
     heat_table,
     labels_of,
-    memory,
     notes_of,
     point_of,
     removed_tiles,
     same_start,
-    short_text,
     structure_of,
     with_error,
 )

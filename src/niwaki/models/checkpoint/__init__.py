@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from niwaki.models.checkpoint.locating import locate_model
-from niwaki.models.checkpoint.others import WEIGHT_SUFFIXES, carry_over, output_errors
+from niwaki.models.checkpoint.others import WEIGHT_SUFFIXES, carry_over
 from niwaki.models.checkpoint.reading import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import (
     DTYPES,
@@ -29,7 +29,6 @@ __all__ = [
     "header_bytes",
     "locate_model",
     "new_shard",
-    "output_errors",
     "read_header",
     "read_json",
     "read_tensor",

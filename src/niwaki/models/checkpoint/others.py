@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from niwaki.errors import OutputError
+from niwaki.files import output_errors
 from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
 
 #: Other copies of the dense weights. In the output they would be stale, and as large as the model.
@@ -44,17 +42,3 @@ def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
             yield path
         elif path.resolve() not in above:
             yield from _files(path, above)
-
-
-@contextlib.contextmanager
-def output_errors(path: Path, hint: str = "the output is as large as the model") -> Iterator[None]:
-    """Turns an OSError inside into an OutputError of one line; ``hint`` ends it where the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path).free / 2**30
-            raise OutputError(
-                f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}"
-            ) from error
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

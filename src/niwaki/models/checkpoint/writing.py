@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError
-from niwaki.models.checkpoint.others import output_errors
+from niwaki.files import output_errors
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_end, header_of, read_header, read_tensor
 

@@ -13,20 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import NumericalError, UsageError
-from niwaki.evaluation.evaluate import perplexity
+from niwaki.files import write_json
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
 from niwaki.models.block import Block
 from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.device import device_name, peak_memory
 from niwaki.models.hidden_states import States
-from niwaki.models.output import Shards, Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.models.output import Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.models.perplexity import perplexity
 from niwaki.models.processes import World
+from niwaki.models.shards import Shards
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.models.text import Windows
+from niwaki.models.text import Windows, read_texts
+from niwaki.options import Measure
 from niwaki.pruning import card
 from niwaki.pruning.masks import named
-from niwaki.pruning.prune import DEFAULT_TEXT_SAMPLES, device_name, read_texts
+from niwaki.pruning.prune import DEFAULT_TEXT_SAMPLES
 from niwaki.pruning.structured.configuration import (
     check_outputs,
     check_structure,
@@ -34,9 +38,9 @@ from niwaki.pruning.structured.configuration import (
     tensors_of_blocks,
 )
 from niwaki.pruning.structured.units import Cut, heads_cut, neurons_cut
-from niwaki.pruning.walk import Clock, Measure, peak_memory
+from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record, StructureRecord, versions, write_json
+from niwaki.records.record import MatrixRecord, Record, StructureRecord, versions
 
 
 def shrink(

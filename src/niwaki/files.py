@@ -1,0 +1,84 @@
+"""Files written whole or not at all, and the lock on a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from niwaki.errors import OutputError, UsageError
+
+
+def write_json(path: Path, text: str, sync: bool = False) -> None:
+    """Writes ``text`` under a temporary name and renames it, so that ``path`` is whole or not there.
+
+    With ``sync`` it is on disk, and not only on its way there, when this returns.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        temporary = Path(name)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            set_usual_mode(temporary, 0o666)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def set_usual_mode(path: Path, mode: int) -> None:
+    """Gives ``path`` the mode it would have without ``tempfile``, which makes everything private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(mode & ~umask)
+
+
+@contextlib.contextmanager
+def output_errors(path: Path, hint: str = "the output is as large as the model") -> Iterator[None]:
+    """Turns an OSError inside into an OutputError of one line; ``hint`` ends it where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path).free / 2**30
+            raise OutputError(
+                f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}"
+            ) from error
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def locked(directory: Path, out: Path) -> Iterator[None]:
+    """Holds ``directory`` against other processes; the lock goes with the process, however that ends.
+
+    Raises:
+        UsageError: another one holds it, to write ``out``.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{out} is being written by another run that has not ended") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""The device and dtype that a model runs in, and the memory that the process takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from niwaki.errors import UsageError
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.processes import World
+from niwaki.records.wording import counted
+
+
+def find_device(name: str) -> torch.device:
+    """The device called ``name``; "auto" is a GPU if there is one.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
+
+    Raises:
+        UsageError: it is none that a model can run in.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32  # half precision is 100 times slower on a CPU without instructions for it
+    return stored_dtype(checkpoint)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What ``config.json`` says that the weights are in; float32 where it says nothing that a model can run in."""
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return _DTYPES.get(str(stored), torch.float32)
+
+
+def resident() -> int:
+    """Bytes of memory that the process has now; outside Linux the most that it ever had, on Windows 0."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return most_resident()
+
+
+def most_resident() -> int:
+    """Bytes of memory that the process had at most so far; on Windows 0."""
+    if sys.platform == "win32":
+        return 0
+    with contextlib.suppress(OSError, ValueError):
+        # Linux counts what the parent had, before it started this process, to what this one used.
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    # Kilobytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Bytes, so far."""
+    found = {}
+    if sys.platform != "win32":
+        found["resident"] = most_resident()
+    if device.type == "cuda":
+        found["device"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
+def device_name(device: torch.device, world: World) -> str:
+    """``Record.device``."""
+    if device.type == "cuda":
+        name = f"{device} ({torch.cuda.get_device_name(device)})"
+    else:
+        name = f"{device} ({counted(torch.get_num_threads(), 'thread')})"
+    return name if world.size == 1 else f"{world.size} processes, the first on {name}"

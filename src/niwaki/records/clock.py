@@ -1,0 +1,28 @@
+"""Seconds by stage."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Counts the time of an earlier run too."""
+        for stage, value in seconds.items():
+            self.seconds[stage] += value
+            self._began -= value
+
+    def total(self) -> float:
+        return time.perf_counter() - self._began
