@@ -79,9 +79,7 @@ def main() -> None:
     shape = Checkpoint(arguments.model).config
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     speed = rates(shape, arguments.device, dtype)
-    print(
-        ", ".join(f"{name} {value / 1e9:,.0f} GFLOP/s" for name, value in speed.items()), "in plain products"
-    )
+    print(", ".join(f"{name} {value / 1e9:,.0f} GFLOP/s" for name, value in speed.items()), "in plain products")
     needed = operations(shape, arguments.samples * arguments.length, arguments.length)
     results = []
     for solver in arguments.solvers:
@@ -127,9 +125,7 @@ def main() -> None:
                 "record": record["peak_memory"],
             }
         )
-    common.save(
-        arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results
-    )
+    common.save(arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results)
 
 
 if __name__ == "__main__":

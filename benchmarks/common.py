@@ -60,9 +60,7 @@ def synthetic(rows: int, columns: int, device: str = "cpu") -> Layer:
 def add_layer_arguments(parser: argparse.ArgumentParser, blocks: list[int]) -> None:
     """The options that :func:`layers` reads."""
     parser.add_argument("--model", default="demo", help="any model directory")
-    parser.add_argument(
-        "--texts", nargs=2, default=["demo", "demo-held"], help="calibration and held-out text"
-    )
+    parser.add_argument("--texts", nargs=2, default=["demo", "demo-held"], help="calibration and held-out text")
     parser.add_argument("--samples", nargs=2, type=int, default=[256, 200])
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--blocks", nargs="*", type=int, default=blocks)
@@ -108,9 +106,7 @@ def product_rate(rows: int, columns: int, repeat: int = 5) -> float:
     """Floating-point operations in a second of the plain product (rows, columns) x (columns, columns): the best."""
     A, B = torch.randn(rows, columns), torch.randn(columns, columns)
     C = torch.empty_like(A)
-    return (
-        2.0 * rows * columns**2 / min(seconds(lambda: torch.matmul(A, B, out=C)) for _ in range(repeat + 1))
-    )
+    return 2.0 * rows * columns**2 / min(seconds(lambda: torch.matmul(A, B, out=C)) for _ in range(repeat + 1))
 
 
 def save(path: Path | None, **content: Any) -> None:

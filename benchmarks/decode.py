@@ -91,9 +91,7 @@ def main() -> None:
         sparse: dict[float, list[PackedMatrix]] = {}
         for sparsity in arguments.sparsities:
             chosen = (torch.rand(rows, columns, generator=generator) >= sparsity for _ in dense)
-            sparse[sparsity] = [
-                in_large_pages(pack(W.where(kept, 0))) for W, kept in zip(dense, chosen, strict=True)
-            ]
+            sparse[sparsity] = [in_large_pages(pack(W.where(kept, 0))) for W, kept in zip(dense, chosen, strict=True)]
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             numbers = torch.cat([W.view(torch.float32).flatten() for W in dense])

@@ -30,9 +30,7 @@ STEPS = (1, 2, 5, 10, 20, 50, 100)
 METHODS = {
     "ADMM": "admm1:iterations={}",
     "ADMM, no damping": "admm1:damping=0:iterations={}",
-    **{
-        f"Adam {rate}": f"adam:learning_rate={rate}:iterations={{}}" for rate in (0.003, 0.01, 0.03, 0.1, 0.3)
-    },
+    **{f"Adam {rate}": f"adam:learning_rate={rate}:iterations={{}}" for rate in (0.003, 0.01, 0.03, 0.1, 0.3)},
     **{f"SGD {rate}": f"sgd:learning_rate={rate}:iterations={{}}" for rate in (0.03, 0.1, 0.3, 1.0, 3.0)},
     "CG": "cg:damping=0:iterations={}",
     "SparseGPT": "sparsegpt",
@@ -57,9 +55,7 @@ def main() -> None:
     for layer in layers(arguments):
         pattern = Fixed(make_solver("wanda")(layer.problem(), PerRow(arguments.sparsity)).mask)
         least = make_solver("exact:damping=0")(layer.problem(), pattern).error
-        print(
-            f"{layer.name}: error of the optimal weights {least:.3e}, others relative to it, and milliseconds"
-        )
+        print(f"{layer.name}: error of the optimal weights {least:.3e}, others relative to it, and milliseconds")
         curves: dict[str, list[dict[str, Any]]] = {}
         for _ in range(arguments.repeat):
             for method, text in METHODS.items():
@@ -72,9 +68,7 @@ def main() -> None:
                         point["error"] = math.inf
                         continue
                     point["seconds"] = min(took, point.get("seconds", math.inf))
-        curves = {
-            method: [p for p in points if math.isfinite(p["error"])] for method, points in curves.items()
-        }
+        curves = {method: [p for p in points if math.isfinite(p["error"])] for method, points in curves.items()}
         for method, points in curves.items():
             line = (f"{p['steps']}: {p['error'] / least:.3g} {1e3 * p['seconds']:.3g} ms" for p in points)
             print(f"  {method:16s}", "   ".join(line), flush=True)

@@ -84,9 +84,7 @@ def kinds(
         yield "packed", sparsity, packed.nbytes, functools.partial(multiply, packed), zeros.cuda()
     fours = two_four(W)
     sparse = torch.sparse.to_sparse_semi_structured(fours)
-    size = (
-        fours.nbytes // 2 + fours.numel() // 8 * 2
-    )  # half of the values, and 2 bits of place for each of these
+    size = fours.nbytes // 2 + fours.numel() // 8 * 2  # half of the values, and 2 bits of place for each of these
     yield "2:4", 0.5, size, lambda x: linear(x, sparse), fours
 
 
@@ -97,9 +95,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     bandwidth = clock.bandwidth()
     name = torch.cuda.get_device_name()
     print(f"{name}, copies at {bandwidth / 1e9:,.0f} GB/s, {arguments.dtype}\n")
-    print(
-        f"{'':>14} {'zeros':>6} {'vectors':>8} {'us':>8} {'GB/s':>7} {'share':>6} {'dense/this':>11} {'error':>8}"
-    )
+    print(f"{'':>14} {'zeros':>6} {'vectors':>8} {'us':>8} {'GB/s':>7} {'share':>6} {'dense/this':>11} {'error':>8}")
     results = []
     for shape in arguments.shapes:
         rows, columns = map(int, shape.split("x"))

@@ -54,9 +54,7 @@ def main() -> None:
     """Measures, prints, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_layer_arguments(parser, blocks=[1, 4])
-    parser.add_argument(
-        "--solvers", nargs="*", default=DEFAULT, help="the first is what others are divided by"
-    )
+    parser.add_argument("--solvers", nargs="*", default=DEFAULT, help="the first is what others are divided by")
     arguments = parser.parse_args()
     matrices = list(layers(arguments))
     base: dict[str, tuple[float, float]] = {}

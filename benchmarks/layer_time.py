@@ -63,9 +63,7 @@ def main() -> None:
 
         runs: dict[str, Callable[[], object]] = {f"{PRODUCTS} products": products}
         for name in arguments.solvers:
-            runs[name] = partial(
-                lambda solver, layer: solver(layer.problem(), pattern), make_solver(name), layer
-            )
+            runs[name] = partial(lambda solver, layer: solver(layer.problem(), pattern), make_solver(name), layer)
         runs |= parts(layer, pattern)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for round_ in range(arguments.repeat + (columns <= 2048)):

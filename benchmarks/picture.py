@@ -94,12 +94,8 @@ def _chart(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
     colour = alt.Color("name:N", scale=colours, legend=None)
     base = alt.Chart(alt.Data(values=points)).encode(x, y, colour, description="said:N")
     mine = alt.FieldOneOfPredicate(field="name", oneOf=ours)
-    lines = base.mark_line(strokeCap="round").encode(
-        strokeWidth=alt.condition(mine, alt.value(3.5), alt.value(1.75))
-    )
-    dots = base.mark_point(filled=True, opacity=1).encode(
-        size=alt.condition(mine, alt.value(60), alt.value(28))
-    )
+    lines = base.mark_line(strokeCap="round").encode(strokeWidth=alt.condition(mine, alt.value(3.5), alt.value(1.75)))
+    dots = base.mark_point(filled=True, opacity=1).encode(size=alt.condition(mine, alt.value(60), alt.value(28)))
     names = (
         base.mark_text(align="left", dx=12, fontSize=13)
         .encode(text="name:N")
@@ -107,13 +103,11 @@ def _chart(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
     )
     bold = names.mark_text(align="left", dx=12, fontSize=13, fontWeight=600).transform_filter(mine)
     names = names.transform_filter({"not": mine})
-    floor = alt.Chart(
-        alt.Data(values=[{"value": dense, "zeros": right, "said": f"dense: {dense:.2f}"}])
-    ).encode(y, description="said:N")
-    rule = floor.mark_rule(strokeDash=[5, 4], color=theme.ink, strokeWidth=1.25)
-    dense_name = floor.mark_text(align="left", dx=12, fontSize=13, color=theme.ink).encode(
-        x, text=alt.value("dense")
+    floor = alt.Chart(alt.Data(values=[{"value": dense, "zeros": right, "said": f"dense: {dense:.2f}"}])).encode(
+        y, description="said:N"
     )
+    rule = floor.mark_rule(strokeDash=[5, 4], color=theme.ink, strokeWidth=1.25)
+    dense_name = floor.mark_text(align="left", dx=12, fontSize=13, color=theme.ink).encode(x, text=alt.value("dense"))
     measured = cells[0]["perplexity"][text]
     title = alt.TitleParams(
         "Perplexity after pruning, lower is better",
@@ -135,7 +129,5 @@ def _chart(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
         .configure(background=theme.page, font=FONT)
         .configure_view(stroke=None)
         .configure_axis(labelColor=theme.ink, gridColor=theme.line, tickColor=theme.line, labelFontSize=12)
-        .configure_title(
-            color=theme.ink, subtitleColor=theme.ink, fontSize=16, subtitleFontSize=12, subtitlePadding=5
-        )
+        .configure_title(color=theme.ink, subtitleColor=theme.ink, fontSize=16, subtitleFontSize=12, subtitlePadding=5)
     )

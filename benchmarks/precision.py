@@ -122,9 +122,7 @@ def same_bits(arguments: argparse.Namespace) -> int:
         other = {id(layer.H): layer.H for layer in layers(few, "bfloat16")}
     different = sum(not torch.equal(a, b) for a, b in zip(plain.values(), other.values(), strict=True))
     if different or mode.count == 0:
-        raise SystemExit(
-            f"TF32 changes {different} of {len(plain)} Gram matrices, after {mode.count} products"
-        )
+        raise SystemExit(f"TF32 changes {different} of {len(plain)} Gram matrices, after {mode.count} products")
     return len(plain)
 
 
@@ -140,9 +138,7 @@ def solve(
     return found
 
 
-def compare(
-    where: str, make: Callable[[], list[Layer]], cases: list[tuple[str, str]]
-) -> Iterable[dict[str, Any]]:
+def compare(where: str, make: Callable[[], list[Layer]], cases: list[tuple[str, str]]) -> Iterable[dict[str, Any]]:
     """Entries of the record for the layers that ``make`` makes in whatever mode it is called."""
 
     def made(mode: Rounding) -> list[Layer]:
@@ -165,9 +161,7 @@ def compare(
         for solver, pattern in cases:
             plain = solve(solver, pattern, judges, judges, None)
             ratios, said = [], []
-            for (error, own), (best, _) in zip(
-                solve(solver, pattern, given, judges, products), plain, strict=True
-            ):
+            for (error, own), (best, _) in zip(solve(solver, pattern, given, judges, products), plain, strict=True):
                 ratios.append(error / best)
                 said.append(own / error)
             entry = {"where": where, "what": what, "factors": factors, "solver": solver, "pattern": pattern}

@@ -92,9 +92,7 @@ def layer_error() -> list[str]:
         shown = f"{entry['relative_error']:.3f} ({entry['relative_held_error']:.3f})"
         rows.setdefault(entry["solver"], []).append(shown)
         patterns.append(entry["pattern"])
-    return markdown(
-        ["solver", *dict.fromkeys(patterns)], [[solver, *values] for solver, values in rows.items()]
-    )
+    return markdown(["solver", *dict.fromkeys(patterns)], [[solver, *values] for solver, values in rows.items()])
 
 
 def figure1() -> list[str]:
@@ -112,9 +110,7 @@ def figure1() -> list[str]:
             ]
             whole = len(points) == len(layers)
             row.append(
-                f"{_mean(p for p, _ in points):.3f} in {1e3 * _mean(s for _, s in points):.1f} ms"
-                if whole
-                else ""
+                f"{_mean(p for p, _ in points):.3f} in {1e3 * _mean(s for _, s in points):.1f} ms" if whole else ""
             )
         rows.append(row)
     return markdown(["update", "1 step", "5 steps", "20 steps", "100 steps"], rows)
@@ -249,8 +245,7 @@ def precision() -> list[str]:
         for (factors, what, solver), row in found.items()
     ]
     off = {
-        place: 100 * max(abs(e["said"] - 1) for e in measured["results"] if _always_at(e, place))
-        for place in places
+        place: 100 * max(abs(e["said"] - 1) for e in measured["results"] if _always_at(e, place)) for place in places
     }
     said = ", ".join(f"{off[place]:.2g} % ({place})" for place in places)
     return [
@@ -268,9 +263,7 @@ def decode() -> list[str]:
     cases = list(dict.fromkeys((e["size"], e["threads"], e["batch"]) for e in entries))
     rows = []
     for size, threads, batch in cases:
-        found = {
-            e["name"]: e for e in entries if (e["size"], e["threads"], e["batch"]) == (size, threads, batch)
-        }
+        found = {e["name"]: e for e in entries if (e["size"], e["threads"], e["batch"]) == (size, threads, batch)}
         row = [
             f"{size.replace('x', ' x ')}, {threads}, {batch}",
             f"{1e3 * found['torch bfloat16']['seconds']:.1f}",
@@ -332,9 +325,7 @@ def main() -> None:
     made = render()
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
-        sys.exit(
-            f"not as in {RESULTS.name}: {', '.join(p.name for p in stale)}; `make results`" if stale else 0
-        )
+        sys.exit(f"not as in {RESULTS.name}: {', '.join(p.name for p in stale)}; `make results`" if stale else 0)
     for path in stale:
         path.write_text(made[path])
 

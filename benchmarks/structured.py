@@ -44,9 +44,7 @@ def main() -> None:
     """Runs all, prints a line for each and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", action="append")
-    parser.add_argument(
-        "--record", type=Path, help="write JSON there; what is there already is not run again"
-    )
+    parser.add_argument("--record", type=Path, help="write JSON there; what is there already is not run again")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     cells: list[dict[str, Any]] = []

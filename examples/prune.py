@@ -9,9 +9,7 @@ from pathlib import Path
 
 import niwaki
 
-model = (
-    sys.argv[1] if len(sys.argv) > 1 else "demo"
-)  # a directory, a hub id, or the model that ships with niwaki
+model = sys.argv[1] if len(sys.argv) > 1 else "demo"  # a directory, a hub id, or the model that ships with niwaki
 
 with tempfile.TemporaryDirectory() as scratch:
     out = Path(scratch) / "pruned"

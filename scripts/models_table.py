@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - tests/models.py is found only now
 """Writes the table of docs/models.md from the table of families and the tiny models of the tests.
 
 python scripts/models_table.py           # after a change of src/niwaki/models/families.py or tests/models.py
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from models import CASES, save_model  # noqa: E402 - it is found only now
+from models import CASES, save_model
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.streamed import StreamedModel
@@ -37,17 +38,13 @@ def matrices(family: str) -> list[str]:
                 module, _, last = name.rpartition(".")
                 if last not in found[module]:
                     found[module].append(last)
-    return [
-        f"`{module}`: {', '.join(names)}" if module else ", ".join(names) for module, names in found.items()
-    ]
+    return [f"`{module}`: {', '.join(names)}" if module else ", ".join(names) for module, names in found.items()]
 
 
 def table() -> str:
     """The table in Markdown."""
     rows = ["| `model_type` | pruned in each block | remark |", "|---|---|---|"]
-    rows += [
-        f"| `{name}` | {'; '.join(matrices(name))} | {family.remark} |" for name, family in FAMILIES.items()
-    ]
+    rows += [f"| `{name}` | {'; '.join(matrices(name))} | {family.remark} |" for name, family in FAMILIES.items()]
     return "\n".join(rows)
 
 

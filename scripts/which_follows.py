@@ -69,9 +69,7 @@ def _fits(other: int, i: int, chosen: list[int], count: int) -> bool:
 
 def main() -> None:
     """Writes the file, or compares it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     made = questions(stretches(read_text("demo-held")), seed=0)

@@ -118,9 +118,7 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     # The first block sees everything, the others a window: masks differ between blocks.
     "qwen2 window": lambda: _case("qwen2", 3, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen2_moe": lambda: _case("qwen2_moe", shared_expert_intermediate_size=20, **_EXPERTS),
-    "qwen2_moe dense": lambda: _case(
-        "qwen2_moe", shared_expert_intermediate_size=20, mlp_only_layers=[0], **_EXPERTS
-    ),
+    "qwen2_moe dense": lambda: _case("qwen2_moe", shared_expert_intermediate_size=20, mlp_only_layers=[0], **_EXPERTS),
     # Heads are wider than hidden_size / heads, so o_proj is not square.
     "qwen3": lambda: _case("qwen3", head_dim=16),
     # Some get fewer tokens than they have inputs, and 10 comes behind 9.
@@ -199,9 +197,7 @@ def decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     return found
 
 
-def random_model(
-    case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
-) -> PreTrainedModel:
+def random_model(case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model with every parameter random, also those that transformers starts at 0 or 1."""
     torch.manual_seed(seed)
     config = CASES[case]()

@@ -30,7 +30,7 @@ from niwaki.cli import main as cli
 from niwaki.cli.common import quiet_libraries
 from niwaki.errors import NumericalError
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
 from niwaki.pruning import prune as pipeline
 from niwaki.pruning import walk
@@ -56,19 +56,19 @@ def install(hook: dict[str, Any] | None, rank: int) -> None:
 
         walk.LayerProblem = watched  # type: ignore[assignment, attr-defined]
     elif hook is not None and hook["rank"] == rank:
-        input_grams, weight = Block.input_grams, Block.weight
+        input_grams, weight = DecoderBlock.input_grams, DecoderBlock.weight
 
-        def before_grams(self: Block, *args: Any, **others: Any) -> Any:
+        def before_grams(self: DecoderBlock, *args: Any, **others: Any) -> Any:
             if self.index == hook["block"] and "matrix" not in hook:
                 end(hook["how"])
             return input_grams(self, *args, **others)
 
-        def before_solving(self: Block, matrix: Matrix) -> Tensor:
+        def before_solving(self: DecoderBlock, matrix: Matrix) -> Tensor:
             if self.index == hook["block"] and hook.get("matrix") in (matrix.name, "any"):
                 end(hook["how"])
             return weight(self, matrix)
 
-        Block.input_grams, Block.weight = before_grams, before_solving  # type: ignore[method-assign]
+        DecoderBlock.input_grams, DecoderBlock.weight = before_grams, before_solving  # type: ignore[method-assign]
 
 
 def end(how: str) -> None:

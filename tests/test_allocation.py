@@ -72,16 +72,12 @@ def test_points_that_were_measured_are_on_the_curve() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.floats(0.01, 0.98), st.floats(0, 1e6)), min_size=1, max_size=5, unique_by=lambda p: p[0]
-    ),
+    st.lists(st.tuples(st.floats(0.01, 0.98), st.floats(0, 1e6)), min_size=1, max_size=5, unique_by=lambda p: p[0]),
     st.floats(0, 1e6),
     st.sampled_from([0.0, 0.25, 0.5]),
 )
 @settings(max_examples=100, deadline=None)
-def test_curves_increase_and_are_finite(
-    measured: list[tuple[float, float]], all_zero: float, least: float
-) -> None:
+def test_curves_increase_and_are_finite(measured: list[tuple[float, float]], all_zero: float, least: float) -> None:
     curve = smooth(100, sorted(measured), all_zero, least)
     sparsities, losses = zip(*curve.points, strict=True)
     assert sparsities[0] == least
@@ -91,16 +87,12 @@ def test_curves_increase_and_are_finite(
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(1, 500), st.floats(0.5, 20), st.floats(0.001, 100)), min_size=1, max_size=8
-    ),
+    st.lists(st.tuples(st.integers(1, 500), st.floats(0.5, 20), st.floats(0.001, 100)), min_size=1, max_size=8),
     st.floats(0, 0.9),
 )
 @settings(max_examples=100, deadline=None)
 def test_the_total_is_exact(shapes: list[tuple[int, float, float]], sparsity: float) -> None:
-    curves = [
-        smooth(n, [(0.3, scale * 0.3**power), (0.6, scale * 0.6**power)], scale) for n, power, scale in shapes
-    ]
+    curves = [smooth(n, [(0.3, scale * 0.3**power), (0.6, scale * 0.6**power)], scale) for n, power, scale in shapes]
     zeros = round(sparsity * sum(n for n, _, _ in shapes))
     found = allocate(curves, zeros)
     assert sum(found) == zeros

@@ -25,11 +25,11 @@ from models import (
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
 from niwaki.models import gram_capture as inputs
 from niwaki.models import streamed as blocks
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.families import FAMILIES, ROUTERS
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import Batches, Room, States
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 
@@ -38,7 +38,7 @@ SAMPLES, LENGTH = 5, 20
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of two samples, so that the last of five is smaller, and several strips of each Gram matrix."""
+    """SpillList of two samples, so that the last of five is smaller, and several strips of each Gram matrix."""
     monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", 2 * LENGTH + 1)
     monkeypatch.setattr(inputs, "_STRIP", 7)
 
@@ -113,9 +113,7 @@ def test_the_models_tell_families_apart(tmp_path: Path) -> None:
     assert any(name.endswith("k_norm.weight") for name in names)
 
 
-def test_hidden_states_are_those_of_the_whole_model(
-    directory: Path, whole: PreTrainedModel, tokens: Tensor
-) -> None:
+def test_hidden_states_are_those_of_the_whole_model(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> None:
     expected = full_hidden_states(whole, tokens)
     model = stream_of(directory)
     states = model.embed(tokens)
@@ -152,9 +150,7 @@ def test_losses_are_cross_entropies_of_the_whole_model(
     assert expected.std() > 0.02  # not all the same
 
 
-def test_gram_matrices_are_those_of_the_inputs(
-    directory: Path, whole: PreTrainedModel, tokens: Tensor
-) -> None:
+def test_gram_matrices_are_those_of_the_inputs(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> None:
     compare_grams(directory, whole, tokens)
 
 
@@ -338,9 +334,7 @@ def test_inputs_that_change_or_give_way_to_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss", "llama4_text", "gpt2", "falcon"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("samples", "length"), [(3, 16), (1, 9), (1, 1)])
-def test_inputs_are_found_in_half_precision(
-    tmp_path: Path, case: str, dtype: str, samples: int, length: int
-) -> None:
+def test_inputs_are_found_in_half_precision(tmp_path: Path, case: str, dtype: str, samples: int, length: int) -> None:
     directory = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
     tokens = random_tokens(samples, length)
     found = []
@@ -408,7 +402,7 @@ def test_only_one_block_is_in_memory(directory: Path, tokens: Tensor) -> None:
 
 
 def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens: Tensor) -> None:
-    kept, model = stream_of(directory), StreamedModel(Checkpoint(directory), "cpu", "float32", Room(1 << 30))
+    kept, model = stream_of(directory), StreamedModel(Checkpoint(directory), "cpu", "float32", MemoryBudget(1 << 30))
     states, expected = model.embed(tokens), kept.embed(tokens)
     for block, whole in zip(model.stream(), kept.stream(), strict=True):
         before = memory(block)
@@ -430,7 +424,7 @@ def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens
     assert_clean(model)
 
 
-def memory(block: Block) -> int:
+def memory(block: DecoderBlock) -> int:
     """Bytes of its weights."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in block._module.parameters()}
     return sum(storage.nbytes() for storage in storages.values())
@@ -463,10 +457,10 @@ def test_everything_is_let_go_of_when_the_consumer_raises(directory: Path, token
     with pytest.raises(IndexError):
         model.embed(torch.tensor([[63, 64]]))  # the vocabulary is 64: fails inside the embedding
     assert_clean(model)
-    too_narrow = Batches(Room())
+    too_narrow = SpillList(MemoryBudget())
     too_narrow.append(torch.zeros(SAMPLES, LENGTH, 31))
     with pytest.raises(RuntimeError):
-        model.losses(States([tokens], too_narrow))
+        model.losses(HiddenStates([tokens], too_narrow))
     assert_clean(model)
     # All of it can be used again.
     again = model.embed(tokens)
@@ -541,9 +535,7 @@ def test_activations_that_are_not_finite(tmp_path: Path, tokens: Tensor) -> None
 
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_files_and_dtypes_make_no_difference(
-    tmp_path: Path, tokens: Tensor, shards: bool, stored: torch.dtype
-) -> None:
+def test_files_and_dtypes_make_no_difference(tmp_path: Path, tokens: Tensor, shards: bool, stored: torch.dtype) -> None:
     directory = save_model(tmp_path / "model", dtype=stored, shards=shards)
     model = stream_of(directory)
     states = model.embed(tokens)
@@ -639,9 +631,7 @@ def test_the_checkpoint_is_not_what_the_configuration_promises(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"lacks 'model\.layers\.2\..*which its config\.json asks for"):
         stream_of(directory)
     edit_json(directory / "config.json", num_hidden_layers=2, vocab_size=65)
-    with pytest.raises(
-        CheckpointError, match=r"'model\.embed_tokens\.weight' has shape \(64, 32\).*\(65, 32\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.weight' has shape \(64, 32\).*\(65, 32\)"):
         stream_of(directory)
 
 

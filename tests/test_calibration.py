@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from models import EMBEDDED
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.models import text as calibration
+from niwaki.models import text_sources
 from niwaki.models.text import load_tokenizer, read_windows
 from niwaki.models.text_sources import EXCERPTS
 
@@ -41,9 +42,7 @@ def prose(words: int, seed: int = 0) -> str:
     parts = []
     for number in range(words):
         word = generator.choice(["gentleman", "the", "naïve", "x", "CHAPTER", "日本", "don't", "--", "🙂"])
-        parts.append(
-            f"{word}{number:05d}" + generator.choice([" ", " ", " ", ", ", "\n", "\n\n", "  ", ". "])
-        )
+        parts.append(f"{word}{number:05d}" + generator.choice([" ", " ", " ", ", ", "\n", "\n\n", "  ", ". "]))
     return "".join(parts)
 
 
@@ -70,9 +69,7 @@ def message(call: Callable[[], object], kind: type[Exception] = CalibrationError
 # The first windows
 
 
-def test_first_windows_are_the_start_of_the_text(
-    path: Path, text: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_first_windows_are_the_start_of_the_text(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     windows = read_windows(str(path), tokenizer, 32, 9)
     assert windows.tokens.shape == (9, 32)
     assert windows.tokens.dtype == torch.int64
@@ -98,7 +95,7 @@ def test_the_same_when_the_text_is_read_in_rounds(
         return real(tokenizer, text)
 
     monkeypatch.setattr(calibration, "_encode", count_rounds)
-    monkeypatch.setattr(calibration, "_PIECE", 97)
+    monkeypatch.setattr(text_sources, "_PIECE", 97)
     monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", guess)
     windows = read_windows(str(path), tokenizer, 41, count)
     assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[: 41 * count]
@@ -107,9 +104,7 @@ def test_the_same_when_the_text_is_read_in_rounds(
     assert count > 2 or encoded[-1] < len(text) / 4
 
 
-def test_the_first_guess_may_cut_a_token(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_guess_may_cut_a_token(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     # Tokens of three characters, but for the first, of four: each guess ends inside the last token.
     monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", 3)
     text = "that" + " of to in is it as at be by he" * 20
@@ -133,9 +128,7 @@ def test_text_with_long_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
     assert windows.tokens.flatten().tolist() == ids[: 16 * count]
 
 
-def test_spare_windows_are_welcome_and_not_needed(
-    path: Path, tokenizer: PreTrainedTokenizerBase, text: str
-) -> None:
+def test_spare_windows_are_welcome_and_not_needed(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     whole = len(encode(tokenizer, text)) // 100
     assert len(read_windows(str(path), tokenizer, 100, whole - 2, spare=1).tokens) == whole - 1
     assert len(read_windows(str(path), tokenizer, 100, whole - 2, spare=50).tokens) == whole
@@ -306,9 +299,7 @@ def places(windows: torch.Tensor, text: str, tokenizer: PreTrainedTokenizerBase)
     return found
 
 
-def test_random_windows_are_pieces_of_the_text(
-    path: Path, text: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_random_windows_are_pieces_of_the_text(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
     windows = read_windows(str(path), tokenizer, 24, 12, order="random", seed=1)
     assert windows.tokens.shape == (12, 24)
     assert windows.order == "random"
@@ -375,9 +366,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_named_data_sets_are_streamed(
-    tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]
-) -> None:
+def test_named_data_sets_are_streamed(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:
     for order in ("first", "random"):
         for source in ("c4", "wikitext2", "wikitext2-train", "me/mine", "me/mine:part", "me/mine:part:valid"):
             # The data set has a thousand million rows: this ends only where it is read as a stream.

@@ -587,9 +587,7 @@ def test_a_write_that_fails_midway(
     monkeypatch: pytest.MonkeyPatch,
     small_files: Callable[[int], None],
 ) -> None:
-    monkeypatch.setattr(
-        os, "posix_fallocate", lambda *_: None, raising=False
-    )  # a file system that promises too much
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None, raising=False)  # a file system that promises too much
     checkpoint = Checkpoint(single)
     last = max(checkpoint.entries, key=lambda key: checkpoint.entries[key].offset)
     entry = checkpoint.entries[last]

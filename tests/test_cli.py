@@ -24,7 +24,7 @@ from models import edit_json, reference, save_model_with_tokenizer, weight
 from niwaki.cli import main as cli
 from niwaki.evaluation import bench as measuring
 from niwaki.layer.solvers import SOLVERS
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.records.comparison import METHODS
 from niwaki.records.record import Record
@@ -156,9 +156,7 @@ def test_help_is_quick_and_needs_no_torch() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces of Linux")
 def test_no_space_left_on_a_real_disk(tmp_path: Path) -> None:
     # A mount of our own, seen by these processes only, that goes away with them.
-    script = (
-        'mount -t tmpfs -o size=2m none "$1" || exit 77; cd "$1"; shift; "$@"; code=$?; ls -A; exit $code'
-    )
+    script = 'mount -t tmpfs -o size=2m none "$1" || exit 77; cd "$1"; shift; "$@"; code=$?; ls -A; exit $code'
     allowed = subprocess.run(
         ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$1"', "-", tmp_path],
         capture_output=True,
@@ -295,9 +293,7 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert "--tf32 always has no effect: cpu has no TF32" in ran.out
     record = Record.from_json((tmp_path / "out" / "niwaki.json").read_text())
-    assert record.solver == (
-        "ADMM(iterations=5, sparsification_steps=4, schedule='cubic', rho=0.5, damping=0.1)"
-    )
+    assert record.solver == ("ADMM(iterations=5, sparsification_steps=4, schedule='cubic', rho=0.5, damping=0.1)")
     assert record.method == "admm-grad"
     assert record.pattern == "unstructured:0.25"
     assert record.calibration["order"] == "random"
@@ -309,9 +305,7 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
 
 
 def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None:
-    ran = niwaki_(
-        "prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--blocks", " 1:2", "--effort", "fast"
-    )
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--blocks", " 1:2", "--effort", "fast")
     assert (ran.code, ran.err) == (0, "")
     assert "note: only block 1 of 2, counted from 0: no other is pruned" in ran.out
     assert "50.00 % of 7 matrices" in ran.out
@@ -344,14 +338,14 @@ def test_going_on_and_starting_over(
 
     def stop() -> Result:
         with monkeypatch.context() as changed:
-            real = Block.input_grams
+            real = DecoderBlock.input_grams
 
-            def interrupt(self: Block, *args: Any, **others: Any) -> Any:
+            def interrupt(self: DecoderBlock, *args: Any, **others: Any) -> Any:
                 if self.index == 1:
                     raise KeyboardInterrupt
                 return real(self, *args, **others)
 
-            changed.setattr(Block, "input_grams", interrupt)
+            changed.setattr(DecoderBlock, "input_grams", interrupt)
             return niwaki_(*command)
 
     ran = stop()
@@ -402,9 +396,7 @@ def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:
 
 def test_masks_from_elsewhere(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert niwaki_("prune", model, tmp_path / "a", "--solver", "wanda", "--pattern", "2:4", *SMALL).code == 0
-    for number, (source, options) in enumerate(
-        [(str(tmp_path / "a"), []), ("magnitude", ["--sparsity", "0.5"])]
-    ):
+    for number, (source, options) in enumerate([(str(tmp_path / "a"), []), ("magnitude", ["--sparsity", "0.5"])]):
         out = tmp_path / str(number)
         ran = niwaki_("prune", model, out, "--solver", "admm1", "--mask-from", source, *options, *SMALL)
         assert (ran.code, ran.err) == (0, "")
@@ -504,9 +496,7 @@ def test_help_calls_arguments_what_its_text_calls_them(niwaki_: Command) -> None
         ("inspect", "MODEL"),
     ):
         helped = niwaki_(command, "--help").out
-        assert re.search(rf"Usage: niwaki {command} \[OPTIONS\] {usage}\s", re.sub("[{}]", "", helped)), (
-            helped
-        )
+        assert re.search(rf"Usage: niwaki {command} \[OPTIONS\] {usage}\s", re.sub("[{}]", "", helped)), helped
 
 
 def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
@@ -556,9 +546,9 @@ def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
         ("--sparsity 0.5 --text-samples=-1", "got -1"),
         ("--sparsity 0.5 --device quantum", "the device 'quantum' cannot be used"),
         ("--sparsity 0.5 --dtype float8", "got float8"),
-        ("--sparsity 0.5 --memory much", "'much' is no size of memory; try 8GiB or 500MB"),
-        ("--sparsity 0.5 --memory 0", "'0' is no size of memory"),
-        ("--sparsity 0.5 --memory=-1G", "'-1G' is no size of memory"),
+        ("--sparsity 0.5 --memory much", "invalid memory size 'much'; try 8GiB or 500MB"),
+        ("--sparsity 0.5 --memory 0", "invalid memory size '0'"),
+        ("--sparsity 0.5 --memory=-1G", "invalid memory size '-1G'"),
         ("--sparsity 0.5 --blocks 1", "--blocks takes FROM:TO, such as 0:2 for the first two; got '1'"),
         ("--sparsity 0.5 --blocks=-1:1", "got '-1:1'"),
         ("--sparsity 0.5 --blocks :2", "got ':2'"),
@@ -752,9 +742,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ran = niwaki_(*command)
         assert ran.code == 1
         assert len(ran.err.splitlines()) == 1
-        assert (
-            "some/model is no directory here and could not be had from the hub: no route to host" in ran.err
-        )
+        assert "some/model is no directory here and could not be had from the hub: no route to host" in ran.err
     assert listing(tmp_path) == []
 
 
@@ -787,9 +775,7 @@ def test_outputs_that_are_taken(model: Path, tmp_path: Path, niwaki_: Command) -
     assert listing(tmp_path) == before
 
 
-def test_no_space_left(
-    model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_space_left(model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -802,9 +788,7 @@ def test_no_space_left(
     assert listing(tmp_path) == before
 
 
-def test_an_interruption(
-    model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption(model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -823,16 +807,16 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
     """Stopped by Ctrl-C in its second run, gone on with, and added to."""
     out = tmp_path / "out"
     command = ["compare", model, "-o", out, *SMALL, "--text", "demo-held", "--text", "demo", "--keep"]
-    real, runs = Block.input_grams, []
+    real, runs = DecoderBlock.input_grams, []
 
-    def interrupt(self: Block, *arguments: Any) -> Any:
+    def interrupt(self: DecoderBlock, *arguments: Any) -> Any:
         runs.append(self.index)
         if len(runs) == 4:
             raise KeyboardInterrupt
         return real(self, *arguments)
 
     with monkeypatch.context() as changed:
-        changed.setattr(Block, "input_grams", interrupt)
+        changed.setattr(DecoderBlock, "input_grams", interrupt)
         ran = niwaki_(*command, "--solvers", "wanda, magnitude", "--sparsity", "0.5")
     assert ran.code not in (0, 2)
     said = "1 of 2 runs are done and stay, and 1 of 2 blocks of the one that was on its way; the same command"
@@ -841,16 +825,12 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
     assert (ran.code, ran.err) == (0, "")
     there = json.loads((out / "compare.json").read_text())
     cells = [(cell["method"], cell["pattern"]) for cell in there["cells"]]
-    again = [
-        (method, pattern) for pattern in ("50 %", "2:4") for method in ("magnitude", "wanda@best:epochs=1")
-    ]
+    again = [(method, pattern) for pattern in ("50 %", "2:4") for method in ("magnitude", "wanda@best:epochs=1")]
     assert cells == [("dense", ""), ("wanda", "50 %"), *again]
     assert there["command"].startswith(f"niwaki compare {model} -o {out}")
     for cell in there["cells"]:
         for text in ("demo-held", "demo"):
-            shown = (
-                f"{cell['perplexity'][text]['value']:.2f} ±{cell['perplexity'][text]['standard_error']:.2f}"
-            )
+            shown = f"{cell['perplexity'][text]['value']:.2f} ±{cell['perplexity'][text]['standard_error']:.2f}"
             assert shown in ran.out
     assert f"written to {out}" in ran.out
     assert len(list((out / "models").iterdir())) == 5
@@ -862,7 +842,7 @@ def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Comma
         (["--budget", "soon"], "--budget takes a time such as 2h"),
         (["--solvers", ","], "which solvers"),
         (["--sparsity", "0.5,2:"], "'2:' is no pattern"),
-        (["--memory", "much"], "no size of memory"),
+        (["--memory", "much"], "invalid memory size"),
     ):
         ran = niwaki_("compare", model, "-o", tmp_path / "out", *SMALL, *arguments)
         assert (ran.code, ran.out) == (2, "")

@@ -28,7 +28,7 @@ from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models.hidden_states import Room
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.records.comparison import Cell
 from niwaki.records.progress import TableProgress
 from niwaki.records.record import Perplexity, Record
@@ -108,9 +108,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
         asked: dict[str, Any]
         for pattern, asked in (("60 %", {"sparsity": 0.6}), ("2:4", {"pattern": "2:4"})):
             out = tmp_path / f"{name} {pattern}"
-            record = niwaki.prune(
-                model, out, solver=solver, effort=effort, measure="none", **asked, **options
-            )
+            record = niwaki.prune(model, out, solver=solver, effort=effort, measure="none", **asked, **options)
             expected[name, pattern] = record, out
     assert keys(found) == [
         ("dense", ""),
@@ -203,13 +201,13 @@ def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
 
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = Room.reserve
+    real = MemoryBudget.reserve
 
-    def reserve(room: Room, size: int) -> int:
+    def reserve(room: MemoryBudget, size: int) -> int:
         sizes.append(size)
         return real(room, size)
 
-    monkeypatch.setattr(Room, "reserve", reserve)
+    monkeypatch.setattr(MemoryBudget, "reserve", reserve)
     assert values(run(model, None, ["wanda"], memory=1)).items() <= values(whole).items()
     # All hidden states, 32 numbers of 4 bytes: of the dense model, of the calibration text, of the pruned model.
     assert sum(sizes) == (3 + 4 + 3) * 32 * (32 * 4)
@@ -467,9 +465,7 @@ def test_bad_names_fail_before_anything_is_computed(
     ],
     ids=str,
 )  # fmt: skip
-def test_another_comparison_is_refused(
-    tmp_path: Path, model: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_another_comparison_is_refused(tmp_path: Path, model: Path, changes: dict[str, Any], said: str) -> None:
     out = tmp_path / "out"
     run(model, out, [Flipped()])
     before = {path: path.read_bytes() for path in out.rglob("*.*")}
@@ -486,9 +482,7 @@ def test_another_model_or_version_is_refused(tmp_path: Path, monkeypatch: pytest
     run(tmp_path / "moved", out, ["wanda"])  # the same
     with monkeypatch.context() as changed:
         changed.setattr(comparison, "versions", lambda: {"niwaki": "9.9"})
-        assert f"niwaki ({niwaki.__version__} there, 9.9 here)" in message(
-            lambda: run(tmp_path / "moved", out)
-        )
+        assert f"niwaki ({niwaki.__version__} there, 9.9 here)" in message(lambda: run(tmp_path / "moved", out))
     edit_json(tmp_path / "moved" / "config.json", rms_norm_eps=0.1)
     said = message(lambda: run(tmp_path / "moved", out, ["wanda"]))
     assert "differs in model (" in said
@@ -573,8 +567,7 @@ def test_display() -> None:
             display.run("admm1", "2:4", 1, 2, [600.0, 7200.0])
             display.measured(1, 6)
             assert (
-                str(display._status.status)
-                == "run 2 of 2: admm1 2:4, measuring, block 1 of 6, about 2 h 10 min left"
+                str(display._status.status) == "run 2 of 2: admm1 2:4, measuring, block 1 of 6, about 2 h 10 min left"
             )
             display.finished(found, [("admm1", "2:4")])
         return file.getvalue()

@@ -188,9 +188,7 @@ def test_monitor_without_a_refit() -> None:
     steps = []
     solver = Continuation(sweeps=5, finish=0)
     problem = make_problem()
-    solution = solver(
-        problem, Unstructured(0.5), monitor=lambda step, total, error: steps.append((step, total))
-    )
+    solution = solver(problem, Unstructured(0.5), monitor=lambda step, total, error: steps.append((step, total)))
     assert steps == [(i, 5) for i in range(1, 6)]
     assert solution.error == pytest.approx(relative_error(problem, solution.W), rel=1e-9)
 

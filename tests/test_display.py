@@ -98,9 +98,7 @@ def play(display: Display, clock: Clock, finished: Record, blocks: int = 3) -> N
                     for inner in (1, 2):
                         clock.now += seconds / steps / 3
                         display.solving(NAMES[step], inner, 2, 0.5 / inner)
-                    solved = MatrixRecord(
-                        block, NAMES[step], (8, 8), 0.5, 0.01 * (block + 1), seconds / steps, 64, {}
-                    )
+                    solved = MatrixRecord(block, NAMES[step], (8, 8), 0.5, 0.01 * (block + 1), seconds / steps, 64, {})
                     display.solved(solved)
                     finished.matrices.append(solved)
                     clock.now += seconds / steps / 3
@@ -173,9 +171,7 @@ def test_a_look_at_the_dense_model_before(clock: Clock) -> None:
     planning = [shown for shown in display.shown if shown[1] == "planning"]
     assert {shown[3] for shown in planning} == {"which outputs matter", "what zeros cost"}
     assert {shown[2] for shown in planning} == {""}
-    first, second = (
-        [s[0] for s in planning if s[3] == d] for d in ("which outputs matter", "what zeros cost")
-    )
+    first, second = ([s[0] for s in planning if s[3] == d] for d in ("which outputs matter", "what zeros cost"))
     assert sorted(set(first)) == pytest.approx([step / 10 for step in range(1, 11)])
     assert sorted(set(second)) == pytest.approx([step / 20 for step in range(1, 21)])
     assert (first, second) == (sorted(first), sorted(second))
@@ -285,9 +281,7 @@ def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_stays_of_a_run_that_ends_early(
-    clock: Clock, terminal: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stays_of_a_run_that_ends_early(clock: Clock, terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
     where = console(terminal)
     with Display(where) as display:
         display.begin(record(), 32, 3)
@@ -296,9 +290,7 @@ def test_what_stays_of_a_run_that_ends_early(
         display.stopped(7, 32)
         if not terminal:
             assert text(where) == before
-    assert capsys.readouterr().err == (
-        "7 of 32 blocks are done and stay; the same command goes on behind them\n"
-    )
+    assert capsys.readouterr().err == ("7 of 32 blocks are done and stay; the same command goes on behind them\n")
     assert text(where).count("\x1b[?25h") == terminal  # the bar is gone, and the cursor back
 
 

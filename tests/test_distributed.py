@@ -71,8 +71,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
             server.stdin.flush()
             codes = json.loads(server.stdout.readline())
             printed = [
-                [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")]
-                for rank in range(len(codes))
+                [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
             ]
             return [Result(code, out, err) for code, (out, err) in zip(codes, printed, strict=True)]
 
@@ -82,9 +81,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    random_model("llama grouped", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(
-        path
-    )  # 3 blocks of 7 matrices
+    random_model("llama grouped", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(path)  # 3 blocks of 7 matrices
     return add_tokenizer(path)
 
 
@@ -92,9 +89,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words() -> list[str]:
     """Those that are a token each, with the space before them."""
     vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(EMBEDDED).get_vocab()
-    return sorted(
-        token[1:] for token in vocabulary if token[0] == "Ġ" and re.fullmatch("[a-z]{2,}", token[1:])
-    )
+    return sorted(token[1:] for token in vocabulary if token[0] == "Ġ" and re.fullmatch("[a-z]{2,}", token[1:]))
 
 
 def chosen(among: list[str], count: int) -> str:
@@ -168,11 +163,7 @@ def compare(found: Record, expected: Record, out: Path, alone: Path, case: str =
     for when, digits in {"before": 1e-5, "after": 1e-3}.items():
         one_, other_ = found.perplexity[when], expected.perplexity[when]
         assert one_["value"] == pytest.approx(other_["value"], rel=digits)
-        assert (
-            (one_["tokens"], one_["windows"])
-            == (other_["tokens"], other_["windows"])
-            == (4 * (LENGTH - 1), 4)
-        )
+        assert (one_["tokens"], one_["windows"]) == (other_["tokens"], other_["windows"]) == (4 * (LENGTH - 1), 4)
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +200,7 @@ def test_the_result_is_that_of_one_process(
         assert torch.equal(value, matrices(tmp_path / "a")[key])
 
 
-def test_what_needs_no_inputs_is_the_same_in_any_number(
-    start: Team, model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_what_needs_no_inputs_is_the_same_in_any_number(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     for size in (1, 2, 3):
         prune(start, size, command(model, tmp_path / str(size), text, "--solver", "magnitude"))
     expected = (tmp_path / "1" / "model.safetensors").read_bytes()
@@ -219,9 +208,7 @@ def test_what_needs_no_inputs_is_the_same_in_any_number(
         assert (tmp_path / str(size) / "model.safetensors").read_bytes() == expected
 
 
-def test_errors_are_printed_in_the_order_of_computation(
-    start: Team, model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_errors_are_printed_in_the_order_of_computation(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     results = start(*[command(model, tmp_path / "out", text)] * 2)
     expected = [
         "block",
@@ -251,8 +238,7 @@ def test_only_some_blocks(start: Team, model: Path, text: Path, alone: Path, tmp
 def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     """Where few things hang on rounding the errors are the same to more digits, in all blocks."""
     records = [
-        prune(start, size, command(model, tmp_path / str(size), text, "--solver", "wanda"))
-        for size in (1, 2, 3)
+        prune(start, size, command(model, tmp_path / str(size), text, "--solver", "wanda")) for size in (1, 2, 3)
     ]
     for record in records[1:]:
         for one, other in zip(record.matrices, records[0].matrices, strict=True):
@@ -569,12 +555,8 @@ def test_one_process_goes_on_with_what_several_have_done(
     compare(record, record_of(alone), tmp_path / "out", alone)
 
 
-def test_a_process_that_ends_before_a_block_is_done(
-    start: Team, model: Path, text: Path, tmp_path: Path
-) -> None:
-    results = start(
-        *[command(model, tmp_path / "out", text)] * 2, hook={"rank": 1, "block": 0, "how": "fail"}
-    )
+def test_a_process_that_ends_before_a_block_is_done(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    results = start(*[command(model, tmp_path / "out", text)] * 2, hook={"rank": 1, "block": 0, "how": "fail"})
     assert [result.code for result in results] == [1, 1]
     assert results[0].err == "error in process 0: another process of this run has ended; see what it said\n"
     assert names(tmp_path) == []
@@ -594,9 +576,7 @@ def refused(results: list[Result], code: int = 2) -> list[str]:
 
 def test_more_processes_than_samples(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     for rank, said in enumerate(refused(start(*[command(model, tmp_path / "out", text)] * 6))):
-        assert said.startswith(
-            f"error in process {rank}: 5 samples cannot be shared out to 6 processes; start"
-        )
+        assert said.startswith(f"error in process {rank}: 5 samples cannot be shared out to 6 processes; start")
     # Of the text to measure on there are four.
     for said in refused(start(*[command(model, tmp_path / "out", text)] * 5)):
         assert "4 samples cannot be shared out to 5 processes" in said
@@ -634,9 +614,7 @@ def test_processes_that_were_asked_for_different_things(
     assert names(tmp_path) == []
 
 
-def test_only_the_first_process_looks_at_the_output(
-    start: Team, model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_only_the_first_process_looks_at_the_output(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("keep me")
     first, second = start(*[command(model, tmp_path / "out", text)] * 2)
@@ -760,9 +738,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(count))
     with pytest.raises(UsageError) as caught, world("cuda"):
         pass
-    assert f"no GPU for process {count + 1} on this machine, which has {count}; start as many" in str(
-        caught.value
-    )
+    assert f"no GPU for process {count + 1} on this machine, which has {count}; start as many" in str(caught.value)
 
 
 def test_one_process_has_nobody_to_talk_to() -> None:

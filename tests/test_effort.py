@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
 from niwaki.errors import UnknownNameError, UsageError
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.pruning.effort import (
     DEFAULT_EFFORT,
     EFFORTS,
@@ -234,9 +234,7 @@ def test_norms_and_biases(tmp_path: Path, case: str) -> None:
     effort = f"{BEST}:norms=true"
     record = run(model, tmp_path / "out", effort=effort)
     assert all(fit.epochs == 1 for fit in record.fits)
-    inside = {
-        key for key, value in tensors(model).items() if value.ndim == 1 and re.search(r"\.layers\.\d+\.", key)
-    }
+    inside = {key for key, value in tensors(model).items() if value.ndim == 1 and re.search(r"\.layers\.\d+\.", key)}
     assert len(inside) > 4
     assert vectors(model, tmp_path / "out", case) == inside
     # The record's error is that of all that is written.
@@ -273,13 +271,13 @@ def test_the_dense_model_does_not_run_behind_the_last_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str
 ) -> None:
     advanced: list[int] = []
-    advance = Block.advance
+    advance = DecoderBlock.advance
 
-    def watched(self: Block, *args: Any, **kwargs: Any) -> None:
+    def watched(self: DecoderBlock, *args: Any, **kwargs: Any) -> None:
         advanced.append(self.index)
         advance(self, *args, **kwargs)
 
-    monkeypatch.setattr(Block, "advance", watched)
+    monkeypatch.setattr(DecoderBlock, "advance", watched)
     run(save_model(tmp_path / "model", "llama grouped"), tmp_path / "out", effort=effort, measure="none")
     assert advanced == [0, 0, 1, 1, *([2] if effort == BEST else [])]
 

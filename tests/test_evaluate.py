@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from models import EMBEDDED, random_tokens, reference, save_model, save_model_with_tokenizer, weight
 from niwaki.errors import CalibrationError, CheckpointError, NumericalError, UsageError
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.evaluation.inspect import survey
+from niwaki.evaluation.inspect import inspect
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
@@ -30,9 +30,7 @@ def test_perplexity_of_losses() -> None:
     assert str(found) == "12.18 ± 6.09 (6 tokens of text, context 4)"
     how = "2 non-overlapping windows of 4 tokens, the first token of each given and 3 predicted; exp of the mean loss"
     assert found.protocol == f"text; {how}"
-    assert (
-        Perplexity.of(losses, "text", "from there; all windows").protocol == f"from there; all windows; {how}"
-    )
+    assert Perplexity.of(losses, "text", "from there; all windows").protocol == f"from there; all windows; {how}"
 
 
 def test_perplexities_beyond_all_measure() -> None:
@@ -44,9 +42,9 @@ def test_perplexities_beyond_all_measure() -> None:
 def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{n} men went to mow, went to mow a meadow;" for n in range(300)))
-    ids = AutoTokenizer.from_pretrained(EMBEDDED, model_max_length=10**9)(
-        text.read_text(), add_special_tokens=False
-    )["input_ids"]
+    ids = AutoTokenizer.from_pretrained(EMBEDDED, model_max_length=10**9)(text.read_text(), add_special_tokens=False)[
+        "input_ids"
+    ]
     windows = torch.tensor(ids[: len(ids) // 100 * 100]).view(-1, 100)
     whole = reference(EMBEDDED)
     losses = torch.stack([whole(row[None], labels=row[None]).loss for row in windows]).double()
@@ -121,7 +119,7 @@ def test_survey(tmp_path: Path) -> None:
     down[0] = 0.0
     down[1, :47] = 0.0
     dense.save_pretrained(path)
-    found = {item.matrix.key: item for item in survey(path)}
+    found = {item.matrix.key: item for item in inspect(path)}
     assert len(found) == 14
     assert all(item.dtype == "BF16" for item in found.values())
     first = found["model.layers.0.mlp.up_proj.weight"]
@@ -145,7 +143,7 @@ def test_survey_where_m_does_not_divide(tmp_path: Path) -> None:
     config = CASES["llama"]()
     config.update({"intermediate_size": 36})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    fitting = [m.fitting for m in survey(tmp_path / "model") if m.matrix.name == "mlp.down_proj"]
+    fitting = [m.fitting for m in inspect(tmp_path / "model") if m.matrix.name == "mlp.down_proj"]
     assert len(fitting) == 2
     assert fitting[0]["2:4"] == 0.0
     assert math.isnan(fitting[0]["4:8"])

@@ -118,9 +118,7 @@ def test_experts_in_one_tensor(tmp_path: Path, case: str) -> None:
     assert record.sparsity == 0.5
     run_untouched = prune(model, tmp_path / "same", solver=Untouched(), sparsity=0.0, calibration=TOKENS)
     assert run_untouched.sparsity == 0
-    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (
-        model / "model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
 def test_one_expert_is_missing(tmp_path: Path) -> None:

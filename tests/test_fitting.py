@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from models import CASES, decoder_blocks, message, random_tokens, reference, save_model
 from niwaki.errors import NumericalError
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint
-from niwaki.models.hidden_states import States
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.effort import Effort
@@ -31,7 +31,7 @@ LENGTH = 12
 #: Of what blocks are called with, what their attention is not.
 _NOT_TOLD = ("position_ids", "use_cache", "past_key_values", "layer_past")
 
-streams: list[Generator[Block]] = []  # a block is there as long as its stream
+streams: list[Generator[DecoderBlock]] = []  # a block is there as long as its stream
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         streams.pop().close()
 
 
-def embedded(model: StreamedModel, batches: int) -> tuple[States, States]:
+def embedded(model: StreamedModel, batches: int) -> tuple[HiddenStates, HiddenStates]:
     """(inputs in the pruned model, inputs in the dense one): batches of two samples."""
     tokens = random_tokens(2 * batches, LENGTH)
     states, origin = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
@@ -54,7 +54,9 @@ def embedded(model: StreamedModel, batches: int) -> tuple[States, States]:
     return states, origin
 
 
-def prepared(model: StreamedModel, batches: int, inner: bool = False) -> tuple[Block, States, States]:
+def prepared(
+    model: StreamedModel, batches: int, inner: bool = False
+) -> tuple[DecoderBlock, HiddenStates, HiddenStates]:
     """The first block with half of its weights, its inputs, and the outputs of the dense block."""
     states, targets = embedded(model, batches)
     streams.append(model.stream())
@@ -64,7 +66,7 @@ def prepared(model: StreamedModel, batches: int, inner: bool = False) -> tuple[B
     return block, states, targets
 
 
-def fitted(block: Block, states: States, targets: States, **effort: Any) -> FitRecord:
+def fitted(block: DecoderBlock, states: HiddenStates, targets: HiddenStates, **effort: Any) -> FitRecord:
     return fit(block, states, targets, Effort(**effort), World(), lambda: None)
 
 
@@ -88,8 +90,8 @@ def unrounded(W: Tensor) -> Tensor:
 def loop(
     model: StreamedModel,
     directory: Path,
-    states: States,
-    targets: States,
+    states: HiddenStates,
+    targets: HiddenStates,
     effort: Effort,
     rounded: Callable[[Tensor], Tensor] = unrounded,
 ) -> Loop:
@@ -181,11 +183,7 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -
         World(),
         lambda: steps.append(None),
     )
-    assert (
-        len(steps)
-        == batches(states, targets, effort, World())
-        == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
-    )
+    assert len(steps) == batches(states, targets, effort, World()) == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
     assert (found.block, found.epochs) == (0, epochs)
     assert expected.errors[-1] == min(expected.errors) < 0.95 * expected.errors[0]
     assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
@@ -380,9 +378,7 @@ def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
     model = stream_of(save_model(tmp_path / "model"))
     block, states, targets = prepared(model, 4)
     said = message(lambda: fitted(block, states, targets, epochs=1, rate=1e38), NumericalError)
-    assert said.startswith(
-        "block 0: fitting it arrived at NaN or infinite outputs; try a lower rate than rate=1e+38"
-    )
+    assert said.startswith("block 0: fitting it arrived at NaN or infinite outputs; try a lower rate than rate=1e+38")
     assert not any(value.requires_grad for value in model.blocks[0].parameters())
 
 
@@ -390,9 +386,7 @@ def test_inputs_that_are_not_finite(tmp_path: Path) -> None:
     model = stream_of(save_model(tmp_path / "model"))
     block, states, targets = prepared(model, 4)
     states.hidden[0] = states.hidden[0] * float("nan")
-    assert "NaN or infinite outputs" in message(
-        lambda: fitted(block, states, targets, epochs=1), NumericalError
-    )
+    assert "NaN or infinite outputs" in message(lambda: fitted(block, states, targets, epochs=1), NumericalError)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 1e6), ("float16", 1e4)])
@@ -409,9 +403,7 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
         with block.training(False) as parameters:
             dense = [value.detach().clone() for value in parameters]
         fitted(block, states, targets, epochs=1, rate=1e-3)
-        found.append(
-            sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True))
-        )
+        found.append(sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True)))
     assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
@@ -476,10 +468,7 @@ def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None
     pruned = {matrix.parameter for matrix in block.matrices}
     named = {name: v for name, v in layer.named_parameters() if name in pruned or (norms and v.ndim == 1)}
     masks = {name: (value != 0) | (value.ndim == 1) for name, value in named.items()}
-    rates = [
-        0.02 * float(value.detach()[masks[name]].double().square().mean().sqrt())
-        for name, value in named.items()
-    ]
+    rates = [0.02 * float(value.detach()[masks[name]].double().square().mean().sqrt()) for name, value in named.items()]
     for value in named.values():
         value.requires_grad_(True)
     adam = torch.optim.Adam([{"params": [value]} for value in named.values()], eps=1e-16)
@@ -487,9 +476,7 @@ def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None
     @torch.no_grad()
     def error() -> float:
         found = outputs(layer, states.hidden[0])
-        pairs = [
-            (out.view(y.shape).double(), y.double()) for (out, _), y in zip(found, wanted[0], strict=True)
-        ]
+        pairs = [(out.view(y.shape).double(), y.double()) for (out, _), y in zip(found, wanted[0], strict=True)]
         return sum(float((out - y).square().sum() / y.square().sum()) for out, y in pairs)
 
     first, order = error(), torch.Generator().manual_seed(0)
@@ -546,6 +533,6 @@ def test_norms_behind_the_last_sub_block_stay_where_these_are_fitted_apart(tmp_p
     assert stay == {"post_feedforward_layernorm.weight"}
 
 
-def block_weights(block: Block) -> list[Tensor]:
+def block_weights(block: DecoderBlock) -> list[Tensor]:
     with block.training(False) as parameters:
         return [value.detach().clone() for value in parameters]

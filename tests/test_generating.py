@@ -129,9 +129,7 @@ def test_drawing(given: tuple[Any, Any], temperature: float, seed: int) -> None:
         chances = (logits / temperature).softmax(0)
         made.append(int(torch.multinomial(chances, 1, generator=generator)))
     own = model.generation_config
-    settings = GenerationConfig(
-        do_sample=True, top_k=2, repetition_penalty=0.1, eos_token_id=own.eos_token_id
-    )
+    settings = GenerationConfig(do_sample=True, top_k=2, repetition_penalty=0.1, eos_token_id=own.eos_token_id)
     model.generation_config = settings
     torch.manual_seed(99)
     before = torch.get_rng_state()
@@ -146,9 +144,7 @@ def test_drawing(given: tuple[Any, Any], temperature: float, seed: int) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError(), UnicodeEncodeError("ascii", "é", 0, 1, "no"), KeyError(1)]
-)
+@pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "é", 0, 1, "no"), KeyError(1)])
 def test_errors_of_the_listener_are_its_own(given: tuple[Any, Any], error: Exception) -> None:
     def say(text: str) -> None:
         raise error
@@ -199,9 +195,7 @@ def test_what_is_refused(
 def test_a_reader_that_goes_away() -> None:
     """As with ``| head -c 5``: no word about it."""
     command = [str(Path(sys.executable).with_name("niwaki")), "generate", "demo", PROMPT, "--tokens", "200"]
-    with subprocess.Popen(
-        [*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as ran:
+    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
         assert ran.stdout is not None
         assert ran.stderr is not None
         assert ran.stdout.read(5) == b"The o"

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from models import CASES, decoder_blocks, linear_inputs, random_tokens, reference, save_model
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed as blocks
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.families import ROUTERS
 from niwaki.models.gram_capture import InputGrams
-from niwaki.models.hidden_states import Room
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
@@ -39,7 +39,7 @@ def tokens() -> Tensor:
 
 
 def limited(directory: Path) -> StreamedModel:
-    return StreamedModel(Checkpoint(directory), "cpu", "float32", Room(1 << 30))
+    return StreamedModel(Checkpoint(directory), "cpu", "float32", MemoryBudget(1 << 30))
 
 
 def halved(value: Tensor, seed: int = 0) -> Tensor:
@@ -48,7 +48,7 @@ def halved(value: Tensor, seed: int = 0) -> Tensor:
     return value * kept
 
 
-def prune(block: Block, matrices: list[Matrix], whole: PreTrainedModel | None = None) -> None:
+def prune(block: DecoderBlock, matrices: list[Matrix], whole: PreTrainedModel | None = None) -> None:
     """Halves ``matrices``, in a whole model too."""
     for matrix in matrices:
         W = halved(block.weight(matrix))
@@ -266,9 +266,7 @@ def test_inputs_that_are_written_over(tmp_path: Path) -> None:
         X @ parameters["self_attn.q_proj.weight"].T
         X.add_(1)
 
-    with pytest.raises(
-        UnsupportedModelError, match=r"writes over the inputs of self_attn\.q_proj.*dense_targets=0"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"writes over the inputs of self_attn\.q_proj.*dense_targets=0"):
         InputGrams(block.matrices[:1], parameters, gather=False).inputs(run)
     stream.close()
 
@@ -318,9 +316,7 @@ def test_memory_that_is_limited_holds_no_original(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
-def test_nothing_stays_of_a_block_in_which_something_went_wrong(
-    tmp_path: Path, tokens: Tensor, room: bool
-) -> None:
+def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, tokens: Tensor, room: bool) -> None:
     directory = save_model(tmp_path / "model")
     model = limited(directory) if room else stream_of(directory)
     states = model.embed(tokens)

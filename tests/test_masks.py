@@ -306,9 +306,7 @@ class TestDSnoT:
     def test_a_mask_without_freedom(self) -> None:
         _, problem = off_centre()
         fixed = Fixed(normal(ROWS, COLUMNS, seed=1) > 0)
-        with pytest.raises(
-            PatternError, match=r"leaves it none.*--pattern 2:4, or in Python Fixed\(mask, within="
-        ):
+        with pytest.raises(PatternError, match=r"leaves it none.*--pattern 2:4, or in Python Fixed\(mask, within="):
             DSnoT()(problem, fixed)
         with pytest.raises(PatternError, match="has shape"):
             DSnoT()(problem, Fixed(torch.ones(2, 2, dtype=torch.bool), within=PerRow(0.0)))
@@ -325,9 +323,7 @@ class TestDSnoT:
         assert calls[-1][:2] == (21, 21)
         assert calls[-1][2] == pytest.approx(solution.error, rel=1e-6)
 
-    @pytest.mark.parametrize(
-        ("name", "values"), [("cycles", [0, -1]), ("threshold", [-1e-9, math.nan, math.inf])]
-    )
+    @pytest.mark.parametrize(("name", "values"), [("cycles", [0, -1]), ("threshold", [-1e-9, math.nan, math.inf])])
     def test_out_of_range(self, name: str, values: list[float]) -> None:
         for value in values:
             with pytest.raises(UsageError, match=f"{name} must be"):

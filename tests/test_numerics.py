@@ -56,9 +56,7 @@ def cases(draw: st.DrawFn, half: bool = False) -> Case:
     seed, offset = draw(st.integers(0, 2**20)), draw(st.sampled_from([0.0, 0.3, 10.0]))
     column = st.integers(0, columns - 1)
     same = draw(st.lists(st.tuples(column, column), max_size=3))
-    exponents = draw(
-        st.lists(st.integers(-6, 6), min_size=columns, max_size=columns) | st.just([0] * columns)
-    )
+    exponents = draw(st.lists(st.integers(-6, 6), min_size=columns, max_size=columns) | st.just([0] * columns))
     outliers = draw(st.lists(st.tuples(column, st.sampled_from([1e3, 1e4, 6e4])), max_size=2))
     dead = draw(st.lists(column, max_size=2))
 

@@ -131,9 +131,7 @@ def test_all_rows_side_by_side(pattern: Pattern, kind: str) -> None:
     W = W * (problem.gram.H.diagonal() > 0)
     remaining = torch.ones(ROWS, COLUMNS, dtype=torch.bool)
     while True:
-        s = torch.stack(
-            [saliencies(w, H, r.nonzero()[:, 0].tolist()) for w, r in zip(W, remaining, strict=True)]
-        )
+        s = torch.stack([saliencies(w, H, r.nonzero()[:, 0].tolist()) for w, r in zip(W, remaining, strict=True)])
         mask = pattern.mask(s.masked_fill(~remaining, -1.0))
         candidates = s.masked_fill(mask | ~remaining, torch.inf)
         rows = (candidates < torch.inf).any(dim=1)
@@ -159,9 +157,7 @@ def test_a_given_mask_is_kept() -> None:
     problem = make_problem()
     solution = OBC(damping=0.0)(problem, FIXED)
     assert torch.equal(solution.mask, FIXED.values)
-    assert torch.allclose(
-        solution.W, least_squares(problem.gram.H, problem.W, FIXED.values), rtol=0, atol=1e-9
-    )
+    assert torch.allclose(solution.W, least_squares(problem.gram.H, problem.W, FIXED.values), rtol=0, atol=1e-9)
     row_gone = Fixed(FIXED.values & (torch.arange(ROWS) != 3)[:, None])
     assert (OBC()(problem, row_gone).W[3] == 0).all()
 

@@ -51,9 +51,7 @@ def codes(W: Tensor, scales: Tensor) -> Tensor:
     return q
 
 
-def check(
-    model: Path, out: Path, grid: Grid, case: str = "llama", vectors: bool = False, even: bool = True
-) -> None:
+def check(model: Path, out: Path, grid: Grid, case: str = "llama", vectors: bool = False, even: bool = True) -> None:
     """What was pruned is on the grid, and half zeros, each matrix or all together; all else is as before."""
     before, after, scales = tensors(model), tensors(out), load_file(out / FILE)
     assert before.keys() == after.keys()
@@ -215,9 +213,7 @@ def test_what_was_on_a_grid_can_be_pruned_again(tmp_path: Path) -> None:
     assert any(FILE in note for note in record.notes)
     run(tmp_path / "first", tmp_path / "third", quantize=None)
     assert not (tmp_path / "third" / FILE).exists()
-    assert (
-        "quantization" not in json.loads((tmp_path / "third" / "config.json").read_text())["pruning_config"]
-    )
+    assert "quantization" not in json.loads((tmp_path / "third" / "config.json").read_text())["pruning_config"]
 
 
 @pytest.mark.parametrize(
@@ -360,9 +356,7 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
         index = json.loads((tmp_path / "packed" / "model.safetensors.index.json").read_text())
         for key, shard in index["weight_map"].items():
             assert key in load_file(tmp_path / "packed" / shard)
-        assert index["metadata"]["total_size"] == sum(
-            value.nbytes for value in tensors(tmp_path / "packed").values()
-        )
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(tmp_path / "packed").values())
     assert (tmp_path / "packed" / "notes.txt").read_text() == "notes"
     for name in ("README.md", "niwaki.json"):
         assert "stored as usual" in (tmp_path / "out" / name).read_text()
@@ -417,7 +411,7 @@ def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.models.output.save_file", full)
+    monkeypatch.setattr("niwaki.models.shards.save_file", full)
     assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 

@@ -34,9 +34,7 @@ PATHS: list[Instructions | None] = [None, *(p for p in Instructions if p <= (ker
 SPARSITIES = (0.0, 0.5, 0.8, 1.0)
 
 
-def sparse(
-    rows: int, columns: int, sparsity: float, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> Tensor:
+def sparse(rows: int, columns: int, sparsity: float, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
     """(rows, columns) normal numbers, with so many zeros; the second row has none, the third nothing else."""
     generator = torch.Generator().manual_seed(seed)
     W = torch.randn(rows, columns, generator=generator)
@@ -111,9 +109,7 @@ def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: floa
 
 
 @given(st.integers(1, 12), st.integers(1, 150), st.floats(0, 1), st.sampled_from(DTYPES), st.integers(0, 99))
-def test_any_shape_comes_back(
-    rows: int, columns: int, sparsity: float, dtype: torch.dtype, seed: int
-) -> None:
+def test_any_shape_comes_back(rows: int, columns: int, sparsity: float, dtype: torch.dtype, seed: int) -> None:
     W = sparse(rows, columns, sparsity, dtype, seed)
     assert same_bits(kernels.expand(pack(W)), W)
 

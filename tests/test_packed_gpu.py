@@ -75,9 +75,7 @@ def test_products(dtype: torch.dtype, vectors: int) -> None:
     check(pack(W), W, vectors, dtype)
 
 
-@pytest.mark.parametrize(
-    ("weights", "inputs"), [(HALF, BRAIN), (BRAIN, HALF), (SINGLE, HALF), (BRAIN, SINGLE)]
-)
+@pytest.mark.parametrize(("weights", "inputs"), [(HALF, BRAIN), (BRAIN, HALF), (SINGLE, HALF), (BRAIN, SINGLE)])
 def test_dtypes_that_differ(weights: torch.dtype, inputs: torch.dtype) -> None:
     """Products are of W as it is, not rounded to the dtype of x."""
     W = random(12, 70, 0.5, weights)

@@ -396,9 +396,7 @@ class TestTheCard:
         (model / "niwaki-bench.json").touch()
         (tmp_path / "packed").mkdir()
         niwaki.pack(model, tmp_path / "packed")
-        assert not {"report.html", "niwaki-bench.json"} & {
-            path.name for path in (tmp_path / "packed").iterdir()
-        }
+        assert not {"report.html", "niwaki-bench.json"} & {path.name for path in (tmp_path / "packed").iterdir()}
         shutil.rmtree(tmp_path / "packed")
         (model / "report.html").unlink()
         (model / "niwaki-bench.json").unlink()
@@ -438,9 +436,7 @@ class TestTheCard:
         (model / "README.md" / "text").write_text("a")
         self.packed(model)
 
-    def test_of_a_model_that_was_packed_without_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_a_model_that_was_packed_without_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its README.md is the dense model's."""
         model = sparse_model(tmp_path / "model")
         (model / "README.md").write_text("---\nlibrary_name: transformers\n---\n# A model\n")
@@ -482,9 +478,7 @@ def test_float8_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["pack", "unpack"])
 @pytest.mark.parametrize("there", [False, True])
-def test_stopped_while_it_was_moved(
-    what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_while_it_was_moved(what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a folder that is in its place already; the same command ends it."""
     model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
     (model / "sub").mkdir()
@@ -530,16 +524,14 @@ def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
         ("no number", "cannot write .*: no number"),
     ],
 )
-def test_what_cannot_be_written(
-    error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written(error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is left of it."""
     model = sparse_model(tmp_path / "model")
 
     def full(*_: Any) -> None:
         raise SafetensorError(error)
 
-    monkeypatch.setattr("niwaki.models.output.save_file", full)
+    monkeypatch.setattr("niwaki.models.shards.save_file", full)
     assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
     assert not (tmp_path / "packed").exists()
 
@@ -560,9 +552,7 @@ class TestRefusals:
         model = sparse_model(tmp_path / "model")
         niwaki.pack(model, tmp_path / "packed")
         assert "packed already" in message(lambda: niwaki.pack(tmp_path / "packed", tmp_path / "out"))
-        said = message(
-            lambda: niwaki.prune(tmp_path / "packed", tmp_path / "out", calibration="demo"), CheckpointError
-        )
+        said = message(lambda: niwaki.prune(tmp_path / "packed", tmp_path / "out", calibration="demo"), CheckpointError)
         assert "niwaki unpack" in said
 
     def test_other_libraries(self, tmp_path: Path) -> None:
@@ -659,9 +649,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_damaged_byte_is_an_error_or_changes_nothing(
-    whole: Path, tmp_path: Path, data: st.DataObject
-) -> None:
+def test_a_damaged_byte_is_an_error_or_changes_nothing(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     expected = load_file(whole / "model" / "model.safetensors")
     directory = tmp_path / "copy"
     shutil.rmtree(directory, ignore_errors=True)
@@ -689,12 +677,7 @@ def test_a_damaged_byte_is_an_error_or_changes_nothing(
 
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=4)
-    | st.just("../x.safetensors"),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("../x.safetensors"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )

@@ -130,9 +130,7 @@ class TestUnstructured:
 class TestPerRow:
     @pytest.mark.parametrize("sparsity", SPARSITIES)
     @pytest.mark.parametrize("shape", [(1, 7), (7, 1), (13, 17), (64, 48)])
-    def test_total_is_exact_and_rows_differ_by_at_most_one(
-        self, shape: tuple[int, int], sparsity: float
-    ) -> None:
+    def test_total_is_exact_and_rows_differ_by_at_most_one(self, shape: tuple[int, int], sparsity: float) -> None:
         mask = PerRow(sparsity).mask(random_scores(*shape))
         assert zeros_of(mask) == round(sparsity * shape[0] * shape[1])
         of_each = (~mask).sum(dim=1)
@@ -622,9 +620,7 @@ class TestParse:
 
 @pytest.mark.parametrize("kind", [Unstructured, PerRow, Block])
 @pytest.mark.parametrize("sparsity", [1.0, -1e-9, 1.5, float("nan")])
-def test_sparsity_is_checked_when_made(
-    kind: type[Unstructured] | type[PerRow] | type[Block], sparsity: float
-) -> None:
+def test_sparsity_is_checked_when_made(kind: type[Unstructured] | type[PerRow] | type[Block], sparsity: float) -> None:
     with pytest.raises(PatternError):
         kind(sparsity)
 
@@ -789,9 +785,7 @@ class TestProperties:
         assert masks[0].all()
         assert torch.equal(masks[-1], pattern.mask(scores))
 
-    @given(
-        st.integers(1, 3), st.integers(1, 10), st.integers(1, 48), st.booleans(), st.integers(0, 2**32 - 1)
-    )
+    @given(st.integers(1, 3), st.integers(1, 10), st.integers(1, 48), st.booleans(), st.integers(0, 2**32 - 1))
     @few
     def test_slices_cover_the_columns_and_counts_add_up(
         self, pattern: Pattern, tall: int, long: int, width: int, tied: bool, seed: int
@@ -856,9 +850,7 @@ def test_thresholds_tell_what_the_mask_keeps(pattern: Pattern) -> None:
     assert threshold is not None
     assert torch.equal(scores > threshold, pattern.mask(scores))
     if isinstance(pattern, NM):  # in the middle of the second and the third highest
-        ordered = (
-            scores.view(8, 4, 4).sort(dim=2, descending=True).values[:, :, pattern.n - 1 : pattern.n + 1]
-        )
+        ordered = scores.view(8, 4, 4).sort(dim=2, descending=True).values[:, :, pattern.n - 1 : pattern.n + 1]
         assert torch.allclose(threshold.view(8, 4, 4), ordered.mean(dim=2, keepdim=True))
 
 

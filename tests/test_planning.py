@@ -73,9 +73,7 @@ def test_the_total_is_exact(tmp_path: Path, case: str, effort: str, per: str) ->
 def test_what_the_model_hardly_hears_is_pruned_most(tmp_path: Path) -> None:
     """A block whose outputs are scaled down to a thousandth, and a matrix of another."""
     model = save_model(tmp_path / "model", "llama grouped")
-    change(
-        model, {"layers.1.self_attn.o_proj": 1e-3, "layers.1.mlp.down_proj": 1e-3, "0.self_attn.v_proj": 1e-3}
-    )
+    change(model, {"layers.1.self_attn.o_proj": 1e-3, "layers.1.mlp.down_proj": 1e-3, "0.self_attn.v_proj": 1e-3})
     run(model, tmp_path / "out", "fast:allocation=loss")
     found = by_key(tmp_path / "out")
     faint = [s for k, s in found.items() if "layers.1." in k or "0.self_attn.v_proj" in k]
@@ -164,9 +162,7 @@ def test_weights_are_those_of_the_weighted_problem(tmp_path: Path) -> None:
 def test_patterns_of_hardware_stay(tmp_path: Path, pattern: str) -> None:
     model = save_model(tmp_path / "model")
     expected = run(model, tmp_path / "uniform", "fast", sparsity=None, pattern=pattern)
-    found = run(
-        model, tmp_path / "out", "fast:allocation=loss:importance=0.5", sparsity=None, pattern=pattern
-    )
+    found = run(model, tmp_path / "out", "fast:allocation=loss:importance=0.5", sparsity=None, pattern=pattern)
     assert [m.sparsity for m in found.matrices] == [m.sparsity for m in expected.matrices] == [0.5] * 14
     for key, value in tensors(tmp_path / "out").items():
         assert torch.equal(value, tensors(tmp_path / "uniform")[key])
@@ -216,9 +212,7 @@ def test_some_blocks_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast:allocation=loss", "balanced:importance=0.5", "fast:allocation=owl"])
-def test_a_run_that_was_stopped_keeps_its_plan(
-    tmp_path: Path, effort: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_stopped_keeps_its_plan(tmp_path: Path, effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "model", "llama grouped", shards=True)
     run(model, tmp_path / "whole", effort)
     expected = files(tmp_path / "whole")

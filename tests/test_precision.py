@@ -41,10 +41,7 @@ def half(X: Tensor) -> Tensor:
 
 def test_ten_bits_are_those_of_float16() -> None:
     generator = torch.Generator().manual_seed(0)
-    X = (
-        torch.randn(10_000, generator=generator)
-        * torch.randint(-10, 13, (10_000,), generator=generator).exp2()
-    )
+    X = torch.randn(10_000, generator=generator) * torch.randint(-10, 13, (10_000,), generator=generator).exp2()
     X = X[(X.abs() >= 2.0**-14) & (X.abs() < 65_504)]  # where float16 has all its bits
     assert len(X) > 9_000
     assert torch.equal(rounded(X, 10), half(X))
@@ -60,9 +57,7 @@ def test_seven_bits_are_those_of_bfloat16(patterns: list[int]) -> None:
     torch.testing.assert_close(rounded(X, 7), X.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "value", [0.0, -0.0, 3.4028235e38, -3.4028235e38, np.inf, 1e-45, 1.00390625, 1.01171875]
-)
+@pytest.mark.parametrize("value", [0.0, -0.0, 3.4028235e38, -3.4028235e38, np.inf, 1e-45, 1.00390625, 1.01171875])
 def test_seven_bits_of_special_numbers(value: float) -> None:
     X = torch.tensor([value])
     assert torch.equal(rounded(X, 7).view(torch.int32), X.bfloat16().float().view(torch.int32))
@@ -116,9 +111,7 @@ def test_factors_of_every_kind_of_product_are_rounded(name: str) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
     assert not torch.allclose(found, product(A, B, C), rtol=0, atol=1e-5)
     with Rounding(10):
-        assert torch.equal(
-            product(A.double(), B.double(), C.double()), product(A.double(), B.double(), C.double())
-        )
+        assert torch.equal(product(A.double(), B.double(), C.double()), product(A.double(), B.double(), C.double()))
 
 
 def test_factorisations_are_not_rounded() -> None:

@@ -47,7 +47,7 @@ from niwaki.errors import (
     UnsupportedModelError,
 )
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.evaluation.inspect import survey
+from niwaki.evaluation.inspect import inspect
 from niwaki.files import write_json
 from niwaki.layer.patterns import NM, Pattern, PerRow
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
@@ -249,9 +249,7 @@ def test_other_files_come_along(tmp_path: Path, out: Path) -> None:
     (source / "more" / "still" / "vocab.txt").write_text("a b")
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "more" / "model.onnx").write_bytes(b"onnx")
-    expected = {
-        str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()
-    }
+    expected = {str(path.relative_to(source)): path.read_bytes() for path in source.rglob("*") if path.is_file()}
     # As the hub's cache has it: every file is a link.
     for number, name in enumerate(expected):
         (source / name).rename(blobs / str(number))
@@ -425,9 +423,7 @@ def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
         assert matrix["tokens"] == 8 * 24
         assert matrix["seconds"] > 0
         assert matrix["stats"]["damping"] == pytest.approx(0.01, rel=0.1)
-    assert record.mean_error == pytest.approx(
-        math.prod(matrix["error"] for matrix in values["matrices"]) ** (1 / 14)
-    )
+    assert record.mean_error == pytest.approx(math.prod(matrix["error"] for matrix in values["matrices"]) ** (1 / 14))
 
 
 def test_the_record_of_one_window_is_json_too(model: Path, out: Path) -> None:
@@ -469,9 +465,7 @@ def test_perplexities_are_those_of_transformers(tmp_path: Path, out: Path, dtype
         error = losses.mean().exp() * losses.std() / math.sqrt(5)
         assert found["standard_error"] == pytest.approx(error.item(), rel=1e-2)
         assert (found["tokens"], found["context"], found["windows"]) == (5 * 23, 24, 5)
-    assert record.perplexity["before"]["value"] != pytest.approx(
-        record.perplexity["after"]["value"], rel=1e-2
-    )
+    assert record.perplexity["before"]["value"] != pytest.approx(record.perplexity["after"]["value"], rel=1e-2)
 
 
 def test_which_perplexities(model: Path, out: Path) -> None:
@@ -513,9 +507,7 @@ def test_texts(tmp_path: Path, out: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[2000:])
     start = torch.tensor(tokenizer(other.read_text(), add_special_tokens=False)["input_ids"])[:96]
-    record = run(
-        source, out / "3", calibration=str(text), samples=5, length=32, text=str(other), text_samples=3
-    )
+    record = run(source, out / "3", calibration=str(text), samples=5, length=32, text=str(other), text_samples=3)
     assert record.perplexity["before"]["value"] == pytest.approx(perplexity(start.view(3, 32)), rel=1e-4)
     # None that is long enough for both.
     short = run(source, out / "4", calibration=str(text), samples=len(ids) // 32, length=32)
@@ -616,9 +608,7 @@ def test_a_mask_that_depends_on_the_inputs(model: Path, out: Path) -> None:
             assert torch.equal(mask, kept(out / "wanda")[key])
 
 
-def test_the_mask_of_a_pruned_model(
-    tmp_path: Path, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mask_of_a_pruned_model(tmp_path: Path, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model, out / "2-4", solver="wanda", pattern="2:4")
     monkeypatch.chdir(out)
     for name in (str(out / "2-4"), "2-4"):
@@ -806,9 +796,7 @@ def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.Captu
     # The last block need not be run again.
     assert steps[:-1] == [steps for _, _, steps in stages][:-1]
     assert [event[1:] for event in diary.events if event[0] == "solved"] == [
-        (block, f"{'mlp' if name in MATRICES[4:] else 'self_attn'}.{name}")
-        for block in range(2)
-        for name in MATRICES
+        (block, f"{'mlp' if name in MATRICES[4:] else 'self_attn'}.{name}") for block in range(2) for name in MATRICES
     ]
     solving = [event for event in diary.events if event[0] == "solving"]
     assert [event[2] for event in solving] == list(range(1, 21)) * 14
@@ -914,10 +902,8 @@ def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], he
     assert (note in card) != every
     heading = "# model, 50 % sparse" + ("" if every else f" in {part}")
     assert heading in card.splitlines()
-    sparsities = {item.matrix.key: item.sparsity for item in survey(out)}
-    assert sparsities == {
-        key: 0.5 if is_chosen(key) else 0.0 for key in before if is_pruned("llama grouped", key)
-    }
+    sparsities = {item.matrix.key: item.sparsity for item in inspect(out)}
+    assert sparsities == {key: 0.5 if is_chosen(key) else 0.0 for key in before if is_pruned("llama grouped", key)}
 
 
 def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) -> None:
@@ -1040,9 +1026,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, model: Path, path: str, bad
 def test_a_solver_that_fails_is_named_with_its_matrix(tmp_path: Path, model: Path) -> None:
     @dataclass(frozen=True)
     class Broken(Solver):
-        def __call__(
-            self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None
-        ) -> Solution:
+        def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
             if problem.W.shape == (48, 32):
                 return problem.solution(problem.W * math.nan, pattern.mask(problem.W))
             return problem.solution(problem.W, pattern.mask(problem.W))

@@ -36,9 +36,7 @@ each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     ],
     ids=["cg", "sgd", "sgd without momentum", "adam"],
 )
-def test_goes_to_least_squares(
-    solver: ConjugateGradients | Descent, tolerance: float, pattern: Pattern
-) -> None:
+def test_goes_to_least_squares(solver: ConjugateGradients | Descent, tolerance: float, pattern: Pattern) -> None:
     problem = make_problem()
     mask = Wanda()(problem, pattern).mask
     solution = solver(problem, pattern)
@@ -132,9 +130,7 @@ class TestConjugateGradients:
         solution = ConjugateGradients(iterations=200, damping=0.0)(problem, GIVEN)
         assert solution.error == pytest.approx(float(least), rel=1e-6, abs=1e-12)
 
-    @pytest.mark.parametrize(
-        ("name", "values"), [("iterations", [0, -1]), ("damping", [-1e-9, math.nan, math.inf])]
-    )
+    @pytest.mark.parametrize(("name", "values"), [("iterations", [0, -1]), ("damping", [-1e-9, math.nan, math.inf])])
     def test_out_of_range(self, name: str, values: list[float]) -> None:
         for value in values:
             with pytest.raises(UsageError, match=f"{name} must be"):
@@ -145,9 +141,7 @@ class TestDescent:
     @each_pattern
     @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
     @pytest.mark.parametrize(("method", "rate"), [("sgd", 0.7), ("adam", 0.05)])
-    def test_steps_are_those_of_torch(
-        self, method: Method, rate: float, momentum: float, pattern: Pattern
-    ) -> None:
+    def test_steps_are_those_of_torch(self, method: Method, rate: float, momentum: float, pattern: Pattern) -> None:
         """torch's optimisers on the loss over the tokens, with the gradients by autograd."""
         X = inputs("correlated", COLUMNS, seed=2)
         problem = LayerProblem(normal(ROWS, COLUMNS, seed=2), gram(X))
@@ -190,8 +184,7 @@ class TestDescent:
         of_kept = torch.linalg.eigvalsh(normalised(problem)[2][kept][:, kept])[-1]
         limit = float(2 * largest / of_kept)
         below, above = (
-            Descent("sgd", limit * factor, 2000, momentum=0.0)(problem, Fixed(mask))
-            for factor in (0.98, 1.02)
+            Descent("sgd", limit * factor, 2000, momentum=0.0)(problem, Fixed(mask)) for factor in (0.98, 1.02)
         )
         assert float(below.stats["residual"]) < 0.01
         assert float(above.stats["residual"]) > 1e6

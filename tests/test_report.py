@@ -39,9 +39,7 @@ EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
 BLOCKS, NAMES = 3, ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
 
 
-def record(
-    model: str = "some/model", method: str = "wanda", pattern: str = "unstructured:0.6", **more: Any
-) -> Record:
+def record(model: str = "some/model", method: str = "wanda", pattern: str = "unstructured:0.6", **more: Any) -> Record:
     """A record in which no two numbers are the same."""
     found = Record("niwaki prune ...", model, method, f"{method}()", pattern, None, {}, "cpu", "float32")
     found.calibration = {"source": "c4", "samples": 8, "sequence_length": 32, "tokens_sha256": "ab" * 32}
@@ -96,9 +94,7 @@ def comparison(path: Path) -> Path:
     for method, row in TABLE.items():
         for pattern, value in row.items():
             share = 0.5 if pattern == "2:4" else float(pattern.rstrip(" %")) / 100
-            done = record(
-                method=method, pattern=pattern, notes=["damping was raised"] if pattern == "2:4" else []
-            )
+            done = record(method=method, pattern=pattern, notes=["damping was raised"] if pattern == "2:4" else [])
             name = f"records/{len(cells)}.json"
             (path / name).write_text(done.to_json())
             stages = {"capture": 2.0 + share, "solve": value / 10, "check": 0.0}
@@ -297,7 +293,7 @@ def test_stages_have_colours_of_their_own(tmp_path: Path) -> None:
     bars = re.findall(r'<path aria-label="[^"]*"[^>]*aria-roledescription="bar"[^>]*>', shown.figures[0].wide)
     colours = {found for bar in bars for found in re.findall(r'fill="(var\(--c\d+\))"', bar)}
     assert len(colours) == len(bars) == len(stages)
-    style = (Path(niwaki.__file__).parent / "report/templates/report.css").read_text()
+    style = (Path(niwaki.__file__).parent / "reports/templates/report.css").read_text()
     for scheme in style.split("@media screen and (prefers-color-scheme: dark)")[:2]:
         values = [re.findall(rf"{found[4:-1]}: (#\w+);", scheme) for found in colours]
         assert len({value for (value,) in values}) == len(stages)
@@ -307,8 +303,7 @@ def test_speed(tmp_path: Path) -> None:
     """Forms of the model are columns: three and their names have room on a phone."""
     forms = (("dense", "bfloat16", 40.0), ("dense", "float32", 30.5), ("packed", "float32", 45.25))
     speeds = [
-        Speed(name, dtype, 2**20, 2**21, 2**30, 0.5, 0.002, rate, 0.8 * rate, rate)
-        for name, dtype, rate in forms
+        Speed(name, dtype, 2**20, 2**21, 2**30, 0.5, 0.002, rate, 0.8 * rate, rate) for name, dtype, rate in forms
     ]
     found = SpeedRecord("m", 8, 4, 2, "cpu", 1, "native", "", speeds, {})
     path = model_directory(tmp_path / "m")
@@ -388,9 +383,7 @@ def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:
     rows = {(row[0].text, row[1].text): [cell.text for cell in row[2:]] for row in first.table.rows}
     assert rows["admm-grad", "70 %"] == ["18.66", "5.68", f"{18.66 / 5.68:.3g}"]
     assert rows["admm-grad", "2:4"] == ["9.9", "5.68", f"{9.9 / 5.68:.3g}"]
-    assert any(
-        label.startswith("measured: wanda, 60 %: 40.00 ± 0.80") and "2 times" in label for label in measured
-    )
+    assert any(label.startswith("measured: wanda, 60 %: 40.00 ± 0.80") and "2 times" in label for label in measured)
     # Hollow is filled like the card.
     hollow = re.findall(r'<path aria-label="published[^>]*fill="var\(--card\)"', first.figures[0].wide)
     assert len(hollow) == 16
@@ -398,7 +391,7 @@ def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:
 
 
 def test_the_view_of_published_numbers_is_complete() -> None:
-    data = json.loads((Path(niwaki.__file__).parent / "report" / "published.json").read_text())
+    data = json.loads((Path(niwaki.__file__).parent / "reports" / "published.json").read_text())
     for series in data["series"]:
         assert series["source"] in data["sources"]
         values = list(series["perplexity"].values())
@@ -426,9 +419,7 @@ def test_which_patterns_are_no_percentages(tmp_path: Path, pattern: str, grouped
 
 
 def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
-    picture = MaskPicture(
-        0, f"q{EVIL}", (9, 9), (2, 3), 0.5, png(torch.tensor([[True, False, True], [False] * 3]))
-    )
+    picture = MaskPicture(0, f"q{EVIL}", (9, 9), (2, 3), 0.5, png(torch.tensor([[True, False, True], [False] * 3])))
     samples = [Sample(EVIL, f"pruned{EVIL}", f"dense{EVIL}"), Sample("p", "</pre></script>", None)]
     more = Extras([picture], samples, 4, [EVIL])
     model = model_directory(tmp_path / "m", model=EVIL, notes=[EVIL, "\ud800"], mask_from=EVIL)
@@ -444,9 +435,7 @@ def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
             assert not [name for name in attributes if name.startswith("on") or name == "style"], tag
             for name in ("src", "href", "xlink:href", "action", "srcset"):
                 assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
-        (policy,) = (
-            a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"
-        )
+        (policy,) = (a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
         assert policy is not None
         assert policy.startswith("default-src 'none';")
         for tag in ("script", "style"):
@@ -463,9 +452,7 @@ def test_the_record_is_in_the_page(tmp_path: Path) -> None:
     (link,) = (a for t, a in page.elements if t == "a" and a.get("download") == "niwaki.json")
     assert base64.b64decode((link["href"] or "").partition(",")[2]).decode() == text
     compared = Page(render(load(comparison(tmp_path / "c"))))
-    links = [
-        a["href"] or "" for t, a in compared.elements if t == "a" and a.get("download") != "compare.json"
-    ]
+    links = [a["href"] or "" for t, a in compared.elements if t == "a" and a.get("download") != "compare.json"]
     records = [json.loads(base64.b64decode(link.partition(",")[2])) for link in links]
     kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "c" / "records").iterdir())]
     assert records == kept
@@ -708,9 +695,7 @@ def test_in_a_browser(
 ) -> None:
     """No errors, all marks visible where their data are, legible colours, and nothing wider than the window."""
     file, material = pages[what]
-    page = browser.new_page(
-        viewport={"width": width, "height": 844}, color_scheme=scheme, has_touch=width < 500
-    )
+    page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme, has_touch=width < 500)
     errors: list[str] = []
     requests: list[str] = []
     page.on("console", lambda said: errors.append(said.text))
@@ -763,15 +748,10 @@ def test_in_a_browser(
     (mark.tap if width < 500 else mark.hover)(force=True)
     assert page.locator("#tip").inner_text() == mark.get_attribute("aria-label")
     page.evaluate("document.querySelectorAll('details').forEach(detail => { detail.open = true })")
-    across, window = page.evaluate(
-        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
+    across, window = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert across <= window == width
     page.emulate_media(media="print")
-    assert (
-        page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
-        == "rgb(255, 255, 255)"
-    )
+    assert page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor") == "rgb(255, 255, 255)"
     assert count(f"{section} .wide") >= 1
     assert count(f"{section} .narrow") == 0
     assert page.pdf(format="A4").startswith(b"%PDF")

@@ -116,9 +116,9 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, ma
     record = run(model, out, progress=progress)
     assert record.resumed == ([done] if done else [])
     assert progress.left == 100 - 21 + 7 * done  # no block is solved twice
-    assert any(
-        note.startswith(f"going on behind the first {done} of 3 blocks") for note in progress.notes
-    ) == bool(done)
+    assert any(note.startswith(f"going on behind the first {done} of 3 blocks") for note in progress.notes) == bool(
+        done
+    )
     assert files(out) == files(tmp_path / "whole")
     assert [m.block for m in record.matrices] == [0] * 7 + [1] * 7 + [2] * 7
     assert not [n for n in names(where) if n.startswith(".")]
@@ -311,9 +311,7 @@ def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
     assert fingerprint(Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16))) != first
 
 
-def test_a_record_where_nothing_can_be_written(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_where_nothing_can_be_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows before the work: the tests may run as root, whom nothing is forbidden."""
     (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))

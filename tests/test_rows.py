@@ -227,9 +227,7 @@ def test_which_solvers_have_rows_that_stand_apart() -> None:
     ],
     ids=str,
 )
-def test_the_solution_is_that_of_the_whole(
-    solver: Solver, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_solution_is_that_of_the_whole(solver: Solver, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     # The parts of the whole are large enough for thresholds of their own, those of a share are not.
     monkeypatch.setattr(continuation, "_APART", 23 * 8)
     problem = make_problem(rows=23)

@@ -21,7 +21,7 @@ from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.families import ROUTERS
-from niwaki.models.hidden_states import Room
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning import sensitivity
@@ -37,7 +37,7 @@ TOKENS = random_tokens(SAMPLES, LENGTH)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of two samples, so that the last of five is smaller, and several pieces of gradients."""
+    """SpillList of two samples, so that the last of five is smaller, and several pieces of gradients."""
     monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", 2 * LENGTH + 1)
     monkeypatch.setattr(sensitivity, "_ROWS", 7)
 
@@ -201,7 +201,7 @@ def test_labels_depend_on_the_seed(tmp_path: Path) -> None:
     assert_same(other, sensitivities(model, TOKENS))
 
 
-# Batches, memory, processes
+# SpillList, memory, processes
 
 
 def assert_same(one: Found, other: Found) -> None:
@@ -239,7 +239,7 @@ BATCH = 2 * LENGTH * 32 * 4
 def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, size: int) -> None:
     directory = save_model(tmp_path / "model", "mixtral")
     wanted = sensitivities(stream_of(directory), TOKENS)
-    room = Room(size)
+    room = MemoryBudget(size)
     model = StreamedModel(Checkpoint(directory), "cpu", "float32", room)
     before = open_files()
     seen: list[int] = []
@@ -359,7 +359,7 @@ def test_nothing_is_left_where_it_ends_early(tmp_path: Path, call: int) -> None:
         if len(steps) == call:
             raise KeyboardInterrupt
 
-    model.room = Room(0)
+    model.room = MemoryBudget(0)
     with pytest.raises(KeyboardInterrupt):
         sensitivities(model, TOKENS, done=end)
     assert_clean(model)
@@ -446,9 +446,7 @@ def test_gradients_that_overflow_in_a_block(tmp_path: Path) -> None:
     directory = save_changed(tmp_path / "model", change, torch.bfloat16)
     model = StreamedModel(Checkpoint(directory), "cpu", "float16")
     text = message(lambda: sensitivities(model, TOKENS), NumericalError)
-    assert text.endswith(
-        "gradients are NaN or infinite on the calibration text; try --dtype float32, or another text"
-    )
+    assert text.endswith("gradients are NaN or infinite on the calibration text; try --dtype float32, or another text")
 
 
 def test_a_matrix_that_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

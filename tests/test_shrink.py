@@ -175,9 +175,7 @@ SMALLER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "changes", "options", "said"), SMALLER, ids=lambda v: v if isinstance(v, str) else ""
-)
+@pytest.mark.parametrize(("case", "changes", "options", "said"), SMALLER, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_smaller_model_is_the_dense_one_with_zeros(
     tmp_path: Path, case: str, changes: dict[str, Any], options: dict[str, Any], said: dict[str, Any]
 ) -> None:
@@ -204,9 +202,7 @@ def check_parameters(source: Path, out: Path, record: Record) -> None:
     assert structure is not None
     for when, directory in (("before", source), ("after", out)):
         assert structure.parameters[when] == sum(value.numel() for value in tensors(directory).values())
-        in_blocks.append(
-            sum(p.numel() for b in decoder_blocks(reference(directory)) for p in b.state_dict().values())
-        )
+        in_blocks.append(sum(p.numel() for b in decoder_blocks(reference(directory)) for p in b.state_dict().values()))
     assert structure.removed == pytest.approx(1 - in_blocks[1] / in_blocks[0], rel=1e-9)
 
 
@@ -218,9 +214,7 @@ def check_parameters(source: Path, out: Path, record: Record) -> None:
         ("llama biases", {"neurons": 0.25}),
     ],
 )
-def test_what_stays_is_fitted_to_the_inputs_that_it_gets(
-    tmp_path: Path, case: str, options: dict[str, Any]
-) -> None:
+def test_what_stays_is_fitted_to_the_inputs_that_it_gets(tmp_path: Path, case: str, options: dict[str, Any]) -> None:
     """The inputs of each matrix are those in the model of transformers with all that was dropped before it."""
     source, out = save_model(tmp_path / "model", case), tmp_path / "out"
     record = run(source, out, **options)
@@ -276,8 +270,7 @@ def influences(model: PreTrainedModel) -> list[float]:
         return hook
 
     handles = [
-        block.register_forward_hook(keep(index), with_kwargs=True)
-        for index, block in enumerate(decoder_blocks(model))
+        block.register_forward_hook(keep(index), with_kwargs=True) for index, block in enumerate(decoder_blocks(model))
     ]
     with torch.no_grad():
         model(CALIBRATION, use_cache=False)
@@ -438,15 +431,11 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(out).values())
     for key, shard in index["weight_map"].items():
         assert key in load_file(out / shard)
-        assert (
-            int.from_bytes((out / shard).read_bytes()[:8], "little") % 8 == 0
-        )  # so that numbers are aligned
+        assert int.from_bytes((out / shard).read_bytes()[:8], "little") % 8 == 0  # so that numbers are aligned
     assert record.structure is not None
     dropped, kept = record.structure.blocks, kept_blocks(record)
     *_, (twin, _) = twins(source, out, record)
-    torch.testing.assert_close(
-        logits(reference(out)), logits(let_through(twin, dropped)), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(logits(reference(out)), logits(let_through(twin, dropped)), rtol=1e-4, atol=1e-4)
     assert [(item.block, item.name) for item in record.matrices] == [
         (block, name) for block in kept for name in ("self_attn.o_proj", "mlp.down_proj")
     ]
@@ -455,9 +444,7 @@ def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert record == Record.from_json((out / "niwaki.json").read_text())
     said = config(out)["pruning_config"]
     assert said["method"] == "shrink"
-    assert (
-        said["pattern"] == "1 of 3 blocks, 50 % of the heads of each block, 25 % of the neurons of each block"
-    )
+    assert said["pattern"] == "1 of 3 blocks, 50 % of the heads of each block, 25 % of the neurons of each block"
     assert not [path for path in listing(tmp_path) if path.startswith(".")]
 
 
@@ -492,9 +479,7 @@ def test_perplexity_and_files(tmp_path: Path) -> None:
     assert tensors(tmp_path / "none").keys() == tensors(out).keys()
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     source = save_model_with_tokenizer(tmp_path / "model", blocks=3)
     capfd.readouterr()
     told = ["--blocks", "1", "--neurons", "0.5", "--heads", "0.5"]
@@ -623,7 +608,7 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("niwaki.models.output.save_file", full)
+        patch.setattr("niwaki.models.shards.save_file", full)
         assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
     assert listing(tmp_path) == before
 
@@ -671,9 +656,7 @@ def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytes
     assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in SHARDS)
 
 
-def test_a_model_that_answers_otherwise_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of other units have the right shapes."""
     without = Part.without
 

@@ -134,9 +134,7 @@ each_solver = pytest.mark.parametrize(("solver", "promises"), CONTRACT, ids=[rep
 
 def each_pattern_that_fits(patterns: list[Pattern]) -> pytest.MarkDecorator:
     """Solvers with the patterns that they do not refuse."""
-    cases = [
-        (solver, promises, p) for solver, promises in CONTRACT for p in patterns if not promises.refuses(p)
-    ]
+    cases = [(solver, promises, p) for solver, promises in CONTRACT for p in patterns if not promises.refuses(p)]
     ids = [f"{solver!r}-{p}" for solver, _, p in cases]
     return pytest.mark.parametrize(("solver", "promises", "pattern"), cases, ids=ids)
 
@@ -250,9 +248,7 @@ class TestContract:
             solver(problem, pattern)
 
     @each_solver_and_pattern
-    def test_dead_inputs_keep_their_weights(
-        self, solver: Solver, promises: Promises, pattern: Pattern
-    ) -> None:
+    def test_dead_inputs_keep_their_weights(self, solver: Solver, promises: Promises, pattern: Pattern) -> None:
         """Where the mask leaves them any: the text says nothing on them."""
         problem = make_problem("dead input")
         problem.W[:, DEAD] *= 1000.0  # however large they are
@@ -552,9 +548,7 @@ class TestUncorrelatedInputsOfOneSize:
     """With H = I the best support is that of the largest weights."""
 
     @each_pattern
-    @pytest.mark.parametrize(
-        "solver", [Wanda(), SparseGPT(block_size=COLUMNS), ADMM(sparsification_steps=1)], ids=repr
-    )
+    @pytest.mark.parametrize("solver", [Wanda(), SparseGPT(block_size=COLUMNS), ADMM(sparsification_steps=1)], ids=repr)
     def test_scores_are_magnitudes(self, solver: Solver, pattern: Pattern) -> None:
         problem = LayerProblem(normal(ROWS, COLUMNS, seed=0), torch.eye(COLUMNS, dtype=torch.float64))
         magnitude = Magnitude()(problem, pattern)

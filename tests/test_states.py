@@ -19,7 +19,7 @@ from models import random_tokens, save_model
 from niwaki import prune
 from niwaki.errors import OutputError, UsageError
 from niwaki.models import streamed as blocks
-from niwaki.models.hidden_states import Batches, Room, States
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.options import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
@@ -77,21 +77,21 @@ def test_sizes(text: str, size: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
-    assert str(caught.value) == f"{text!r} is no size of memory; try 8GiB or 500MB"
+    assert str(caught.value) == f"invalid memory size {text!r}; try 8GiB or 500MB"
 
 
-# Room
+# MemoryBudget
 
 
 def test_room_for_everything() -> None:
-    room = Room()
+    room = MemoryBudget()
     assert all(room.take(2**60) for _ in range(3))
     assert room.outside == 0
     room.close()
 
 
 def test_room_is_taken_until_none_is_left() -> None:
-    room = Room(100)
+    room = MemoryBudget(100)
     assert room.take(60)
     assert not room.take(41)  # and nothing is taken then
     assert room.take(40)
@@ -103,12 +103,12 @@ def test_room_is_taken_until_none_is_left() -> None:
 
 
 def test_places_in_the_file_do_not_overlap() -> None:
-    room = Room(0)
+    room = MemoryBudget(0)
     assert [room.reserve(size) for size in (10, 0, 7)] == [0, 10, 10]
     assert room.outside == 17
 
 
-# Batches
+# SpillList
 
 
 def random_batches(dtype: torch.dtype) -> list[Tensor]:
@@ -117,7 +117,7 @@ def random_batches(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(n, 5, 7, generator=generator).to(dtype) for n in (3, 3, 1, 4)]
 
 
-def append_all(batches: Batches, tensors: list[Tensor]) -> None:
+def append_all(batches: SpillList, tensors: list[Tensor]) -> None:
     for tensor in tensors:
         batches.append(tensor)
 
@@ -127,8 +127,8 @@ def append_all(batches: Batches, tensors: list[Tensor]) -> None:
 def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: Path) -> None:
     wanted = random_batches(dtype)
     sizes = [tensor.nbytes for tensor in wanted]
-    room = Room(sum(sizes[:fits]))
-    batches = Batches(room)
+    room = MemoryBudget(sum(sizes[:fits]))
+    batches = SpillList(room)
     append_all(batches, wanted)
     assert len(batches) == 4
     assert room.outside == sum(sizes[fits:])
@@ -155,8 +155,8 @@ def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: P
 
 
 def test_a_smaller_batch_fits_in_between() -> None:
-    room = Room(100)
-    batches = Batches(room)
+    room = MemoryBudget(100)
+    batches = SpillList(room)
     wanted = [torch.arange(n, dtype=torch.float32) for n in (20, 10, 5, 1)]
     append_all(batches, wanted)
     assert room.outside == 4 * (10 + 1)
@@ -165,8 +165,8 @@ def test_a_smaller_batch_fits_in_between() -> None:
 
 
 def test_several_lists_share_a_room() -> None:
-    room = Room(200)
-    lists = [Batches(room) for _ in range(3)]
+    room = MemoryBudget(200)
+    lists = [SpillList(room) for _ in range(3)]
     for number in range(4):
         for which, batches in enumerate(lists):
             batches.append(torch.full((5, 2), float(10 * which + number)))
@@ -180,8 +180,8 @@ def test_several_lists_share_a_room() -> None:
 
 
 def test_tensors_that_are_not_contiguous() -> None:
-    room = Room(0)
-    batches = Batches(room)
+    room = MemoryBudget(0)
+    batches = SpillList(room)
     wanted = torch.arange(24.0).view(2, 3, 4).transpose(1, 2)
     batches.append(wanted)
     assert torch.equal(batches[0], wanted)
@@ -193,8 +193,8 @@ def test_tensors_that_are_not_contiguous() -> None:
 @pytest.mark.parametrize("size", [None, 0])
 def test_outputs_of_sub_blocks(size: int | None) -> None:
     """Of which one block may have fewer than the others."""
-    room = Room(size)
-    states = States([], Batches(room))
+    room = MemoryBudget(size)
+    states = HiddenStates([], SpillList(room))
     generator = torch.Generator().manual_seed(0)
     for parts in (2, 2, 1, 3, 0):
         outputs = [[torch.randn(2, 5, 7, generator=generator) for _ in range(parts)] for _ in range(3)]
@@ -210,8 +210,8 @@ def test_the_directory_of_the_file(tmp_path: Path, temporary: Path) -> None:
     """On Linux the file has no name, but a place."""
     (tmp_path / "elsewhere").mkdir()
     for directory, where in ((None, temporary), (tmp_path / "elsewhere", tmp_path / "elsewhere")):
-        room = Room(0, directory)
-        Batches(room).append(torch.zeros(3))
+        room = MemoryBudget(0, directory)
+        SpillList(room).append(torch.zeros(3))
         if Path("/proc/self/fd").exists():
             assert any(
                 os.readlink(path).startswith(str(where))
@@ -224,9 +224,9 @@ def test_the_directory_of_the_file(tmp_path: Path, temporary: Path) -> None:
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    room = Room(0, tmp_path / "nowhere")
+    room = MemoryBudget(0, tmp_path / "nowhere")
     with pytest.raises(OutputError, match=r"cannot write .*nowhere: No such file"):
-        Batches(room).append(torch.zeros(3))
+        SpillList(room).append(torch.zeros(3))
 
 
 # Whole runs
@@ -239,7 +239,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of two samples, so that the last of five is smaller."""
+    """SpillList of two samples, so that the last of five is smaller."""
     monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", 48)
 
 
@@ -306,8 +306,8 @@ def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, model: Path) -> Non
 @pytest.mark.parametrize("limit", [0, 1000, 10_000])
 def test_no_space_for_hidden_states(tmp_path: Path, limit: int) -> None:
     """Files may have ``limit`` bytes: the first batch does not fit, or does in part, or a later one does not."""
-    room = Room(0)
-    batches = Batches(room)
+    room = MemoryBudget(0)
+    batches = SpillList(room)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -340,7 +340,7 @@ def test_memory_of_the_parent_does_not_count() -> None:
 import subprocess, sys
 held = bytearray(1_500_000_000)
 held[::4096] = bytes([1]) * len(held[::4096])
-show = "from niwaki.models.hidden_states import most_resident; print(most_resident())"
+show = "from niwaki.models.device import most_resident; print(most_resident())"
 print(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

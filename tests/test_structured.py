@@ -130,8 +130,7 @@ def test_the_unit_of_an_input_makes_no_difference() -> None:
     X, W = case()
     unit = normal(COLUMNS, seed=5).exp()
     one, other = (
-        remove_units(LayerProblem(weights, gram(tokens)), 1, 5)
-        for weights, tokens in ((W, X), (W / unit, X * unit))
+        remove_units(LayerProblem(weights, gram(tokens)), 1, 5) for weights, tokens in ((W, X), (W / unit, X * unit))
     )
     assert removed(one) == removed(other)
     torch.testing.assert_close(other.W * unit, one.W, rtol=1e-9, atol=1e-9)

@@ -89,9 +89,7 @@ def test_the_end_is_a_local_optimum(pattern: Pattern, kind: str) -> None:
     assert solution.stats["rows_at_limit"] == 0
     loss = losses(problem.W, problem.gram.H, solution.mask)
     for row in range(ROWS):
-        for other, _, _ in exchanges(
-            problem.W[row], problem.gram.H, solution.mask[row], pattern.exchange(COLUMNS)
-        ):
+        for other, _, _ in exchanges(problem.W[row], problem.gram.H, solution.mask[row], pattern.exchange(COLUMNS)):
             assert other > loss[row] * (1 - 1e-10)
 
 
@@ -191,9 +189,7 @@ def test_weights_that_do_not_change_places() -> None:
     problem = small()
     mask = PerRow(0.5).mask(problem.W.abs())
     for pattern in (Together(0.5), Fixed(mask), Fixed(mask, within=Together(0.5))):
-        with pytest.raises(
-            PatternError, match=r"single weights.*--pattern 2:4, or in Python Fixed\(mask, within="
-        ):
+        with pytest.raises(PatternError, match=r"single weights.*--pattern 2:4, or in Python Fixed\(mask, within="):
             Swaps()(problem, pattern)
 
 

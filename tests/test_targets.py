@@ -19,10 +19,7 @@ from problems import DEAD, generator, gram, inputs, normal
 def case(kind: str = "correlated", columns: int = 32) -> tuple[Tensor, Tensor, Tensor]:
     """(W, Xp, X): weights, and the inputs of the same tokens in the pruned model and in the dense one."""
     X = inputs(kind, columns, seed=1)
-    Xp = (
-        0.9 * X
-        + 0.3 * X.std(dim=0) * normal(*X.shape, seed=2) @ normal(columns, columns, seed=3) / columns**0.5
-    )
+    Xp = 0.9 * X + 0.3 * X.std(dim=0) * normal(*X.shape, seed=2) @ normal(columns, columns, seed=3) / columns**0.5
     if kind == "dead input":
         Xp[:, DEAD] = 0.0
     return normal(17, columns, seed=4), Xp, X
@@ -70,9 +67,7 @@ def test_inputs_that_are_never_active_in_the_pruned_model_only() -> None:
     live = [i for i in range(32) if i not in DEAD]
     D = Xp.square().mean(dim=0).sqrt()[live]
     left = torch.cat([Xp[:, live] / len(X) ** 0.5, 0.1 * D.diag()])
-    right = torch.cat(
-        [X @ W.T / len(X) ** 0.5, 0.1 * D[:, None] * W[:, live].T]
-    )  # the dense model has them all
+    right = torch.cat([X @ W.T / len(X) ** 0.5, 0.1 * D[:, None] * W[:, live].T])  # the dense model has them all
     expected = torch.linalg.lstsq(left, right).solution.T
     torch.testing.assert_close(found[:, live], expected, rtol=1e-6, atol=1e-6)
 
@@ -112,15 +107,11 @@ def test_matrices_with_the_same_inputs_share_the_work(monkeypatch: pytest.Monkey
     shared, cross = Gram(gram(Xp), shared=True), Xp.T @ X / len(X)
     for rows in (W, 2 * W, W[:5]):
         expected = by_least_squares(rows, Xp, X, 0.01)
-        torch.testing.assert_close(
-            dense_targets(rows, shared, cross, 1.0, 0.01), expected, rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(dense_targets(rows, shared, cross, 1.0, 0.01), expected, rtol=1e-6, atol=1e-6)
     assert calls == [0.01]
     for ridge in (0.01, 0.1):  # and another ridge is other work
         expected = by_least_squares(W, Xp, X, ridge)
-        torch.testing.assert_close(
-            dense_targets(W, shared, cross, 1.0, ridge), expected, rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(dense_targets(W, shared, cross, 1.0, ridge), expected, rtol=1e-6, atol=1e-6)
     assert calls == [0.01, 0.1]
 
 

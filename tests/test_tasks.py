@@ -147,9 +147,7 @@ def test_choices_are_those_of_transformers(tmp_path: Path) -> None:
     assert by_metric(found, names[1])["acc_norm"].value == 1.0
     assert by_metric(found, names[1])["acc"].value < 1.0
     assert by_metric(found, names[2])["acc"].value == 0.0
-    right = (
-        sum(ours["answer"] == theirs["answer"] for ours, theirs in zip(plain, questions, strict=True)) / 12
-    )
+    right = sum(ours["answer"] == theirs["answer"] for ours, theirs in zip(plain, questions, strict=True)) / 12
     score = by_metric(found, str(tmp_path / "q.jsonl"))["acc"]
     assert 0 < right < 1
     assert score.value == pytest.approx(right)
@@ -295,9 +293,7 @@ def test_the_embedded_model_is_better_than_chance() -> None:
         ("a.jsonl", '{"context": "x", "choices": ["y", "z"]}', "0 to 1; got None"),
     ],
 )
-def test_files_that_are_none(
-    model: Path, tmp_path: Path, name: str, content: str | bytes | None, said: str
-) -> None:
+def test_files_that_are_none(model: Path, tmp_path: Path, name: str, content: str | bytes | None, said: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -319,9 +315,7 @@ def test_what_goes_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask: Callable[..., TaskScores] = functools.partial(evaluate_tasks, tasks=["which-follows"])
     assert "limit must be 1 or more; got 0" in message(lambda: ask(model, limit=0))
     assert "which tasks?" in message(lambda: evaluate_tasks(model, []))
-    assert "home directory" in message(
-        lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError
-    )
+    assert "home directory" in message(lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError)
     assert "no directory" in message(lambda: ask("./nowhere"), UsageError)
     assert "device 'quantum'" in message(lambda: ask(model, device="quantum"))
     assert "got float8" in message(lambda: ask(model, dtype="float8"))

@@ -55,9 +55,7 @@ def output_errors(path: Path, hint: str = "the output is as large as the model")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path).free / 2**30
-            raise OutputError(
-                f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}"
-            ) from error
+            raise OutputError(f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}") from error
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 

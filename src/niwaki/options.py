@@ -1,19 +1,148 @@
-"""Parameters of dataclasses as text: ``adam:iterations=50:learning_rate=0.3``."""
+"""What callers may choose, as frozen dataclasses that check themselves; and parameters, sizes and times as text.
+
+Nothing here imports torch, so that the command line can be read before it is loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from niwaki.errors import UnknownNameError, UsageError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from niwaki.models.text import Windows
+
 T = TypeVar("T")
+
+#: Which windows of a text.
+Order = Literal["first", "random"]
+#: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
+TF32 = Literal["auto", "always", "never"]
+Measure = Literal["both", "after", "none"]
+#: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
+Text: TypeAlias = "str | os.PathLike[str] | Windows | Tensor"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that matrices and blocks are fitted on.
+
+    Where one is wanted a text alone will do: ``calibration="text.txt"``.
+
+    Attributes:
+        text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens.
+        samples: Windows of it; not used where ``text`` is windows or tokens, and neither is what follows.
+        length: Tokens in a window; None for 2,048, or the model's positions if fewer.
+        order: The "first" windows of the text, or "random" ones.
+        seed: For random windows.
+
+    Raises:
+        UsageError: a number or a word is not valid.
+    """
+
+    text: Text = "c4"
+    samples: int = 128
+    length: int | None = None
+    order: Order = "first"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", _name_of(self.text))
+        _check_choice("the order of windows", self.order, Order)
+        if self.samples < 1:
+            raise UsageError(f"samples must be 1 or more; got {self.samples}")
+
+    @classmethod
+    def of(cls, value: Calibration | Text) -> Calibration:
+        """``value``, or the one with this text and the usual rest."""
+        return value if isinstance(value, Calibration) else cls(value)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The text that perplexity is measured on, and how much of it.
+
+    Where one is wanted a text alone will do: ``measurement="wikitext2"``.
+
+    Attributes:
+        text: As in :class:`Calibration`; None for the calibration text after the calibration windows, or for WikiText-2
+            where there is no calibration.
+        samples: The first N windows of it; 0 measures nothing. None for the usual number: 16 for prune and shrink,
+            256 of the calibration text for compare, all of the text otherwise.
+        length: Tokens in a window; None for as many as in those of the calibration.
+        before: Whether to measure the dense model too.
+
+    Raises:
+        UsageError: a number is not valid.
+    """
+
+    text: Text | None = None
+    samples: int | None = None
+    length: int | None = None
+    before: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", _name_of(self.text))
+        if self.samples is not None and self.samples < 0:
+            raise UsageError(f"samples must be 0 or more; got {self.samples}")
+
+    @classmethod
+    def of(cls, value: Measurement | Text | None) -> Measurement:
+        """``value``, or the one with this text and the usual rest."""
+        return value if isinstance(value, Measurement) else cls(value)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and in what a model runs.
+
+    Where one is wanted a device alone will do: ``compute="cuda"``.
+
+    Attributes:
+        device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
+        dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's own
+            on a GPU. Gram matrices and solvers always use float32.
+        tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
+            activations, where that changes no factor; "always" for all products, those of blocks in float32 among them;
+            "never". Factorisations and inverses never use it.
+        memory: Bytes that the process may use, as a number or as in "8GiB", as far as hidden states decide it: what
+            exceeds them is kept in a file in the system's temporary directory. None for no limit.
+
+    Raises:
+        UsageError: a size or a word is not valid. Whether there is such a device is seen when the model is opened.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    tf32: TF32 = "auto"
+    memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("tf32", self.tf32, TF32)
+        if isinstance(self.memory, str):
+            object.__setattr__(self, "memory", parse_size(self.memory))
+
+    @classmethod
+    def of(cls, value: Compute | str) -> Compute:
+        """``value``, or the one with this device and the usual rest."""
+        return value if isinstance(value, Compute) else cls(value)
+
+    @property
+    def budget(self) -> int | None:
+        """``memory`` in bytes."""
+        assert not isinstance(self.memory, str)
+        return self.memory
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:
-    """The value of ``known`` that ``text`` names, with the parameters behind the name changed.
+    """The value of ``known`` that ``text`` names, with the parameters after the name changed.
 
     Args:
         kind: What it is, for errors, such as "solver".
@@ -51,32 +180,58 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
     return changed
 
 
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "8GiB", "500 MB" or "4G".
+
+    Raises:
+        UsageError: it is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
+        raise UsageError(f"invalid memory size {text!r}; try 8GiB or 500MB")
+    power = " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def parse_time(text: str) -> float:
+    """Seconds of a time such as "2h", "90 min" or "1h30m".
+
+    Raises:
+        UsageError: it is not a time.
+    """
+    number = r"(\d+(?:\.\d+)?)"
+    match = re.fullmatch(rf"(?:{number}h)?(?:{number}m(?:in)?)?(?:{number}s)?", text.lower().replace(" ", ""))
+    parts = match.groups(default="0") if match else ()
+    seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not seconds:
+        raise UsageError(f"invalid time {text!r}; try 2h, 90m or 1h30m")
+    return seconds
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """(first, last + 1) of a range such as "0:2", which is 0 and 1.
+
+    Raises:
+        UsageError: it is not a range.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None:
+        raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
+    return int(match[1]), int(match[2])
+
+
 def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+def _name_of(text: Any) -> Any:
+    """A path as text; everything else as it is."""
+    return os.fspath(text) if isinstance(text, os.PathLike) else text
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "8GiB", "500 MB" or "4G".
-
-    Raises:
-        UsageError: it is none.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise UsageError(f"{text!r} is no size of memory; try 8GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-Order = Literal["first", "random"]
-
-
-#: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
-TF32 = Literal["auto", "always", "never"]
-
-
-Measure = Literal["both", "after", "none"]
+def _check_choice(name: str, given: object, choices: Any) -> None:
+    *others, last = get_args(choices)
+    if given not in (*others, last):
+        raise UsageError(f"{name} is {', '.join(others)} or {last}; got {given!r}")

@@ -21,9 +21,7 @@ def compare(
     model: Model,
     output: Annotated[
         Path,
-        typer.Option(
-            "-o", "--out", metavar="DIR", help="For the table and all records; gone on with if there."
-        ),
+        typer.Option("-o", "--out", metavar="DIR", help="For the table and all records; gone on with if there."),
     ],
     solvers: Annotated[
         str, typer.Option(help="Names as for prune --solver, each with an effort behind an @ if you like.")
@@ -39,9 +37,7 @@ def compare(
     length: Length = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            help="What to measure perplexity on; may be given several times. \\[default: wikitext2]"
-        ),
+        typer.Option(help="What to measure perplexity on; may be given several times. \\[default: wikitext2]"),
     ] = None,
     text_samples: Annotated[
         int | None, typer.Option(help="Windows of each. \\[default: all, or 256 of the calibration text]")

@@ -22,7 +22,7 @@ from niwaki.records.wording import counted, duration, kind, operations, short
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from niwaki.evaluation.inspect import MatrixSurvey
+    from niwaki.evaluation.inspect import MatrixSummary
 
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")
@@ -179,9 +179,7 @@ class Display(Progress):
             part = min(1.0, self._done / max(1, self._steps))
             of_all = self._stage in ("sensitivity", "synthesis")
             fraction = part if of_all else (self._block + part) / self._blocks
-            self._bar.update(
-                self._task, completed=fraction, description="planning", left="", detail=self._detail
-            )
+            self._bar.update(self._task, completed=fraction, description="planning", left="", detail=self._detail)
             return
         part = sum(self._shares[: len(self._spent)])
         part += sum(self._shares[len(self._spent) :][:1]) * min(1.0, self._done / max(1, self._steps))
@@ -308,9 +306,7 @@ def summary(record: Record) -> Table:
         number = counted(len(record.matrices), "matrix", "matrices")
         table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
     if record.matrices:
-        table.add_row(
-            "error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)"
-        )
+        table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
     if record.quantization:
         table.add_row("grid", record.rounding)
     if record.own_text:
@@ -319,15 +315,11 @@ def summary(record: Record) -> Table:
         before, after = (
             sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")
         )
-        table.add_row(
-            "fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)"
-        )
+        table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
     for when, measured in record.perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(Perplexity(**measured))))  # Text: no markup in paths
     parts = ", ".join(
-        f"{name} {seconds:.1f}"
-        for name, seconds in record.seconds.items()
-        if name != "total" and seconds >= 0.05
+        f"{name} {seconds:.1f}" for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05
     )
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
     memory = ", ".join(f"{size / 2**20:,.0f} MiB {where}" for where, size in record.peak_memory.items())
@@ -346,10 +338,10 @@ def speed_table(found: SpeedRecord) -> Table:
     return table
 
 
-def survey_tables(found: Iterable[MatrixSurvey]) -> list[Table]:
+def inspection_tables(found: Iterable[MatrixSummary]) -> list[Table]:
     """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
-    kinds: dict[tuple[str, tuple[int, int]], list[MatrixSurvey]] = defaultdict(list)
-    blocks: dict[int, dict[str, list[MatrixSurvey]]] = defaultdict(lambda: defaultdict(list))
+    kinds: dict[tuple[str, tuple[int, int]], list[MatrixSummary]] = defaultdict(list)
+    blocks: dict[int, dict[str, list[MatrixSummary]]] = defaultdict(lambda: defaultdict(list))
     for item in found:
         name = kind(item.matrix.name)
         kinds[name, item.matrix.shape].append(item)

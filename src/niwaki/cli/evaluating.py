@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 
 def evaluate(
     model: Model,
-    text: Annotated[
-        str | None, typer.Option(help=f"{TEXT} \\[default: wikitext2; with --tasks none]")
-    ] = None,
+    text: Annotated[str | None, typer.Option(help=f"{TEXT} \\[default: wikitext2; with --tasks none]")] = None,
     length: Length = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", "--text-samples", help="The first so many windows of the text. \\[default: all]"
-        ),
+        typer.Option("--samples", "--text-samples", help="The first so many windows of the text. \\[default: all]"),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -64,9 +60,7 @@ def evaluate(
         from niwaki.evaluation.tasks import evaluate_tasks
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        scores = evaluate_tasks(
-            model, names, limit=limit, device=device, dtype=dtype, progress=sys.stderr.isatty()
-        )
+        scores = evaluate_tasks(model, names, limit=limit, device=device, dtype=dtype, progress=sys.stderr.isatty())
         out.print(_table(scores))
         part = f"of the first {limit} questions of each task" if limit is not None else "of all questions"
         out.print(

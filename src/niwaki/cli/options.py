@@ -38,9 +38,7 @@ Output = Annotated[Path, typer.Argument(metavar="OUT", help="A directory that do
 Samples = Annotated[int, typer.Option(help="Windows of calibration text.")]
 TextSamples = Annotated[int, typer.Option(help="Windows of it; 0 for no perplexity.")]
 RecordFile = Annotated[Path | None, typer.Option("--record", help="Also write the record to this JSON file.")]
-TEXT = (
-    "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
-)
+TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
 HeldText = Annotated[
     str | None,
     typer.Option(help="What to measure perplexity on, as --calibration. \\[default: more of that text]"),

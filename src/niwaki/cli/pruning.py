@@ -54,9 +54,7 @@ def prune(
             help="How zeros are shared out among matrices: uniform, or by loss, error or owl. \\[default: the effort's]"
         ),
     ] = None,
-    sparsity: Annotated[
-        float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")
-    ] = None,
+    sparsity: Annotated[float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")] = None,
     pattern: Annotated[
         str | None,
         typer.Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ..."),
@@ -79,9 +77,7 @@ def prune(
     calibration: Annotated[str, typer.Option(help=TEXT)] = "c4",
     samples: Samples = 128,
     length: Length = None,
-    windows: Annotated[
-        Order, typer.Option(help="The first windows of the text, or random ones.")
-    ] = Order.first,
+    windows: Annotated[Order, typer.Option(help="The first windows of the text, or random ones.")] = Order.first,
     seed: Annotated[int, typer.Option(help="For random windows.")] = 0,
     text: HeldText = None,
     text_samples: TextSamples = 16,
@@ -100,9 +96,7 @@ def prune(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="Such as 8GiB: hidden states that do not fit are kept in a temporary file."
-        ),
+        typer.Option(metavar="SIZE", help="Such as 8GiB: hidden states that do not fit are kept in a temporary file."),
     ] = None,
     record: RecordFile = None,
     restart: Annotated[

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from niwaki.cli.common import out, quiet_libraries
-from niwaki.cli.display import survey_tables
+from niwaki.cli.display import inspection_tables
 from niwaki.cli.options import Model
 
 #: What solvers of one module do that differ in their parameters; all others are described by their module.
@@ -24,9 +24,7 @@ _BY_PARAMETERS = {
 
 
 def report(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
     file: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="\\[default: DIR/report.html]")
     ] = None,
@@ -35,9 +33,7 @@ def report(
     ] = None,
     prompts: Annotated[
         list[str] | None,
-        typer.Option(
-            "--prompt", metavar="TEXT", help="What the models go on with; can be given several times."
-        ),
+        typer.Option("--prompt", metavar="TEXT", help="What the models go on with; can be given several times."),
     ] = None,
     samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
@@ -64,11 +60,11 @@ def report(
 def inspect(model: Model) -> None:
     """Show what would be pruned in MODEL, and how sparse it is."""
     quiet_libraries()
-    from niwaki.evaluation.inspect import survey
+    from niwaki.evaluation.inspect import inspect
 
     with out.status("reading"):
-        found = list(survey(model))
-    for table in survey_tables(found):
+        found = list(inspect(model))
+    for table in inspection_tables(found):
         out.print(table)
         out.print()
 

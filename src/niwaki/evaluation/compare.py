@@ -248,9 +248,7 @@ class _Work:
         write_json(place / run.record, record.to_json(), sync=True)
         stages = dict(record.seconds)
         seconds = stages.pop("total")
-        return Cell(
-            *run.key, record.sparsity, perplexity, seconds, record.mean_error, stages, measuring, run.record
-        )
+        return Cell(*run.key, record.sparsity, perplexity, seconds, record.mean_error, stages, measuring, run.record)
 
     def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
         """Perplexities by text, and the seconds that they took."""
@@ -332,9 +330,7 @@ def _read(
             source = f"the text behind the calibration windows of {text}"
             held[text] = Windows(whole.tokens[samples:], source)
         else:
-            raise UsageError(
-                f"{text} has nothing behind the calibration windows to measure on; try another text"
-            )
+            raise UsageError(f"{text} has nothing behind the calibration windows to measure on; try another text")
     return windows, held
 
 
@@ -395,9 +391,7 @@ def _joined(place: Path, asked: Comparison) -> Comparison:
             same = " (by name the same)" if old["shown"] == new["shown"] else ""
             differing.append(f"{name} ({old['shown']} there, {new['shown']} here{same})")
     if differing:
-        raise UsageError(
-            f"{place} has a comparison that differs in {'; '.join(differing)}; use another directory"
-        )
+        raise UsageError(f"{place} has a comparison that differs in {'; '.join(differing)}; use another directory")
     missing = list(dict.fromkeys([*there.missing, *asked.missing]))
     return dataclasses.replace(asked, cells=there.cells, missing=missing, seconds=there.seconds)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from niwaki.errors import UsageError
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import resident
-from niwaki.models.hidden_states import Room
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, load_tokenizer, read_windows
@@ -45,7 +45,7 @@ def evaluate(
         NiwakiError: see :mod:`niwaki.errors`.
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
-    with contextlib.closing(Room()) as room:
+    with contextlib.closing(MemoryBudget()) as room:
         streamed = StreamedModel(checkpoint, device, dtype, room)
         if isinstance(text, str):
             length, _ = streamed.window_length(length)

@@ -21,9 +21,7 @@ _log = logging.getLogger(__name__)
 def check(prompt: str, tokens: int, temperature: float) -> None:
     """Raises UsageError for what :func:`continue_text` takes from no model."""
     if tokens < 1 or not 0 <= temperature < math.inf:
-        raise UsageError(
-            f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}"
-        )
+        raise UsageError(f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -107,9 +105,7 @@ def continue_text(
                 given,
                 attention_mask=torch.ones_like(given),
                 generation_config=settings,
-                streamer=Teller(tokenizer, skip_prompt=True, skip_special_tokens=True)
-                if say is not None
-                else None,
+                streamer=Teller(tokenizer, skip_prompt=True, skip_special_tokens=True) if say is not None else None,
             )
     except Exception as error:  # transformers raises nearly anything
         if error in said_wrong:

@@ -18,7 +18,7 @@ KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
 
 
 @dataclass(frozen=True)
-class MatrixSurvey:
+class MatrixSummary:
     """One matrix.
 
     Attributes:
@@ -42,7 +42,7 @@ class MatrixSurvey:
         return self.zeros / (self.matrix.shape[0] * self.matrix.shape[1])
 
 
-def survey(model: str | Path) -> Iterator[MatrixSurvey]:
+def inspect(model: str | Path) -> Iterator[MatrixSummary]:
     """Looks at each matrix that would be pruned, one in memory at a time.
 
     Args:
@@ -60,7 +60,7 @@ def survey(model: str | Path) -> Iterator[MatrixSurvey]:
             whole = matrix.shape[1] % m == 0
             groups = kept.view(-1, m).sum(dim=1) <= n if whole else torch.empty(0)
             fitting[f"{n}:{m}"] = groups.float().mean().item()
-        yield MatrixSurvey(
+        yield MatrixSummary(
             matrix,
             checkpoint.entries[matrix.key].dtype,
             int(per_row.sum()),

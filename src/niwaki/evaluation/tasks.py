@@ -200,16 +200,10 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     choices, answer = given.get("choices"), given.get("answer")
     if isinstance(context, str) == isinstance(question, str):
         raise TaskError(f"{where}: wants a text as either 'context' or 'question'")
-    if not (
-        isinstance(choices, list)
-        and len(choices) > 1
-        and all(isinstance(c, str) and c.strip() for c in choices)
-    ):
+    if not (isinstance(choices, list) and len(choices) > 1 and all(isinstance(c, str) and c.strip() for c in choices)):
         raise TaskError(f"{where}: 'choices' must be 2 or more texts; got {choices!r}")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise TaskError(
-            f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}; got {answer!r}"
-        )
+        raise TaskError(f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}; got {answer!r}")
     asked = context if isinstance(context, str) else f"Question: {question}\nAnswer:"
     try:
         "".join([asked, *choices]).encode()
@@ -279,8 +273,7 @@ def _from_file(name: str, path: Path) -> Any:
 
     questions, path = read_questions(path), path.expanduser()
     accuracies = [
-        {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-        for metric in (_ACCURACY, "acc_norm")
+        {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in (_ACCURACY, "acc_norm")
     ]
     return ConfigurableTask(
         config={
@@ -314,9 +307,7 @@ def _load(model: str, device: str, dtype: str) -> Any:
             )
             whole.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
-        return HFLM(
-            pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto"
-        )
+        return HFLM(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")
     except NiwakiError:
         raise
     except Exception as error:  # transformers raises nearly anything

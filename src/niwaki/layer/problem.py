@@ -48,9 +48,7 @@ class Gram:
         if not torch.isfinite(H.diagonal()).all() or not torch.isfinite(H.sum()):
             raise NumericalError("the Gram matrix has NaN or infinite entries; look at the activations")
         if mean is not None and (mean.shape != H.shape[:1] or mean.dtype != H.dtype):
-            raise UsageError(
-                f"the mean of the inputs is ({H.shape[0]},) {H.dtype}; got {mean.shape} {mean.dtype}"
-            )
+            raise UsageError(f"the mean of the inputs is ({H.shape[0]},) {H.dtype}; got {mean.shape} {mean.dtype}")
         self.H = H
         self.mean = mean
         self.shared = shared
@@ -128,8 +126,7 @@ class LayerProblem:
             raise UsageError(f"W must be float32 or float64, not {self.W.dtype}; convert it first")
         if self.W.dtype != H.dtype or self.W.device != H.device:
             raise UsageError(
-                f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same "
-                "dtype and device"
+                f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same dtype and device"
             )
         if not is_finite(self.W):
             raise NumericalError("W has NaN or infinite entries")
@@ -181,9 +178,7 @@ class Normalised:
         gram: Where factorisations of ``H`` are kept.
     """
 
-    def __init__(
-        self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None
-    ) -> None:
+    def __init__(self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None) -> None:
         self._problem = problem
         self._order = order
         self.gram = problem.gram

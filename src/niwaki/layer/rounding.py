@@ -24,9 +24,7 @@ _RIDGE = 1e-3
 _ROWS = 1024
 
 
-def onto_grid(
-    problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype
-) -> tuple[Solution, Tensor]:
+def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
     """``solution`` with weights on ``grid``, for the same mask, and their scales.
 
     Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; that with scales

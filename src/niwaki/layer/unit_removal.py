@@ -103,9 +103,7 @@ def _greedy(V: Tensor, A: Tensor, size: int, count: int) -> Tensor:
     step = -(-count // _STEPS)
     for left in range(count, 0, -step):
         blocks = A.view(units, size, units, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        halves = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(blocks), V.T.reshape(units, size, -1), upper=False
-        )
+        halves = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), V.T.reshape(units, size, -1), upper=False)
         costs = halves.square_().sum(dim=(1, 2)).masked_fill_(~kept, torch.inf)
         chosen = costs.argsort(stable=True)[: min(step, left)]
         S = columns[chosen].flatten()

@@ -13,7 +13,7 @@ from niwaki.errors import NiwakiError, NumericalError, WorkerError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import Room, States
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.products import Product, Products
@@ -24,7 +24,7 @@ class Model(Protocol):
     """What a block asks the model that it is from, see :class:`niwaki.models.streamed.StreamedModel`."""
 
     checkpoint: Checkpoint
-    room: Room
+    room: MemoryBudget
     device: torch.device
     dtype: torch.dtype
 
@@ -38,7 +38,7 @@ class Model(Protocol):
         """The original weights of one of its parameters, on the device."""
 
 
-class Block:
+class DecoderBlock:
     """One decoder block with its weights in memory.
 
     Attributes:
@@ -58,7 +58,7 @@ class Block:
         self._kept: dict[str, Tensor | None] | None = None
 
     @torch.no_grad()
-    def advance(self, states: States, done: Callable[[], None] = lambda: None, inner: bool = False) -> None:
+    def advance(self, states: HiddenStates, done: Callable[[], None] = lambda: None, inner: bool = False) -> None:
         """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch.
 
         With ``inner``, ``states`` get the outputs of its sub-blocks too, see :meth:`apart`.
@@ -72,12 +72,12 @@ class Block:
     @torch.no_grad()
     def input_grams(
         self,
-        states: States,
+        states: HiddenStates,
         done: Callable[[], None] = lambda: None,
         world: World | None = None,
         tf32: TF32 = "auto",
         matrices: list[Matrix] | None = None,
-        dense: States | None = None,
+        dense: HiddenStates | None = None,
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs, from one pass that leaves ``states`` alone.
 
@@ -112,7 +112,7 @@ class Block:
             raise type(error)(f"block {self.index}: {error}") from error
 
     @torch.no_grad()
-    def groups(self, states: States) -> list[list[Matrix]]:
+    def groups(self, states: HiddenStates) -> list[list[Matrix]]:
         """The matrices with the same inputs together, in the order of computation; one batch tells.
 
         Those of all experts are one group for each parameter, because their tokens change from batch to batch. Within
@@ -287,16 +287,14 @@ class Block:
         return self._module.get_parameter(name).data
 
     @torch.enable_grad()
-    def pull(
-        self, hidden: Tensor, gradient: Tensor, states: States, inputs: Product, outputs: Product
-    ) -> Tensor:
+    def pull(self, hidden: Tensor, gradient: Tensor, states: HiddenStates, inputs: Product, outputs: Product) -> Tensor:
         """(samples, length, width): the gradient with respect to ``hidden``, given that with respect to the outputs.
 
         Args:
             hidden: One of the batches of inputs of ``states``.
             gradient: Likewise, in the same dtype.
             states: What else the block is called with.
-            inputs: Is told of the inputs of each matrix, in the forward pass; see :class:`niwaki.models.products.Products`.
+            inputs: Is told of the inputs of each matrix, in the forward pass; see :class:`.products.Products`.
             outputs: Is told of the gradients with respect to the outputs of each matrix, in the backward pass.
         """
         parameters = dict(self._module.named_parameters())
@@ -333,7 +331,7 @@ class Block:
                 hooks.enter_context(self._module.get_submodule(name).register_forward_hook(cut))
             yield outputs
 
-    def run(self, hidden: Tensor, states: States) -> Tensor:
+    def run(self, hidden: Tensor, states: HiddenStates) -> Tensor:
         """The outputs for ``hidden``, one of the batches of ``states``, with gradients where they are wanted.
 
         Of a model in half precision products are in bfloat16: in float16 small gradients would be 0.
@@ -342,7 +340,7 @@ class Block:
         with torch.autocast(self._model.device.type, torch.bfloat16, enabled=half):
             return self._run(hidden, states)
 
-    def _run(self, hidden: Tensor, states: States) -> Tensor:
+    def _run(self, hidden: Tensor, states: HiddenStates) -> Tensor:
         args, kwargs = states.arguments[self.index, hidden.shape[0]]
         out = self._module(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]

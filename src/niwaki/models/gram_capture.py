@@ -136,9 +136,7 @@ class InputGrams:
         used = {m.parameter for m in self.matrices if m.name in self._grams}
         for (parameter, _), matrices in self._by_expert.items():
             if parameter not in used:
-                raise UnsupportedModelError(
-                    f"{parameter} is not used when its block runs; please report this model"
-                )
+                raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
             if matrices[0].name not in self._grams:
                 names, width = [m.name for m in matrices], matrices[0].shape[1]
                 self._new(names, width, self.parameters[parameter].device)
@@ -212,9 +210,7 @@ class InputGrams:
                 gram.names.append(name)
 
     def _new(self, names: list[str], width: int, device: torch.device) -> InputGram:
-        gram = InputGram(
-            list(names), torch.zeros(width, width, device=device), torch.zeros(width, device=device)
-        )
+        gram = InputGram(list(names), torch.zeros(width, width, device=device), torch.zeros(width, device=device))
         self._grams |= dict.fromkeys(names, gram)
         return gram
 

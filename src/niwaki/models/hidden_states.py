@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from niwaki.files import output_errors
-from niwaki.options import _UNITS
-
-_UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 
 #: What a block is called with: (positional, by name).
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Room:
+class MemoryBudget:
     """Bytes of memory that hidden states may take, and where they go beyond that.
 
     Args:
@@ -88,9 +85,9 @@ class Room:
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[Room]:
+    def lent(self) -> Iterator[MemoryBudget]:
         """What is left of it, as a room of its own with a file of its own, which is given back at the end."""
-        with contextlib.closing(Room(self._left, self._directory)) as room:
+        with contextlib.closing(MemoryBudget(self._left, self._directory)) as room:
             yield room
 
     def close(self) -> None:
@@ -103,10 +100,10 @@ class Room:
         return output_errors(where, "hidden states go there; give more --memory, or another place as TMPDIR")
 
 
-class Batches:
+class SpillList:
     """A list of tensors of which some are in a file."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: MemoryBudget) -> None:
         self.room = room
         self._held: list[Tensor] = []  # on the meta device if in the file
         self._places: list[int | None] = []
@@ -153,35 +150,33 @@ class Batches:
 
 
 @dataclass
-class States:
+class HiddenStates:
     """Token sequences between two blocks.
 
     Attributes:
-        tokens: Batches of (samples, length) int64.
+        tokens: SpillList of (samples, length) int64.
         hidden: For each batch (samples, length, width), the inputs of the block that comes next.
         arguments: For each block and number of samples in a batch, what it is called with besides.
         inner: Where they were asked for, the outputs of each sub-block of the block before, like ``hidden``.
     """
 
     tokens: list[Tensor]
-    hidden: Batches
+    hidden: SpillList
     arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
-    inner: list[Batches] = field(default_factory=list)
+    inner: list[SpillList] = field(default_factory=list)
 
     def parts(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with so many tokens, of one sample at least: the number of the batch, and which samples."""
         found = []
         for i, batch in enumerate(self.tokens):
             size = max(1, tokens // batch.shape[1])
-            found += [
-                (i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)
-            ]
+            found += [(i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
         return found
 
     def keep(self, i: int, outputs: list[Tensor]) -> None:
         """Puts ``outputs``, of the sub-blocks for batch ``i``, into ``inner``; batches come in order."""
         del self.inner[len(outputs) :]
-        self.inner += [Batches(self.hidden.room) for _ in outputs[len(self.inner) :]]
+        self.inner += [SpillList(self.hidden.room) for _ in outputs[len(self.inner) :]]
         for batches, output in zip(self.inner, outputs, strict=True):
             if i == len(batches):
                 batches.append(output)

@@ -147,17 +147,13 @@ class Layout:
                     found += self._experts(index, prefix, f"{path}.{own}", value, transposed)
         return found
 
-    def _experts(
-        self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool
-    ) -> Iterable[Matrix]:
+    def _experts(self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool) -> Iterable[Matrix]:
         pieces = self._pieces[prefix + parameter]
         if pieces[0].expert is None:  # the checkpoint has them in one tensor too
             rows, columns = value.shape[:0:-1] if transposed else value.shape[1:]
             for expert in range(len(value)):
                 name = f"{parameter}.{expert}"
-                yield Matrix(
-                    index, name, pieces[0].key, (rows, columns), parameter, expert, 0, expert, transposed
-                )
+                yield Matrix(index, name, pieces[0].key, (rows, columns), parameter, expert, 0, expert, transposed)
             return
         for piece in pieces:
             # As the files call it, which is what people know: experts.3.w1, not a part of gate_up_proj.

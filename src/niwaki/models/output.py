@@ -57,8 +57,7 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
     directory, journal = _places(out)
     taken = out.exists() and (
         # With a journal that was being written.
-        not out.is_dir()
-        or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
+        not out.is_dir() or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
     )
     if taken and not _was_moving(directory, journal):
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
@@ -77,9 +76,7 @@ def check_record(record_to: Path) -> Path:
     """
     file = record_to.expanduser().absolute()
     if file.is_dir() or any(parent.is_file() for parent in file.parents):
-        raise UsageError(
-            f"{record_to} cannot be the record's file: a directory is one, or a file in its path"
-        )
+        raise UsageError(f"{record_to} cannot be the record's file: a directory is one, or a file in its path")
     there = next(parent for parent in file.parents if parent.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"{record_to} cannot be the record's file: {there} may not be written to")
@@ -245,9 +242,7 @@ def _was_moving(directory: Path, journal: Path) -> bool:
     return False
 
 
-def _earlier(
-    path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool
-) -> Journal | None:
+def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool) -> Journal | None:
     """The journal of an earlier run that this one can go on with."""
     if restart or not path.exists():
         return None
@@ -258,9 +253,7 @@ def _earlier(
     except (ValueError, TypeError) as error:
         if not resume:
             return None
-        raise OutputError(
-            f"{path} is not readable as the journal of a run; start over with --restart"
-        ) from error
+        raise OutputError(f"{path} is not readable as the journal of a run; start over with --restart") from error
     asked = json.loads(json.dumps(fingerprint))
     differing = [
         _difference(name, journal.fingerprint.get(name), asked.get(name))

@@ -174,9 +174,7 @@ def world(device: str) -> Iterator[tuple[World, str]]:
         yield World(), device
         return
     if device.startswith("cuda:"):
-        raise UsageError(
-            f"each of the {size} processes has a GPU of its own; say --device cuda, and not {device}"
-        )
+        raise UsageError(f"each of the {size} processes has a GPU of its own; say --device cuda, and not {device}")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if gpu:

@@ -68,6 +68,4 @@ def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None
         W, scales = matrix.read(written).float(), read_scales(directory, matrix)
         nearest = grid.project(W, scales.float(), scales.dtype)
         if not torch.equal(nearest, W) or not bool((scales > 0).all()):
-            raise OutputError(
-                f"{directory}: {matrix.key!r} has weights on disk that are not on its grid {grid}"
-            )
+            raise OutputError(f"{directory}: {matrix.key!r} has weights on disk that are not on its grid {grid}")

@@ -28,11 +28,11 @@ from niwaki.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, Family
-from niwaki.models.hidden_states import Batches, Room, States
+from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
 
 #: Tokens in one forward pass: enough to fill the cores, little enough for a block's activations.
@@ -60,7 +60,7 @@ class StreamedModel:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", room: Room | None = None
+        self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", room: MemoryBudget | None = None
     ) -> None:
         if "quantization_config" in checkpoint.config:
             raise UnsupportedModelError(
@@ -69,16 +69,14 @@ class StreamedModel:
                 else f"{checkpoint.path} is quantised; prune the original and quantise the result"
             )
         self.checkpoint = checkpoint
-        self.room = room or Room()
+        self.room = room or MemoryBudget()
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device, checkpoint)
         self.model = structure(checkpoint.path, self.dtype)
         self.config = self.model.config.get_text_config()
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(
-                    name, buffer.to(self.device), name not in module._non_persistent_buffers_set
-                )
+                module.register_buffer(name, buffer.to(self.device), name not in module._non_persistent_buffers_set)
         kind = str(checkpoint.config.get("model_type"))
         self.notes: list[str] = []
         self._known = kind in FAMILIES
@@ -124,9 +122,7 @@ class StreamedModel:
             length = min(DEFAULT_LENGTH, self.max_length)
             return length, f"sequence length {length:,}, because none was asked for"
         if asked > self.max_length:
-            raise UsageError(
-                f"the sequence length {asked:,} is more than the model's {self.max_length:,} positions"
-            )
+            raise UsageError(f"the sequence length {asked:,} is more than the model's {self.max_length:,} positions")
         return asked, ""
 
     def check(self, tokens: Tensor) -> None:
@@ -153,9 +149,7 @@ class StreamedModel:
 
     def limit(self, blocks: range) -> None:
         """From now on only the matrices of ``blocks`` can be pruned."""
-        self._matrices = [
-            matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)
-        ]
+        self._matrices = [matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)]
 
     @property
     def block_size(self) -> int:
@@ -163,19 +157,21 @@ class StreamedModel:
         return max(sum(value.nbytes for value in block.parameters()) for block in self.blocks)
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor, tokens_per_part: int | None = None, room: Room | None = None) -> States:
+    def embed(
+        self, tokens: Tensor, tokens_per_part: int | None = None, room: MemoryBudget | None = None
+    ) -> HiddenStates:
         """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
         Args:
             tokens: The sequences.
-            tokens_per_part: Of the parts of batches, see :meth:`States.parts`, in which blocks are to run too.
+            tokens_per_part: Of the parts of batches, see :meth:`HiddenStates.parts`, in which blocks are to run too.
             room: Where the inputs go, by default the model's.
 
         Raises:
             UnsupportedModelError: blocks get more from the tokens than their hidden states.
         """
         size = max(TOKENS_PER_BATCH, tokens_per_part or 0)
-        states = States(list(tokens.split(max(1, size // tokens.shape[1]))), Batches(room or self.room))
+        states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(room or self.room))
         seen: list[Tensor] = []
 
         def record(index: int) -> Callable[..., Any]:
@@ -216,9 +212,7 @@ class StreamedModel:
             if self._known or isinstance(error, NiwakiError):
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UnsupportedModelError(
-                f"{self.checkpoint.path} cannot be run a block at a time: {reason}"
-            ) from error
+            raise UnsupportedModelError(f"{self.checkpoint.path} cannot be run a block at a time: {reason}") from error
 
     def _first_answers_tuple(self, tokens: Tensor) -> bool:
         """Whether blocks answer with a tuple around their hidden states, as those of some families do."""
@@ -243,7 +237,7 @@ class StreamedModel:
         return (hidden,) if self._answers_tuple else hidden
 
     @torch.no_grad()
-    def losses(self, states: States) -> Tensor:
+    def losses(self, states: HiddenStates) -> Tensor:
         """(samples, length - 1) float32 cross-entropies in nats, of each token given those before it.
 
         ``states`` are those after the last block.
@@ -281,7 +275,7 @@ class StreamedModel:
         with self._outer_weights(dtype):
             yield logits
 
-    def stream(self, backwards: bool = False) -> Generator[Block]:
+    def stream(self, backwards: bool = False) -> Generator[DecoderBlock]:
         """The blocks in order, or the last one first, each with its weights until the next one is asked for.
 
         For a GPU those of the next block are read and copied meanwhile.
@@ -296,7 +290,7 @@ class StreamedModel:
                     coming = reader.submit(self._read, self.blocks[after], f"{self.path}.{after}.")
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    block = Block(index, module, self)
+                    block = DecoderBlock(index, module, self)
                     try:
                         yield block
                     finally:
@@ -351,8 +345,7 @@ class StreamedModel:
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             weights = {
-                name: self.layout.read(prefix + name).pin_memory().to(self.device, non_blocking=True)
-                for name in names
+                name: self.layout.read(prefix + name).pin_memory().to(self.device, non_blocking=True) for name in names
             }
         stream.synchronize()
         for value in weights.values():  # their memory is not to be used again before the other stream is done
@@ -364,10 +357,7 @@ class StreamedModel:
         """Everything outside the blocks: embeddings, last norm, head; in the model's dtype or another."""
         weights = self._read(self.model, "", skip=self.path + ".")
         if dtype is not None:
-            weights = {
-                name: value.to(dtype) if value.is_floating_point() else value
-                for name, value in weights.items()
-            }
+            weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         with _holding(self.model, weights):
             del weights
             head = self.model.get_output_embeddings()

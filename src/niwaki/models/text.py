@@ -81,9 +81,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         unlimited = sys.maxsize
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=unlimited)
     except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
-        raise CalibrationError(
-            f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
-        ) from error
+        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from error
 
 
 def read_windows(
@@ -113,9 +111,7 @@ def read_windows(
         UsageError: ``length`` or ``count`` is no positive number.
     """
     if length < 2 or (count is not None and count < 1):
-        raise UsageError(
-            f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}"
-        )
+        raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
     which = f"{order} windows"
     if count is None:
         ids = _encode(tokenizer, read_text(source))
@@ -137,9 +133,7 @@ def read_windows(
     got = min(wanted, len(ids) // length)
     if got < count:
         if order == "random":
-            raise CalibrationError(
-                f"{source} has only {got} random windows of {length} tokens, {count} are needed"
-            )
+            raise CalibrationError(f"{source} has only {got} random windows of {length} tokens, {count} are needed")
         missing = count * length - len(ids)
         raise CalibrationError(
             f"{source} is too short: {count} windows of {length} tokens need {count * length} tokens, it has "

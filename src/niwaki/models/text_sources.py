@@ -140,9 +140,7 @@ def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
                     raise TypeError
                 yield text
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise CalibrationError(
-                    f"{path}, line {number}: not a JSON object with a field 'text'"
-                ) from error
+                raise CalibrationError(f"{path}, line {number}: not a JSON object with a field 'text'") from error
 
 
 def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
@@ -167,10 +165,7 @@ def _dataset_texts(source: str) -> Iterator[str]:
     if (
         source not in DATASETS
         and not Path(source).expanduser().is_dir()
-        and (
-            source.startswith((".", "/", "~"))
-            or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
-        )
+        and (source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS})
     ):
         raise CalibrationError(f"there is no file {source}")
     try:
@@ -192,9 +187,7 @@ def _dataset_texts(source: str) -> Iterator[str]:
         )
         first = next(rows, None)
         if first is not None and wanted.field not in first:
-            raise CalibrationError(
-                f"the data set {source} has no field {wanted.field!r}, only {', '.join(first)}"
-            )
+            raise CalibrationError(f"the data set {source} has no field {wanted.field!r}, only {', '.join(first)}")
         known = [] if first is None else [first]
         chosen = itertools.islice(itertools.chain(known, rows), wanted.rows)
         yield from _joined((row[wanted.field] for row in chosen), wanted.separator)

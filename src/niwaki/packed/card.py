@@ -45,15 +45,11 @@ def write(directory: Path, name: str, sizes: str) -> None:
         inherited = top(readme)
         if readme.exists():
             readme.replace(kept)
-            dense = (
-                f"\n[{DENSE_CARD}]({DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
-            )
+            dense = f"\n[{DENSE_CARD}]({DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
         tags = sorted({*inherited.get("tags", []), "niwaki", "packed"})
         about = {**inherited, "library_name": _LIBRARY, "tags": tags}
         head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
-        readme.write_text(
-            f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8"
-        )
+        readme.write_text(f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8")
 
 
 def restore(directory: Path) -> None:

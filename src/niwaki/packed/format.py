@@ -166,12 +166,7 @@ class Index:
             raise ValueError("a number is none")
         for name in {*names}:
             # A path could name any file of the machine, to read or to write.
-            if (
-                Path(name).name != name
-                or not name.endswith(".safetensors")
-                or "\0" in name
-                or len(name) > 200
-            ):
+            if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name or len(name) > 200:
                 raise ValueError(f"it names a file that cannot be one of weights: {name!r}")
         for key, stored in self.tensors.items():
             if stored.dtype not in DTYPES or (stored.packed and len(stored.shape) < 2):
@@ -224,9 +219,7 @@ class PackedCheckpoint(Checkpoint):
             for name, (dtype, shape) in stored.parts(key).items():
                 there = self._parts.get(name)
                 if there is None or (there.shard, there.dtype, there.shape) != (stored.file, dtype, shape):
-                    raise CheckpointError(
-                        f"{path / stored.file} is damaged: {name!r} should be there, {dtype} {shape}"
-                    )
+                    raise CheckpointError(f"{path / stored.file} is damaged: {name!r} should be there, {dtype} {shape}")
 
     def read(self, key: str, part: int | None = None) -> Tensor:
         """The dense tensor, see :meth:`Checkpoint.read`."""

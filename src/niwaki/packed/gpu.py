@@ -185,9 +185,7 @@ def _by_lanes(
     bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)
     whole = columns // (32 * WORDS) * WORDS
     for done in range(0, whole, WORDS):
-        bits_then, scale_then = _read_words(
-            mask, scales, row, rows, done + WORDS + word, words, groups, SCALED
-        )
+        bits_then, scale_then = _read_words(mask, scales, row, rows, done + WORDS + word, words, groups, SCALED)
         left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
         x_left, x_right = tl.split(tl.load(inputs + done * 32).to(tl.float32))
         sums += x_left[:, None] * left.to(tl.float32)[None]
@@ -237,9 +235,7 @@ def _by_tensor_cores(
     bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)
     whole = columns // (32 * WORDS) * WORDS
     for done in range(0, whole, WORDS):
-        bits_then, scale_then = _read_words(
-            mask, scales, row, rows, done + WORDS + word, words, groups, SCALED
-        )
+        bits_then, scale_then = _read_words(mask, scales, row, rows, done + WORDS + word, words, groups, SCALED)
         left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
         weights = tl.reshape(tl.join(left, right), (ROWS, WORDS * 32))
         x_step = tl.load(inputs + done * 32)

@@ -173,9 +173,7 @@ def _check(W: PackedMatrix) -> None:
         wanted.append((W.scales, (torch.float32,)))
     for tensor, dtypes in wanted:
         if tensor.device.type != "cpu" or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise RuntimeError(
-                f"a packed matrix has a part in {tensor.dtype} on {tensor.device}; load the model again"
-            )
+            raise RuntimeError(f"a packed matrix has a part in {tensor.dtype} on {tensor.device}; load the model again")
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:

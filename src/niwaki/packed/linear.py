@@ -38,9 +38,7 @@ class SparseLinear(nn.Module):
     scales: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(
-        self, weight: PackedMatrix, bias: nn.Parameter | None = None, transposed: bool = False
-    ) -> None:
+    def __init__(self, weight: PackedMatrix, bias: nn.Parameter | None = None, transposed: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._dtype, self._transposed = weight.dtype, transposed

@@ -145,9 +145,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
             config, index = (_text(path / name) for name in _TEXTS)
             write_json(place.directory / INDEX, Index(config, index, shards, tensors).to_json())
             (place.directory / INDEX_NAME).unlink(missing_ok=True)
-            write_json(
-                place.directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n"
-            )
+            write_json(place.directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
             sizes = Sizes.of(PackedCheckpoint(place.directory))
             if not sizes.matrices:
                 raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
@@ -270,9 +268,7 @@ def _in_whole_numbers(
     return pack_matrix(W, codes, scales)
 
 
-def _stored(
-    name: str, entry: Entry, W: PackedMatrix | None, parts: Sequence[Tensor], transposed: bool
-) -> Stored:
+def _stored(name: str, entry: Entry, W: PackedMatrix | None, parts: Sequence[Tensor], transposed: bool) -> Stored:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(raw(part))

@@ -13,14 +13,10 @@ from niwaki.models.streamed import StreamedModel
 def check(device: torch.device, dtype: torch.dtype) -> None:
     """Raises UsageError where torch has no such tensors."""
     if device.type != "cuda":
-        raise UsageError(
-            f"2:4 products need a GPU with CUDA, and the model is on {device}; leave two_four out"
-        )
+        raise UsageError(f"2:4 products need a GPU with CUDA, and the model is on {device}; leave two_four out")
     if dtype not in (torch.float16, torch.bfloat16):
         shown = str(dtype).removeprefix("torch.")
-        raise UsageError(
-            f"2:4 products are in half precision, and this would be {shown}; give dtype='float16'"
-        )
+        raise UsageError(f"2:4 products are in half precision, and this would be {shown}; give dtype='float16'")
 
 
 def is_two_four(weight: Tensor) -> bool:

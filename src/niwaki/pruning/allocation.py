@@ -33,9 +33,7 @@ class Curve:
     divisible: bool = True
 
 
-def smooth(
-    weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0
-) -> Curve:
+def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0) -> Curve:
     """The curve through a few points.
 
     Logarithms of losses are interpolated; below the first point a loss goes to 0 as a power of the sparsity, and above
@@ -120,9 +118,7 @@ def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int) 
     wishes = [-spread * ratio for ratio in ratios]
 
     def of(shift: float) -> list[float]:
-        return [
-            min(MOST, max(0.0, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)
-        ]
+        return [min(MOST, max(0.0, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)]
 
     below, above = min(0.0, -max(wishes)), 1 - min(wishes)
     for _ in range(100):

@@ -26,13 +26,13 @@ class Effort:
             compete with each other, as in unstructured patterns.
         pilot: The share of the calibration text that is looked at for these, at least one sample of each process.
         synthetic: Windows of text that the dense model writes itself, for each one of the calibration text, to which
-            they are added, see :mod:`niwaki.pruning.own_text`. For that the whole model has to fit in memory; where it does
+            they are added, see :mod:`.own_text`. For that the whole model has to fit in memory; where it does
             not, there are none, and the record says so.
         groups: Whether inputs are computed anew after each group of matrices with the same inputs (q, k, v; o; gate,
             up; down; those of all experts together), so that each group is solved for what the pruned ones before it
             give.
         dense_targets: How far the targets go from the original weights' outputs on the pruned model's inputs (0) to
-            the dense model's outputs (1), see :mod:`niwaki.layer.dense_targets`. Experts keep to their original weights.
+            the dense model's outputs (1), see :mod:`.dense_targets`. Experts keep to their original weights.
         ridge: Of the dense targets, relative to the unit diagonal of H.
         epochs: Passes over the calibration text in which the remaining weights of a block are fitted to the outputs
             of the dense block, see :mod:`niwaki.pruning.fit`; 0 for none, 0.5 for half of the text.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import NumericalError
-from niwaki.models.block import Block
-from niwaki.models.hidden_states import States
+from niwaki.models.block import DecoderBlock
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.pruning.effort import Effort
@@ -25,9 +25,9 @@ COPIES = 5
 
 
 def fit(
-    block: Block,
-    states: States,
-    targets: States,
+    block: DecoderBlock,
+    states: HiddenStates,
+    targets: HiddenStates,
     effort: Effort,
     world: World,
     done: Callable[[], None],
@@ -144,12 +144,12 @@ def tokens_per_part(effort: Effort, world: World) -> int:
     return max(1, effort.batch // world.size)
 
 
-def passes(states: States, targets: States, effort: Effort) -> float:
+def passes(states: HiddenStates, targets: HiddenStates, effort: Effort) -> float:
     """How often a fit goes over ``targets``, of which there may be fewer than ``states`` because it is once."""
     return 1.0 if sum(map(len, targets.tokens)) < sum(map(len, states.tokens)) else effort.epochs
 
 
-def batches(states: States, targets: States, effort: Effort, world: World) -> int:
+def batches(states: HiddenStates, targets: HiddenStates, effort: Effort, world: World) -> int:
     """How many batches pass through the block in a fit."""
     held, rest = _divided(len(targets.parts(tokens_per_part(effort, world))))
     steps = _steps(len(rest), passes(states, targets, effort))

@@ -18,9 +18,7 @@ from niwaki.models.streamed import StreamedModel
 PatternOf = Callable[[Matrix], Pattern]
 
 
-def wanted_pattern(
-    solver: Solver, sparsity: float | str | None, pattern: str | Pattern | None
-) -> Pattern | None:
+def wanted_pattern(solver: Solver, sparsity: float | str | None, pattern: str | Pattern | None) -> Pattern | None:
     """The pattern that was asked for; None if only a mask was."""
     if sparsity is not None and pattern is not None:
         raise UsageError("give a sparsity or a pattern, not both")

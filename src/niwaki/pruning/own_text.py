@@ -126,9 +126,7 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
         ) from error
 
 
-def _generated(
-    whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str
-) -> Tensor:
+def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str) -> Tensor:
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,

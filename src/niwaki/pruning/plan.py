@@ -19,8 +19,8 @@ from niwaki.files import output_errors
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
-from niwaki.models.block import Block
-from niwaki.models.hidden_states import States
+from niwaki.models.block import DecoderBlock
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
@@ -103,7 +103,7 @@ def plan(
 
     ``allocation="loss"``: the zeros of all matrices go where the model's loss is expected to grow least. For each
     matrix a part of its rows is pruned to some sparsities, and the squared errors of its outputs are weighed by how
-    sensitive the loss is to them (the diagonal of the Fisher information, see :mod:`niwaki.pruning.sensitivity`); a curve
+    sensitive the loss is to them (the diagonal of the Fisher information, see :mod:`.sensitivity`); a curve
     through these points says what the next zero costs. "error" does it for errors relative to the squared outputs,
     "owl" by the share of outliers in each block (Yin et al. 2024).
 
@@ -140,9 +140,7 @@ def plan(
                 if block.index < stop - 1:
                     block.advance(states)
         zeros = costs.allocated()
-    weights = {
-        place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance
-    }
+    weights = {place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance}
     return Plan(zeros, weights)
 
 
@@ -164,7 +162,7 @@ class _Costs:
         self._curves: list[Curve] = []
         self._outliers: list[float] = []  # of each block
 
-    def measure(self, block: Block, states: States, tf32: TF32, done: Callable[[], None]) -> None:
+    def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
         """Looks at the matrices of ``block``."""
         matrices = [m for m in block.matrices if self._pattern_of(m).at(0.0) is not None]
         if not matrices:
@@ -211,10 +209,7 @@ class _Costs:
     def allocated(self) -> dict[tuple[int, str], int]:
         """The number of zeros of each matrix."""
         sizes = [_size(matrix) for matrix in self._matrices]
-        asked = [
-            self._pattern_of(matrix).sparsity * size
-            for matrix, size in zip(self._matrices, sizes, strict=True)
-        ]
+        asked = [self._pattern_of(matrix).sparsity * size for matrix, size in zip(self._matrices, sizes, strict=True)]
         total = round(math.fsum(asked))
         if self._effort.allocation != "owl" and self._effort.per == "matrix":
             zeros = allocate(self._curves, total)
@@ -226,14 +221,10 @@ class _Costs:
             if self._effort.allocation == "owl":
                 shares = outlier_ratios(self._outliers, weights, total)
             else:
-                shares = allocate(
-                    [together([self._curves[i] for i in members]) for members in blocks.values()], total
-                )
+                shares = allocate([together([self._curves[i] for i in members]) for members in blocks.values()], total)
             zeros = [0] * len(sizes)
             for members, share, weight in zip(blocks.values(), shares, weights, strict=True):
-                for i, count in zip(
-                    members, rounded([share * sizes[i] / weight for i in members], share), strict=True
-                ):
+                for i, count in zip(members, rounded([share * sizes[i] / weight for i in members], share), strict=True):
                     zeros[i] = count
         return {(m.block, m.name): count for m, count in zip(self._matrices, zeros, strict=True)}
 

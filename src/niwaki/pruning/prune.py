@@ -19,7 +19,7 @@ from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_so
 from niwaki.layer.tf32 import check_tf32, has_tf32, products
 from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
 from niwaki.models.device import device_name, resident
-from niwaki.models.hidden_states import Room
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.models.processes import World
 from niwaki.models.scales import FOLDER, places, stored_as_usual, verify_grid
@@ -80,7 +80,7 @@ def prune(
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         solver: A name of ``niwaki.layer.solvers.SOLVERS``, or a solver; by default continuation.
         method: What to call the solver in the record; by default its name.
-        effort: A name of ``niwaki.pruning.effort.EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is
+        effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is
             done for the whole model, and for matrices and blocks to fit together. By default "balanced", and where
             a solver or a mask is given "fast": methods as they were published.
         sparsity: Fraction of zeros in the matrices, in the pattern that the solver's paper uses.
@@ -151,7 +151,7 @@ def prune(
         out_path = check_output(source_path, out_path, Path(record_to) if record_to is not None else None)
 
     checkpoint = Checkpoint(source_path)
-    room = Room()
+    room = MemoryBudget()
     streamed = StreamedModel(checkpoint, device, dtype, room)
     chosen = _chosen(blocks, len(streamed.blocks))
     streamed.limit(chosen)
@@ -194,8 +194,7 @@ def prune(
         notes.append(f"only {record.part} of {len(streamed.blocks)}, counted from 0: no other is pruned")
     asked = {
         "model": fingerprint(checkpoint),
-        "mask_from": mask_from
-        and (fingerprint(Checkpoint(locate_model(mask_model))) if mask_model else mask_from),
+        "mask_from": mask_from and (fingerprint(Checkpoint(locate_model(mask_model))) if mask_model else mask_from),
         "solver": repr(solver),
         "effort": repr(effort),
         "quantize": record.quantization,
@@ -221,9 +220,7 @@ def prune(
         told = world.told(place.journal if place else Journal({}))
         journal = place.journal if place else told
         if journal.blocks:
-            record = dataclasses.replace(
-                Record.from_json(journal.record), command=command, device=record.device
-            )
+            record = dataclasses.replace(Record.from_json(journal.record), command=command, device=record.device)
         if not journal.complete:
             if journal.blocks:
                 record.resumed.append(journal.blocks)
@@ -232,9 +229,7 @@ def prune(
                     f"going on behind the first {journal.blocks} of {len(streamed.blocks)} blocks, where an "
                     "earlier run was stopped; these run again for their outputs"
                 )
-            run = Walk(
-                streamed, solver, effort, pattern_of, grid, memory, record, progress, clock, world, journal
-            )
+            run = Walk(streamed, solver, effort, pattern_of, grid, memory, record, progress, clock, world, journal)
             if place:
                 _write(run, place, streamed, grid, shares, measure)
             else:

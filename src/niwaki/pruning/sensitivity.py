@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UnsupportedModelError
-from niwaki.models.block import Block
-from niwaki.models.hidden_states import Batches, States
+from niwaki.models.block import DecoderBlock
+from niwaki.models.hidden_states import HiddenStates, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
 
@@ -82,10 +82,10 @@ def sensitivities(
     draws = draws.split(counts)[world.rank]
     with model.room.lent() as room:
         states = model.embed(tokens, room=room)
-        kept: list[Batches] = []
+        kept: list[SpillList] = []
         for block in model.stream():
             if block.index >= first:
-                kept.append(Batches(room))
+                kept.append(SpillList(room))
                 for hidden in states.hidden:
                     kept[-1].append(hidden.cpu())
             block.advance(states, done)
@@ -106,7 +106,7 @@ def sensitivities(
     return found
 
 
-def _ends(model: StreamedModel, states: States, draws: Tensor) -> list[int]:
+def _ends(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[int]:
     """Puts gradients of the loss in the place of the hidden states behind the last block.
 
     Those of batch i are what is there times 2^exponents[i]; the exponents are the result.
@@ -133,9 +133,7 @@ def _pieces(rows: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @torch.enable_grad()
-def _gradient(
-    head: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, tokens: Tensor, draws: Tensor
-) -> Tensor:
+def _gradient(head: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, tokens: Tensor, draws: Tensor) -> Tensor:
     """(samples, length, width) float32: the gradient of the loss with respect to ``hidden``."""
     hidden = hidden.detach().float().requires_grad_()
     logits = head(hidden, tokens)
@@ -148,9 +146,7 @@ def _labels(p: Tensor, draws: Tensor) -> Tensor:
     """(.., 1): the first label up to which the probabilities ``p`` (.., vocabulary) sum to more than ``draws`` (..)."""
     sums = p.cumsum(-1)
     # What they sum to in all is 1 up to rounding only.
-    return torch.searchsorted(sums, draws.unsqueeze(-1) * sums[..., -1:], right=True).clamp_(
-        max=p.shape[-1] - 1
-    )
+    return torch.searchsorted(sums, draws.unsqueeze(-1) * sums[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
 def _normalised(gradient: Tensor, where: str) -> tuple[Tensor, int]:
@@ -174,7 +170,7 @@ class _Squares:
         scale: The factor of the squares that come.
     """
 
-    def __init__(self, block: Block, device: torch.device) -> None:
+    def __init__(self, block: DecoderBlock, device: torch.device) -> None:
         self._index = block.index
         self._matrices = block.matrices
         self.scale = 1.0
@@ -198,9 +194,7 @@ class _Squares:
         """In the backward pass, which has the products of the forward pass in reverse order."""
         sums, gradients = self._sums[parameter, expert], X.flatten(0, -2)
         if gradients.shape[1] != len(sums):
-            raise UnsupportedModelError(
-                f"{parameter} is used in parts when its block runs; please report this model"
-            )
+            raise UnsupportedModelError(f"{parameter} is used in parts when its block runs; please report this model")
         self._seen.add(parameter)
         if together:
             gradients = gradients[self._own[parameter, expert].pop()]
@@ -216,9 +210,7 @@ class _Squares:
         """
         for parameter, _ in self._sums:
             if parameter not in self._seen:
-                raise UnsupportedModelError(
-                    f"{parameter} is not used when its block runs; please report this model"
-                )
+                raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
         world.sum([self._all])
         _check(bool(torch.isfinite(self._all).all()), f"block {self._index}")
         self._all /= tokens

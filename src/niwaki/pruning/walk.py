@@ -18,11 +18,11 @@ from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution, relative
 from niwaki.layer.rounding import flops, onto_grid
 from niwaki.layer.solvers import Solver
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import CheckpointWriter
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
-from niwaki.models.hidden_states import States
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.output import Journal, Workplace
 from niwaki.models.processes import World
@@ -105,9 +105,7 @@ class Walk:
         pruned = model.embed(held.tokens) if held and measure != "none" else None
         clock.lap("capture")
         if model.room.outside:
-            self._note(
-                f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory"
-            )
+            self._note(f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         done = self._journal.blocks
         for block in model.stream():
             if block.index >= stop and not held:
@@ -196,7 +194,7 @@ class Walk:
     def _pattern_of(self, matrix: Matrix) -> Pattern:
         return self._plan.pattern(matrix, self._usual(matrix))
 
-    def _restore(self, block: Block, matrices: list[Matrix], vectors: bool = False) -> None:
+    def _restore(self, block: DecoderBlock, matrices: list[Matrix], vectors: bool = False) -> None:
         """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
         for matrix in matrices:
             stored = block.empty(matrix)
@@ -209,7 +207,7 @@ class Walk:
                 value.copy_(self._writer.read(key))
             self._world.send(value, 0)
 
-    def _prune(self, block: Block, states: States, origin: States | None, last: bool) -> None:
+    def _prune(self, block: DecoderBlock, states: HiddenStates, origin: HiddenStates | None, last: bool) -> None:
         """Prunes the matrices of a block, and fits it if asked for.
 
         ``origin``, the inputs of the dense block, become its outputs, unless this is the last block and nothing needs
@@ -251,7 +249,7 @@ class Walk:
                     self._writer.write(key, stored, part)
             clock.lap("fit")
 
-    def _solve_all(self, block: Block, grams: list[InputGram]) -> None:
+    def _solve_all(self, block: DecoderBlock, grams: list[InputGram]) -> None:
         """Solves the matrices with these inputs, each in one process or the rows in all, and tells the results to all.
 
         ``grams`` is empty then: each goes when it is not needed any more.
@@ -295,7 +293,7 @@ class Walk:
                 self._progress.step()
             self._keep(block, matrix, result)
 
-    def _sent(self, block: Block, matrix: Matrix, solved: _Solved | None, source: int) -> _Solved:
+    def _sent(self, block: DecoderBlock, matrix: Matrix, solved: _Solved | None, source: int) -> _Solved:
         """What process ``source`` has as ``solved``."""
         done = self._world.told(solved and solved.record, source)
         assert done is not None
@@ -308,7 +306,7 @@ class Walk:
         assert scales is not None
         return _Solved(stored, self._world.send(scales, source), done)
 
-    def _keep(self, block: Block, matrix: Matrix, solved: _Solved) -> None:
+    def _keep(self, block: DecoderBlock, matrix: Matrix, solved: _Solved) -> None:
         """Writes a matrix as it is solved, and what was found."""
         stored, scales, done = solved
         self._progress.solved(done)
@@ -343,9 +341,7 @@ class Walk:
         scales = self._scales[matrix.name]
         return self._grid.project(W, scales.float(), scales.dtype, same_zeros=True)
 
-    def _solve(
-        self, block: Block, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL
-    ) -> _Solved:
+    def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> _Solved:
         """Of the whole matrix, also where ``rows`` are only some of it."""
         began = time.perf_counter()
         with named(matrix):
@@ -380,9 +376,7 @@ class Walk:
             stored = block.stored(matrix, rows.joined(solution.W))
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began
-        done = MatrixRecord(
-            block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats
-        )
+        done = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
         return _Solved(stored, scales, done)
 
     def _monitor(self, name: str) -> Monitor | None:
@@ -390,7 +384,7 @@ class Walk:
             return None
         return lambda step, steps, error: self._progress.solving(name, step, steps, error)
 
-    def _note_loans(self, block: Block, experts: list[_Counts]) -> None:
+    def _note_loans(self, block: DecoderBlock, experts: list[_Counts]) -> None:
         poor = [counts for counts in experts if counts.borrowed]
         if poor:
             fewest = min(poor, key=lambda counts: counts.tokens / counts.width)
@@ -451,7 +445,5 @@ def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
         loss = error * power if power > 0 else problem.loss(solution.W)
         error = relative(*rows.sum(torch.tensor([loss, power], dtype=torch.float64)).tolist())
     if not math.isfinite(error):
-        raise NumericalError(
-            f"the error of its outputs is {error}; its weights or inputs are too large, or not finite"
-        )
+        raise NumericalError(f"the error of its outputs is {error}; its weights or inputs are too large, or not finite")
     return error

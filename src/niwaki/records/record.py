@@ -253,14 +253,10 @@ class Record:
     def from_json(cls, text: str) -> Record:
         """The inverse of :meth:`to_json`."""
         values = json.loads(text)
-        matrices = [
-            MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")
-        ]
+        matrices = [MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")]
         fits = [FitRecord(**fit) for fit in values.pop("fits", [])]
         structure = values.pop("structure", None)
-        return cls(
-            **values, matrices=matrices, fits=fits, structure=structure and StructureRecord(**structure)
-        )
+        return cls(**values, matrices=matrices, fits=fits, structure=structure and StructureRecord(**structure))
 
 
 def _geometric_mean(values: list[float]) -> float:

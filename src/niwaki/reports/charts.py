@@ -192,9 +192,7 @@ def shares(blocks: Sequence[Row], matrices: Sequence[Row]) -> Figure:
         ticks = alt.Chart(alt.Data(values=list(matrices))).mark_tick(
             color="var(--ink)", thickness=1.5, opacity=0.75, size=length
         )
-        layers = alt.layer(
-            columns.encode(x, y, description="label:N"), ticks.encode(x, y, description="label:N")
-        )
+        layers = alt.layer(columns.encode(x, y, description="label:N"), ticks.encode(x, y, description="label:N"))
         return layers.properties(width=width, height=220)
 
     return _figure(draw)
@@ -260,9 +258,7 @@ def _curves(
         }
         if not lines:
             by_method["xOffset"] = alt.XOffset("method:N", sort=shown)
-        base = alt.Chart(alt.Data(values=list(points))).encode(
-            x=x, y=alt.Y("value:Q", title=y, scale=scale, axis=axis)
-        )
+        base = alt.Chart(alt.Data(values=list(points))).encode(x=x, y=alt.Y("value:Q", title=y, scale=scale, axis=axis))
         layers: list[alt.Chart] = []
         if dense is not None:
             one = alt.Chart(alt.Data(values=[dense]))
@@ -273,9 +269,7 @@ def _curves(
             layers.append(rule.encode(y=alt.Y("value:Q", scale=scale), description="label:N"))
             if legend:
                 text = one.mark_text(align="right", dx=-4, dy=-8, color="var(--soft)", aria=False)
-                layers.append(
-                    text.encode(x=alt.value("width"), y=alt.Y("value:Q", scale=scale), text="text:N")
-                )
+                layers.append(text.encode(x=alt.value("width"), y=alt.Y("value:Q", scale=scale), text="text:N"))
         drawn = {"color": by_method["color"], **({} if lines else {"xOffset": by_method["xOffset"]})}
         if lines:
             path = base.mark_line(strokeWidth=1.6, opacity=0.75, aria=False)
@@ -301,9 +295,7 @@ def _curves(
 
 def value_span(points: Sequence[Row]) -> tuple[float, float]:
     """The least and the greatest value, with standard errors."""
-    values = [
-        point[key] for point in points for key in ("value", "low", "high") if point.get(key) is not None
-    ]
+    values = [point[key] for point in points for key in ("value", "low", "high") if point.get(key) is not None]
     low, high = min(values), max(values)
     return (low, high) if high > low else (0.9 * low, 1.1 * high)
 

@@ -80,9 +80,7 @@ def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
     return [_picture(matrix, checkpoint) for matrix in found]
 
 
-def text_samples(
-    checkpoint: Checkpoint, record: Record, prompts: Sequence[str], remarks: list[str]
-) -> list[Sample]:
+def text_samples(checkpoint: Checkpoint, record: Record, prompts: Sequence[str], remarks: list[str]) -> list[Sample]:
     """What the pruned model and, where it is on this machine, the dense one say after each prompt.
 
     Args:
@@ -137,9 +135,7 @@ def _same_model(record: Record, pruned: Checkpoint) -> Checkpoint:
         except Exception as error:
             raise CheckpointError(f"{name} is not on this machine") from error
     dense = open_checkpoint(locate_model(name))
-    shapes, others = (
-        {key: (entry.dtype, entry.shape) for key, entry in of.entries.items()} for of in (dense, pruned)
-    )
+    shapes, others = ({key: (entry.dtype, entry.shape) for key, entry in of.entries.items()} for of in (dense, pruned))
     if record.structure:
         parameters = sum(math.prod(shape) for _, shape in shapes.values())
         same = parameters == record.structure.parameters["before"]

@@ -150,9 +150,7 @@ def load(directory: str | Path) -> Material:
                 return read(directory, path.read_bytes().decode("utf-8"))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 reason = f"no {error}" if isinstance(error, KeyError) else error
-                raise CheckpointError(
-                    f"{path} cannot be read as what niwaki writes there: {reason}"
-                ) from error
+                raise CheckpointError(f"{path} cannot be read as what niwaki writes there: {reason}") from error
     what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is no directory"
     raise UsageError(f"{directory} {what}; give one that `niwaki prune` or `niwaki compare` wrote")
 

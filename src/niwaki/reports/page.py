@@ -18,9 +18,7 @@ def check_extra() -> None:
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError as error:
-        raise OutputError(
-            f"reports need {error.name}; install it with pip install 'niwaki[report]'"
-        ) from None
+        raise OutputError(f"reports need {error.name}; install it with pip install 'niwaki[report]'") from None
 
 
 def render(material: Material, extras: Extras | None = None, *, reference: str | None = None) -> str:
@@ -42,7 +40,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
     from niwaki.reports.view import View
 
-    folder = files(__name__) / "templates"
+    folder = files("niwaki.reports") / "templates"
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
         autoescape=True,  # names and generated text come from anywhere

@@ -188,9 +188,7 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
     return {name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)}
 
 
-def heat_table(
-    cells: Sequence[charts.Row], rows: Sequence[str], blocks: Sequence[int], shown: str = "{:.4f}"
-) -> Table:
+def heat_table(cells: Sequence[charts.Row], rows: Sequence[str], blocks: Sequence[int], shown: str = "{:.4f}") -> Table:
     """The numbers of a heat map, a row for each block."""
     found = {(cell["block"], cell["row"]): cell for cell in cells}
     lines = []

@@ -90,9 +90,7 @@ class View:
                 about[note].append(run)
         found = []
         for note, runs in about.items():
-            where = (
-                f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {counted(len(self.runs), 'run')}"
-            )
+            where = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {counted(len(self.runs), 'run')}"
             found.append(note if len(runs) == len(self.runs) else f"{where}: {note}")
         return found
 
@@ -186,9 +184,7 @@ class View:
             figures = []
             if plain:
                 width = 0.66 if both else 1.0
-                figures.append(
-                    charts.frontier(plain, self.methods, "perplexity", dense=line, share=width, span=span)
-                )
+                figures.append(charts.frontier(plain, self.methods, "perplexity", dense=line, share=width, span=span))
             if grouped:
                 width = 0.32 if both else 1.0
                 figures.append(
@@ -209,9 +205,7 @@ class View:
 
     def _perplexities(self, text: str) -> Table:
         """A row for each method, a column for each pattern, the best marked."""
-        values = {
-            (run.method, run.pattern): run.perplexity[text] for run in self.runs if text in run.perplexity
-        }
+        values = {(run.method, run.pattern): run.perplexity[text] for run in self.runs if text in run.perplexity}
         rows = []
         if dense := self.material.dense.get(text):
             rows.append([Cell("dense"), Cell(with_error(dense)), *(Cell("") for _ in self.patterns[1:])])
@@ -278,9 +272,7 @@ class View:
                 point = point_of(run, run.perplexity[text])
                 for key in ("value", "low", "high"):
                     point[key] = None if point[key] is None else point[key] / dense.value
-                point["label"] = (
-                    f"measured: {point['label']}, {point['value']:.3g} times the dense {self.name}"
-                )
+                point["label"] = f"measured: {point['label']}, {point['value']:.3g} times the dense {self.name}"
                 found.append(point)
         return found
 
@@ -293,9 +285,7 @@ class View:
             pattern: sum(run.pattern == pattern and run.record is not None for run in self.runs)
             for pattern in self.patterns
         }
-        most = [
-            pattern for pattern, count in counts.items() if count == max(counts.values(), default=0) and count
-        ]
+        most = [pattern for pattern, count in counts.items() if count == max(counts.values(), default=0) and count]
         return most[(len(most) - 1) // 2] if most else ""
 
     @property
@@ -305,9 +295,7 @@ class View:
         for run in self.runs:
             if run.record is None or not run.record.matrices or run.pattern != self.heat_pattern:
                 continue
-            cells, rows, blocks = self._grid(
-                run.record, lambda matrix: matrix.error, "error {:.4g}", self._step
-            )
+            cells, rows, blocks = self._grid(run.record, lambda matrix: matrix.error, "error {:.4g}", self._step)
             drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in cells]
             share = 0.5 if self.material.compared else 1.0
             figure = charts.heat_map(drawn, rows, blocks, share)
@@ -404,8 +392,7 @@ class View:
                 "part": stage,
                 "value": seconds,
                 "order": stages.index(stage),
-                "label": f"{method}, {stage}: {seconds:.2f} s"
-                + (f" ({STAGES[stage]})" if stage in STAGES else ""),
+                "label": f"{method}, {stage}: {seconds:.2f} s" + (f" ({STAGES[stage]})" if stage in STAGES else ""),
             }
             for (method, stage), seconds in mean.items()
             if seconds > 0
@@ -467,8 +454,7 @@ class View:
             errors = self._grid(run.record, lambda matrix: matrix.error, "{:.4g}", self._step)
             shares = self._grid(run.record, lambda matrix: matrix.sparsity, "{:.2%}", self._share)
             measured = [
-                (f"perplexity, {short_text(text)}", with_error(value))
-                for text, value in run.perplexity.items()
+                (f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()
             ]
             error = [("error of the matrices, geometric mean", f"{run.error:.4g}")]
             facts = [*measured, *error, ("time", f"{run.seconds:.1f} s"), *facts_of(run)]

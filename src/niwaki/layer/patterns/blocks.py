@@ -31,9 +31,7 @@ class Block(Tiled):
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
         if min(self.shape) < 1:
-            raise PatternError(
-                f"a block has at least 1 row and 1 column; got {self.shape[0]}x{self.shape[1]}"
-            )
+            raise PatternError(f"a block has at least 1 row and 1 column; got {self.shape[0]}x{self.shape[1]}")
 
     def __str__(self) -> str:
         return f"block-{self.shape[0]}x{self.shape[1]}:{short_number(self.sparsity)}"

@@ -37,9 +37,7 @@ class Fixed(ByRows):
 
     def check(self, shape: tuple[int, int]) -> None:
         if tuple(self.values.shape) != tuple(shape):
-            raise PatternError(
-                f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}"
-            )
+            raise PatternError(f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}")
 
     def reordered(self, columns: Tensor) -> Pattern:
         return replace(self, values=self.values[:, columns.to(self.values.device)])

@@ -131,9 +131,7 @@ def tile_choices(n: int, m: int) -> Tensor:
     """
     of_row = [row for row in itertools.product((False, True), repeat=m) if sum(row) == n]
     tiles = itertools.product(of_row, repeat=m)
-    return torch.tensor(
-        [sum(t, ()) for t in tiles if all(sum(column) == n for column in zip(*t, strict=True))]
-    )
+    return torch.tensor([sum(t, ()) for t in tiles if all(sum(column) == n for column in zip(*t, strict=True))])
 
 
 def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:

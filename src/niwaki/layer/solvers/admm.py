@@ -81,9 +81,7 @@ class ADMM(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
         shift = self.damping + self.rho
-        R, used = scaled.gram.derived(
-            ("admm", self.damping, self.rho), lambda: self._resolvent(scaled.new_H, shift)
-        )
+        R, used = scaled.gram.derived(("admm", self.damping, self.rho), lambda: self._resolvent(scaled.new_H, shift))
         W0 = scaled.W
         # Three buffers for all steps, because fresh memory of that size costs page faults each time.
         V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)

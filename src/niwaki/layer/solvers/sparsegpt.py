@@ -61,9 +61,7 @@ class SparseGPT(Solver):
         mean = H.diagonal().mean().item()
         # Where H is 0 any damping gives the same: no weight makes up for another.
         damping = self.damping * mean if mean else 1.0
-        U, used = problem.gram.derived(
-            ("sparsegpt", self.damping), lambda: inverse_upper_cholesky(H, damping)
-        )
+        U, used = problem.gram.derived(("sparsegpt", self.damping), lambda: inverse_upper_cholesky(H, damping))
         # Groups of n:m must not be cut by the end of a block.
         width = math.ceil(self.block_size / pattern.group) * pattern.group
         runs = pattern.slices((rows, columns), width)

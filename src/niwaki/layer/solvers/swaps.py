@@ -92,9 +92,7 @@ class Swaps(Solver):
             if done:
                 break
         at_limit = len(active)
-        return problem.solution(
-            problem.W, mask, swaps=swaps, converged=int(not at_limit), rows_at_limit=at_limit
-        )
+        return problem.solution(problem.W, mask, swaps=swaps, converged=int(not at_limit), rows_at_limit=at_limit)
 
     def flops(self, rows: int, columns: int) -> float:
         """Three products; the search is elementwise and not counted, though it takes most of the time."""
@@ -123,9 +121,7 @@ def _best(
         return change, first[rows, i], T[rows, i].argmin(dim=1)
     of_run = (len(w), runs, width)
     T = blocks * w.view(of_run).mul(-2).unsqueeze(3)  # (rows, runs, width, width): kept x pruned
-    torch.addcmul(
-        A.masked_fill(kept, torch.inf).view(of_run).unsqueeze(2), T, w.view(of_run).unsqueeze(2), out=T
-    )
+    torch.addcmul(A.masked_fill(kept, torch.inf).view(of_run).unsqueeze(2), T, w.view(of_run).unsqueeze(2), out=T)
     T.add_(A.masked_fill(~kept, torch.inf).view(of_run).unsqueeze(3))
     change, i = T.amin(dim=3).flatten(1).min(dim=1)
     return change, i, i // width * width + T.flatten(1, 2)[rows, i].argmin(dim=1)

@@ -38,23 +38,17 @@ class Checkpoint:
                     self.entries[key] = entry
         for key, shard in (weight_map or {}).items():
             if key not in self.entries:
-                raise CheckpointError(
-                    f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there"
-                )
+                raise CheckpointError(f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there")
 
     def _weight_map(self) -> dict[str, str] | None:
         if (self.path / INDEX_NAME).exists() and not (self.path / SINGLE_NAME).exists():
             index = read_json(self.path / INDEX_NAME).get("weight_map")
             if not isinstance(index, dict) or not index:
-                raise CheckpointError(
-                    f"{self.path / INDEX_NAME} has no weight_map; is the download complete?"
-                )
+                raise CheckpointError(f"{self.path / INDEX_NAME} has no weight_map; is the download complete?")
             for shard in index.values():
                 # A path in the index could name any file of the machine, to read or to write.
                 if not isinstance(shard, str) or Path(shard).name != shard:
-                    raise CheckpointError(
-                        f"{self.path / INDEX_NAME} names a shard outside its directory: {shard!r}"
-                    )
+                    raise CheckpointError(f"{self.path / INDEX_NAME} names a shard outside its directory: {shard!r}")
                 if not (self.path / shard).exists():
                     raise CheckpointError(f"{self.path} lacks the shard {shard}; is the download complete?")
             return index
@@ -93,7 +87,5 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         entry = self.entries[key]
         if entry.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here"
-            )
+            raise CheckpointError(f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here")
         return read_tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))

@@ -105,9 +105,7 @@ def header_end(file: BinaryIO, path: Path) -> int:
     size = path.stat().st_size
     end = 8 + int.from_bytes(file.read(8), "little")
     if size < 8 or end > min(size, 8 + _MAX_HEADER):
-        raise CheckpointError(
-            f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes"
-        )
+        raise CheckpointError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
     return end
 
 
@@ -126,10 +124,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         for key, value in header.items():
             first, last = value["data_offsets"]
             shape = tuple(value["shape"])
-            if (
-                not all(type(n) is int and n >= 0 for n in (first, last, *shape))
-                or type(value["dtype"]) is not str
-            ):
+            if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or type(value["dtype"]) is not str:
                 raise ValueError(f"the entry for {key!r} makes no sense")
             entries[key] = Entry(path.name, value["dtype"], shape, end + first, last - first)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
-from niwaki.models.hidden_states import States
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel, structure
 from niwaki.pruning.structured.units import Cut
 
@@ -46,9 +46,7 @@ def configuration(model: StreamedModel, kept: Sequence[int], cuts: Sequence[Cut]
     if isinstance(values.get("text_config"), dict):
         text = values["text_config"] = dict(values["text_config"])
     elif model.config is not model.model.config:
-        raise UnsupportedModelError(
-            f"{model.checkpoint.path} has the configuration of its blocks in an unknown place"
-        )
+        raise UnsupportedModelError(f"{model.checkpoint.path} has the configuration of its blocks in an unknown place")
     changes = {name: value for cut in cuts for name, value in cut.config.items()}
     if len(kept) < len(model.blocks):
         changes |= _of_blocks(model, kept)
@@ -144,7 +142,7 @@ def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, s
     return outside, blocks
 
 
-def check_outputs(smaller: StreamedModel, states: States) -> None:
+def check_outputs(smaller: StreamedModel, states: HiddenStates) -> None:
     """Raises OutputError unless ``smaller`` does what the large model does without what was removed.
 
     ``states`` are those behind the last block that was kept of the large model; their first batch is compared.

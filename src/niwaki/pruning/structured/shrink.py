@@ -17,10 +17,10 @@ from niwaki.files import write_json
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
-from niwaki.models.block import Block
+from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.device import device_name, peak_memory
-from niwaki.models.hidden_states import States
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.output import Workplace, check_output, fingerprint, workplace, write_config
 from niwaki.models.perplexity import perplexity
 from niwaki.models.processes import World
@@ -126,8 +126,7 @@ def shrink(
         calibration=windows.described(),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
-        flops=(depth - blocks)
-        * sum(flops(*cut.sites[0].matrix.shape, removed=cut.size * cut.count) for cut in cuts),
+        flops=(depth - blocks) * sum(flops(*cut.sites[0].matrix.shape, removed=cut.size * cut.count) for cut in cuts),
         versions=versions(),
         notes=notes,
     )
@@ -151,7 +150,7 @@ def shrink(
     return record
 
 
-def influences(model: StreamedModel, states: States, progress: Progress) -> list[float]:
+def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
     """The influence of each block: 1 - the mean cosine of its input and output over the tokens.
 
     Cost: a forward pass; ``states``, the inputs of the first block, are those behind the last block then.
@@ -234,9 +233,7 @@ class _Run:
         write_json(directory / "niwaki.json", record.to_json())
         place.save(record=record.to_json(), complete=True)
 
-    def _walk(
-        self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards
-    ) -> States:
+    def _walk(self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards) -> HiddenStates:
         """Removes and writes; the states behind the last block of the large model, with zeros for what is gone."""
         tokens = windows.tokens
         if not self.cuts:  # only to know what the outputs should be
@@ -259,7 +256,7 @@ class _Run:
                 break
         return states
 
-    def _remove(self, block: Block, cut: Cut, states: States, tensors: dict[str, Tensor]) -> None:
+    def _remove(self, block: DecoderBlock, cut: Cut, states: HiddenStates, tensors: dict[str, Tensor]) -> None:
         """Removes the units of ``cut`` from ``tensors``, and puts zeros into ``block`` for them."""
         site, structure = cut.sites[block.index], self.record.structure
         matrix = site.matrix
