@@ -24,8 +24,8 @@ from niwaki.errors import CheckpointError
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack, unpacked
-from niwaki.packed.pages import in_large_pages
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What this machine can do, from the plainest on; the one without a library first.
@@ -297,7 +297,7 @@ class TestParts:
         mask = good.mask.clone()
         mask[4, column // 8] |= 1 << column % 8
         values = torch.cat([good.values, good.values.new_zeros(1)])
-        assert "behind column 70" in self.refused(mask=mask, values=values)
+        assert "after column 70" in self.refused(mask=mask, values=values)
 
     def test_shapes_and_dtypes(self) -> None:
         good = self.packed()
