@@ -27,7 +27,7 @@ from niwaki.models.checkpoint import (
     SINGLE_NAME,
     Checkpoint,
     CheckpointWriter,
-    carry_over,
+    copy_files,
     locate_model,
     new_shard,
     verify,
@@ -690,7 +690,7 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     (shards / "linked").symlink_to(folder)
     files["linked/b.txt"] = b"b"
 
-    assert sorted(carry_over(shards, out, Checkpoint(shards).shards)) == sorted(left)
+    assert sorted(copy_files(shards, out, Checkpoint(shards).shards)) == sorted(left)
     for name, raw in files.items():
         assert (out / name).read_bytes() == raw, name
         assert not (out / name).is_symlink()
@@ -703,7 +703,7 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
 def test_a_list_of_pickled_shards_stays_with_them(single: Path, out: Path) -> None:
     for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"):
         (single / name).write_text("{}")
-    carry_over(single, out, [SINGLE_NAME])
+    copy_files(single, out, [SINGLE_NAME])
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json"]
 
 

@@ -19,7 +19,6 @@ from niwaki.files import locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver
 from niwaki.models.checkpoint import Checkpoint, locate_model
-from niwaki.models.output import fingerprint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, load_tokenizer, read_windows
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, make_effort
@@ -348,7 +347,7 @@ def _fingerprint(
     texts = ", ".join(f"{size(found)} of {text}" for text, found in held.items())
     dtype = str(streamed.dtype).removeprefix("torch.")
     return {
-        "model": entry(fingerprint(streamed.checkpoint), model),
+        "model": entry(streamed.checkpoint.fingerprint(), model),
         "calibration": entry(windows.fingerprint(), f"{size(windows)} of {windows.source}"),
         "texts": entry({text: found.fingerprint() for text, found in held.items()}, texts),
         "device": entry(streamed.device.type, streamed.device.type),

@@ -1,15 +1,14 @@
-"""The directory that a run writes: there when all of it is, and not before; unfinished, it can be gone on with.
+"""The directory that a run writes: it appears when it is complete, and an interrupted run can resume.
 
-Beside OUT lie, while a run is on its way or was stopped, ``.OUT.partial`` with what is written so far and
-``.OUT.partial.json``, the journal: what was asked for and which blocks are done. If OUT is there already (an
-empty directory may be a mount point or somebody's working directory) both lie inside it, as ``.partial``.
+Until then ``.OUT.partial`` next to OUT has what is written so far, and ``.OUT.partial.json``, the journal, says what
+was asked for and which blocks are done. If OUT exists already (an empty directory may be a mount point or somebody's
+working directory) both are inside it, as ``.partial`` and ``.partial.json``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -19,13 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint import Checkpoint, carry_over
-from niwaki.records.record import FINDINGS, Record
-
-_SAMPLE = 4096  # bytes
+from niwaki.models.checkpoint import Checkpoint, copy_files
+from niwaki.records.record import FINDINGS
 
 
 @dataclass
@@ -108,15 +104,6 @@ class Workplace:
                 else:
                     path.unlink()
 
-    def carry_over(self, checkpoint: Checkpoint) -> list[str]:
-        """Copies all files of a model but its weights, and what was found out about it.
-
-        Returns:
-            What to note: other copies of the dense weights were left behind.
-        """
-        left = carry_over(checkpoint.path, self.directory, [*checkpoint.shards, *FINDINGS])
-        return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
-
     def save(self, **changes: Any) -> None:
         """Writes the journal with these changes: what it says is done has to be on disk before."""
         journal = dataclasses.replace(self.journal, **changes)
@@ -192,39 +179,35 @@ def workplace(
             raise
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Of a checkpoint: its configuration, the place of its tensors, and some bytes of each of them."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for key, entry in sorted(checkpoint.entries.items()):
-        digest.update(f"{key} {entry}".encode())
-        with (checkpoint.path / entry.shard).open("rb") as file:
-            for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
-                file.seek(entry.offset + start)
-                digest.update(file.read(min(_SAMPLE, entry.size)))
-    return digest.hexdigest()
+@contextlib.contextmanager
+def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | None]:
+    """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
 
+    None where an earlier run with this ``fingerprint`` was stopped while it moved a complete directory into place:
+    nothing is left to write.
 
-def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
-    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
-
-    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    Raises:
+        UsageError: another run is writing ``out``.
+        OutputError: the place cannot be written.
     """
-    config = {
-        **values,
-        "pruning_config": {
-            "library": "niwaki",
-            "version": __version__,
-            "method": record.method,
-            "solver": record.solver,
-            "effort": record.effort,
-            "mask_from": record.mask_from,
-            "pattern": record.pattern,
-            "sparsity": round(record.sparsity, 6),
-            **({"quantization": record.quantization} if record.quantization else {}),
-            **({"blocks": record.blocks} if record.blocks else {}),
-        },
-    }
-    write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    with workplace(out, fingerprint, resume=False) as place:
+        if place.journal.complete:
+            yield None
+        else:
+            place.clear([])
+            yield place.directory
+            place.save(complete=True)
+        place.move()
+
+
+def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
+    """Copies all files of a model but its weights, and what was measured on it.
+
+    Returns:
+        What to note: other copies of the dense weights were not copied.
+    """
+    left = copy_files(checkpoint.path, directory, [*checkpoint.shards, *FINDINGS])
+    return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
 
 
 def _places(out: Path) -> tuple[Path, Path]:

@@ -20,7 +20,8 @@ from niwaki.layer.tf32 import check_tf32, has_tf32, products
 from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
 from niwaki.models.device import device_name, resident
 from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.output import Journal, Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.models.model_config import write_config
+from niwaki.models.output import Journal, Workplace, carry_over, check_output, workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import FOLDER, places, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
@@ -193,8 +194,8 @@ def prune(
     if record.part:
         notes.append(f"only {record.part} of {len(streamed.blocks)}, counted from 0: no other is pruned")
     asked = {
-        "model": fingerprint(checkpoint),
-        "mask_from": mask_from and (fingerprint(Checkpoint(locate_model(mask_model))) if mask_model else mask_from),
+        "model": checkpoint.fingerprint(),
+        "mask_from": mask_from and (Checkpoint(locate_model(mask_model)).fingerprint() if mask_model else mask_from),
         "solver": repr(solver),
         "effort": repr(effort),
         "quantize": record.quantization,
@@ -259,7 +260,7 @@ def _write(
         run.blocks(*shares, measure, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
-    record.notes += place.carry_over(checkpoint)
+    record.notes += carry_over(checkpoint, place.directory)
     write_config(place.directory, checkpoint.config, record)
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)

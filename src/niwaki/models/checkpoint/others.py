@@ -13,7 +13,7 @@ from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
 WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 
-def carry_over(source: Path, directory: Path, shards: list[str]) -> list[str]:
+def copy_files(source: Path, directory: Path, shards: list[str]) -> list[str]:
     """Copies all files of ``source`` but its weights into ``directory``.
 
     Returns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_js
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+_SAMPLE = 4096  # bytes
 
 
 class Checkpoint:
@@ -89,3 +92,14 @@ class Checkpoint:
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here")
         return read_tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for key, entry in sorted(self.entries.items()):
+            digest.update(f"{key} {entry}".encode())
+            with (self.path / entry.shard).open("rb") as file:
+                for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
+                    file.seek(entry.offset + start)
+                    digest.update(file.read(min(_SAMPLE, entry.size)))
+        return digest.hexdigest()
