@@ -26,7 +26,7 @@ from niwaki.models.checkpoint import (
     read_tensor,
 )
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Workplace, carry_over, check_output, workplace
+from niwaki.models.output import carry_over, check_output, new_directory
 from niwaki.models.scales import FILE as SCALES
 from niwaki.models.scales import read_scales
 from niwaki.models.shards import Shards
@@ -114,23 +114,20 @@ def pack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> Si
     checkpoint = Checkpoint(path)
     packer = _Packer(checkpoint, done)
     sizes: Sizes | None = None
-    with workplace(target, {"pack": checkpoint.fingerprint()}, resume=False) as place:
-        if not place.journal.complete:
-            place.clear([])
-            _carry_over(place, checkpoint)
+    with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
+        if directory:
+            _carry_over(checkpoint, directory)
             config, index = (_text(path / name) for name in _TEXTS)
-            shards = packer.write(place.directory)
-            write_json(place.directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
-            (place.directory / INDEX_NAME).unlink(missing_ok=True)
-            write_json(place.directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
-            sizes = Sizes.of(PackedCheckpoint(place.directory))
+            shards = packer.write(directory)
+            write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
+            (directory / INDEX_NAME).unlink(missing_ok=True)
+            write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
+            sizes = Sizes.of(PackedCheckpoint(directory))
             if not sizes.matrices:
                 raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
             # The path of a hub id is a folder of the cache.
             name = (path.resolve() if path == Path(model).expanduser() else Path(model)).name
-            card.write(place.directory, name, str(sizes))
-            place.save(complete=True)
-        place.move()
+            card.write(directory, name, str(sizes))
     return sizes or Sizes.of(PackedCheckpoint(target))
 
 
@@ -153,34 +150,34 @@ def unpack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> 
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
     target = check_output(path, Path(out), None)
     checkpoint = PackedCheckpoint(path)
-    with workplace(target, {"unpack": checkpoint.fingerprint()}, resume=False) as place:
-        if place.journal.complete:
-            place.move()
-            return
-        place.clear([])
-        _carry_over(place, checkpoint)
-        (place.directory / INDEX).unlink()
-        card.restore(place.directory)
-        for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
-            if text:
-                with output_errors(place.directory):
-                    (place.directory / name).write_bytes(text.encode())
-        count = 0
-        for shard in checkpoint.index.shards:
-            file = place.directory / shard.name
-            with output_errors(place.directory):
-                header = shard.header.encode()
-                file.write_bytes(len(header).to_bytes(8, "little") + header)
-            for key in shard.keys:
-                value = checkpoint.read(key)
-                with output_errors(place.directory), file.open("ab") as write:
-                    write.write(raw(value))
-                count += 1
-                done(count, len(checkpoint.entries))
-            if _sha256(file) != shard.sha256:
-                raise OutputError(f"{file} is not what it was before packing; was the disk full?")
-        place.save(complete=True)
-        place.move()
+    with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
+        if directory:
+            _carry_over(checkpoint, directory)
+            _unpack(checkpoint, directory, done)
+
+
+def _unpack(checkpoint: PackedCheckpoint, directory: Path, done: Done) -> None:
+    """Writes what is different in the dense model."""
+    (directory / INDEX).unlink()
+    card.restore(directory)
+    for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
+        if text:
+            with output_errors(directory):
+                (directory / name).write_bytes(text.encode())
+    count = 0
+    for shard in checkpoint.index.shards:
+        file = directory / shard.name
+        with output_errors(directory):
+            header = shard.header.encode()
+            file.write_bytes(len(header).to_bytes(8, "little") + header)
+        for key in shard.keys:
+            value = checkpoint.read(key)
+            with output_errors(directory), file.open("ab") as write:
+                write.write(raw(value))
+            count += 1
+            done(count, len(checkpoint.entries))
+        if _sha256(file) != shard.sha256:
+            raise OutputError(f"{file} is not what it was before packing; was the disk full?")
 
 
 class _Packer:
@@ -291,12 +288,12 @@ def _text(path: Path) -> str:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
 
 
-def _carry_over(place: Workplace, checkpoint: Checkpoint) -> None:
-    """Everything but weights, and the scales of weights on a grid, which are like weights to others."""
-    carry_over(checkpoint, place.directory)
-    scales, target = checkpoint.path / SCALES, place.directory / SCALES
+def _carry_over(checkpoint: Checkpoint, directory: Path) -> None:
+    """Copies everything but weights, and the scales of weights on a grid, which other runs leave out like weights."""
+    carry_over(checkpoint, directory)
+    scales, target = checkpoint.path / SCALES, directory / SCALES
     if scales.exists():
-        with output_errors(place.directory):
+        with output_errors(directory):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(scales, target)
 

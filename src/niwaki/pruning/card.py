@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from niwaki.files import output_errors
-from niwaki.models.model_card import top
+from niwaki.models.model_card import notes, top
 from niwaki.pruning.effort import described
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
@@ -95,7 +95,4 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         )
     if not record.perplexity:
         lines.append("| perplexity | not measured |")
-    if record.notes:
-        lines += ["", "Notes:", "", *(f"* {note}" for note in record.notes)]
-    lines += ["", "`niwaki.json` has the full record: versions, command, and every matrix.", ""]
-    return "\n".join(lines)
+    return "\n".join(lines) + notes(record)
