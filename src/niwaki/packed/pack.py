@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,7 @@ from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, content_digest, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
-
-#: Called as done(tensors, of) after each tensor.
-Done = Callable[[int, int], None]
+from niwaki.records.progress import Progress
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)
@@ -89,7 +87,7 @@ class Sizes:
         return sizes
 
 
-def pack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> Sizes:
+def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned model in directory ``model`` to ``out`` without its zeros.
 
     Each matrix that gets smaller is written as a mask and its values, everything else as it is. Values of weights that
@@ -99,7 +97,7 @@ def pack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> Si
     Args:
         model: A directory, a hub id, or "demo".
         out: A directory that does not exist or is empty.
-        done: Called as done(tensors, of) after each tensor.
+        progress: Receives how it goes.
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
@@ -110,9 +108,9 @@ def pack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> Si
     path = locate_model(str(model))
     if (path / INDEX).exists():
         raise UsageError(f"{model} is packed already")
-    target = check_output(path, Path(out), None)
+    progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = Checkpoint(path)
-    packer = _Packer(checkpoint, done)
+    packer = _Packer(checkpoint, progress)
     sizes: Sizes | None = None
     with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
         if directory:
@@ -131,13 +129,13 @@ def pack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> Si
     return sizes or Sizes.of(PackedCheckpoint(target))
 
 
-def unpack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> None:
+def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
     """Writes the dense model that ``model`` was packed from to ``out``; its weight files are the same, byte for byte.
 
     Args:
         model: A directory that :func:`pack` wrote.
         out: A directory that does not exist or is empty.
-        done: Called as done(tensors, of) after each tensor.
+        progress: Receives how it goes.
 
     Raises:
         UsageError: the model is not packed.
@@ -148,15 +146,15 @@ def unpack(model: str | Path, out: str | Path, done: Done = lambda *_: None) -> 
     path = locate_model(str(model))
     if not (path / INDEX).exists():
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
-    target = check_output(path, Path(out), None)
+    progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = PackedCheckpoint(path)
     with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
         if directory:
             _carry_over(checkpoint, directory)
-            _unpack(checkpoint, directory, done)
+            _unpack(checkpoint, directory, progress)
 
 
-def _unpack(checkpoint: PackedCheckpoint, directory: Path, done: Done) -> None:
+def _unpack(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
     """Writes what is different in the dense model."""
     (directory / INDEX).unlink()
     card.restore(directory)
@@ -175,7 +173,7 @@ def _unpack(checkpoint: PackedCheckpoint, directory: Path, done: Done) -> None:
             with output_errors(directory), file.open("ab") as write:
                 write.write(raw(value))
             count += 1
-            done(count, len(checkpoint.entries))
+            progress.status("unpacking, tensor", count, len(checkpoint.entries))
         if _sha256(file) != shard.sha256:
             raise OutputError(f"{file} is not what it was before packing; was the disk full?")
 
@@ -183,9 +181,9 @@ def _unpack(checkpoint: PackedCheckpoint, directory: Path, done: Done) -> None:
 class _Packer:
     """Packs the tensors of a dense checkpoint; ``tensors`` are those that are written."""
 
-    def __init__(self, checkpoint: Checkpoint, done: Done) -> None:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         self.tensors: dict[str, Stored] = {}
-        self._path, self._done = checkpoint.path, done
+        self._path, self._progress = checkpoint.path, progress
         self._headers = {shard: read_header(checkpoint.path / shard) for shard in checkpoint.shards}
         self._matrices: dict[str, list[Matrix]] = {}
         for matrix in StreamedModel(checkpoint, "cpu").matrices():
@@ -207,7 +205,7 @@ class _Packer:
                 tensors, dense_value = self._stored(file, key, entries[key])
                 written |= tensors
                 digest.update(raw(dense_value))
-                self._done(len(self.tensors), sum(map(len, self._headers.values())))
+                self._progress.status("packing, tensor", len(self.tensors), sum(map(len, self._headers.values())))
             if digest.hexdigest() != _sha256(self._path / name):
                 raise UnsupportedModelError(
                     f"{self._path / name} has bytes outside of its tensors, or overlapping tensors; load the model in "
