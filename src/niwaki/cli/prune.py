@@ -11,7 +11,6 @@ from niwaki.cli.common import command_line, out, quiet_libraries, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
 from niwaki.errors import UsageError
-from niwaki.files import write_json
 from niwaki.options import Calibration, Compute, Measurement, parse_range
 from niwaki.pruning.effort import usual_effort
 
@@ -109,7 +108,7 @@ def prune(
                 progress=display,
             )
             if record is not None and team.first:
-                write_json(record, result.to_json())
+                result.save(record)
     if team.first:
         written(output)
 
