@@ -783,7 +783,7 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
         return message(lambda: PackedCheckpoint(directory), CheckpointError)
 
     for number in (-1, 2**48, True, 1.0):
-        assert said(packed, count=number).endswith("a number is not valid")
+        assert "Expected `int`" in said(packed, count=number)
     for key in (packed, plain):
         assert "should be there" in said(key, shape=tensors[key]["shape"][::-1])
     assert "should be there" in said(packed, count=tensors[packed]["count"] + 1)

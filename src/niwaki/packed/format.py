@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
 
 INDEX = "packed.json"
 FORMAT, VERSION = "niwaki-packed", 1
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class Stored:
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Number, ...]
     packed: bool
     transposed: bool
-    count: int
-    groups: int
+    count: Number
+    groups: Number
     sha256: str
 
     def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -135,34 +138,22 @@ class Index:
                     f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
                     "install a later one"
                 )
-            shards = [Shard(**shard) for shard in values["shards"]]
-            tensors = values["tensors"].items()
-            stored = {key: Stored(**{**tensor, "shape": tuple(tensor["shape"])}) for key, tensor in tensors}
-            index = cls(values["config"], values["index"], shards, stored)
+            index = msgspec.convert(values, cls)
             index.check()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return index
 
     def check(self) -> None:
         """Raises ValueError where it is not valid; anybody can write a digest."""
-        shards, tensors = self.shards, self.tensors.values()
-        names = [*(tensor.file for tensor in tensors), *(shard.name for shard in shards)]
-        texts = [self.config, self.index, *names, *(tensor.sha256 for tensor in tensors)]
-        texts += [text for shard in shards for text in (shard.header, shard.sha256, *shard.keys)]
-        if not all(type(text) is str for text in texts):
-            raise ValueError("a text is not valid")
-        numbers = [number for tensor in tensors for number in (tensor.count, tensor.groups, *tensor.shape)]
-        if not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
-            raise ValueError("a number is not valid")
-        for name in {*names}:
+        for name in {tensor.file for tensor in self.tensors.values()} | {shard.name for shard in self.shards}:
             # A path could name any file of the machine, to read or to write.
             if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name or len(name) > 200:
                 raise ValueError(f"it names a file that cannot be one of weights: {name!r}")
         for key, stored in self.tensors.items():
             if stored.dtype not in DTYPES or (stored.packed and len(stored.shape) < 2):
                 raise ValueError(f"{key!r} cannot be {stored.dtype} {stored.shape}")
-        if sorted(key for shard in shards for key in shard.keys) != sorted(self.tensors):
+        if sorted(key for shard in self.shards for key in shard.keys) != sorted(self.tensors):
             raise ValueError("its files do not have its tensors")
         if not isinstance(json.loads(self.config), dict):
             raise ValueError("its config.json is not an object")
