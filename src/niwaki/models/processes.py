@@ -148,7 +148,7 @@ class _Shared(Rows):
         self._world.sum([values])
         return values
 
-    def behind(self, count: int) -> int:
+    def sum_after(self, count: int) -> int:
         counts = torch.zeros(self._world.size, dtype=torch.int64)
         counts[self._world.rank] = count
         return int(self.sum(counts)[self._world.rank + 1 :].sum())

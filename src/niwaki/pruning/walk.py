@@ -325,9 +325,9 @@ class Walk:
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process that has some of its rows; None if rows cannot be solved apart."""
         rows, columns = matrix.shape
-        if rows < self._world.size or not self._solver.rows_apart:
+        if rows < self._world.size or not self._solver.separable_rows:
             return None
-        if self._pattern_of(matrix).among(self._world.rows(rows)) is None:
+        if self._pattern_of(matrix).for_rows(self._world.rows(rows)) is None:
             return None
         return self._flops(math.ceil(rows / self._world.size), columns)
 
@@ -355,7 +355,7 @@ class Walk:
             del W
             pattern, monitor = self._pattern_of(matrix), self._monitor(matrix.name)
             if rows is not ALL:
-                among = pattern.among(rows)
+                among = pattern.for_rows(rows)
                 assert among is not None
                 # For a monitor solvers may ask the pattern more, and only the first process has one.
                 pattern, monitor = among, None

@@ -90,7 +90,7 @@ class Pattern(abc.ABC):
         """
         return None
 
-    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         """Patterns of runs of columns, in whole groups, that together keep of ``scores`` what this one keeps.
 
         ``scores`` are those of each run. None if a run cannot be left to the threshold of its own scores.
@@ -102,7 +102,7 @@ class Pattern(abc.ABC):
         """Which rows of the matrix are here, that is in ``scores`` and in masks."""
         return ALL
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         """The pattern of the same matrix where only ``rows`` are here: what this one answers, for these.
 
         Sparsity, counts and thresholds stay those of the whole matrix. Whoever has its other rows makes the same
@@ -129,7 +129,7 @@ class ByRows(Pattern):
 
     rows: Rows = field(default=ALL, kw_only=True, repr=False, compare=False)
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, rows=rows)
 
 
@@ -144,7 +144,7 @@ class Tiled(Pattern):
     def exchange(self, columns: int) -> int:
         return 0
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return None  # also of a pattern n:m
 
     @property

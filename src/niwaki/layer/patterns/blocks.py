@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import Pattern, Tiled, check_sparsity, short_number, zeros_of
-from niwaki.layer.patterns._parts import BlockCount, runs
+from niwaki.layer.patterns._derived import BlockCount, runs
 from niwaki.layer.patterns.selection import keep_highest_blocks
 
 

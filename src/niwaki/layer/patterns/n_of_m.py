@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import ByRows, Pattern, Tiled, short_number
-from niwaki.layer.patterns._parts import Count, Partial, left_by, runs, shares
+from niwaki.layer.patterns._derived import Count, Partial, left_by, runs, shares
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
@@ -67,7 +67,7 @@ class NM(_NOfM):
     def threshold(self, scores: Tensor) -> Tensor | None:
         return middle_of_each(scores, self.n, self.m) if self.n < self.m else None
 
-    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         return [self] * len(scores)
 
 
@@ -161,7 +161,7 @@ class Quota(ByRows):
     def check(self, shape: tuple[int, int]) -> None:
         self.within.check(shape)
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, quota=replace(self.quota, rows=rows), rows=rows)
 
     def mask(self, scores: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Rows:
         """The sum of ``values`` over all who have rows; they may be overwritten."""
         return values
 
-    def behind(self, count: int) -> int:
+    def sum_after(self, count: int) -> int:
         """The sum of ``count`` over those who have the rows below these."""
         return 0
 

@@ -27,7 +27,7 @@ def keep_highest(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
     surplus = rows.total(mask.numel() - int(mask.count_nonzero())) - zeros
     if surplus:  # more ties at the threshold than zeros wanted: the last ones stay
         ties = (flat == threshold).nonzero().squeeze(1)
-        stay = surplus - rows.behind(len(ties))
+        stay = surplus - rows.sum_after(len(ties))
         if stay > 0:
             mask[ties[-stay:]] = True
     return mask.view(scores.shape)

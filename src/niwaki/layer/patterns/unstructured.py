@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.patterns._base import ByRows, Pattern, check_sparsity, short_number, zeros_of
-from niwaki.layer.patterns._parts import Count, shares
+from niwaki.layer.patterns._derived import Count, shares
 from niwaki.layer.patterns.selection import (
     keep_highest,
     keep_highest_per_row,
@@ -52,7 +52,7 @@ class Unstructured(_OneByOne):
         zeros = self.zeros(scores)
         return kth_smallest(scores.reshape(-1), zeros, self.rows) if zeros else None
 
-    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         # Not the same sparsity for all: runs with every fourth column can be of another scale.
         threshold = self.threshold(torch.cat(list(scores), dim=1))
         if threshold is None:
@@ -72,11 +72,10 @@ class Unstructured(_OneByOne):
 class PerRow(_OneByOne):
     """Every row (output) has the same number of zeros, to within one.
 
-    Where ``sparsity * in`` is not a whole number, each row has the next lower number of zeros and the
-    rows whose next weight has the lowest score have one more, so that the total is exactly
-    ``round(sparsity * out * in)``. (Solvers that choose masks for one block of columns after another
-    keep to that within each block.) Rounding every row down instead, as public code does, leaves 59.9 %
-    where 60 % were asked for.
+    Where ``sparsity * in`` is not a whole number, each row has the next lower number of zeros and the rows whose next
+    weight has the lowest score have one more, so that the total is exactly ``round(sparsity * out * in)``. (Solvers
+    that choose masks for one block of columns after another keep to that within each block.) Rounding every row down
+    instead, as public code does, leaves 59.9 % where 60 % were asked for.
     """
 
     def __str__(self) -> str:

@@ -79,9 +79,8 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     """The solver called ``name`` with some of its parameters changed.
 
     Args:
-        name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or
-            several joined by ``+``: the mask of those before with the weights of the last one, see
-            :class:`MaskThenUpdate`.
+        name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
+            ``+``: the mask of those before with the weights of the last one, see :class:`MaskThenUpdate`.
         settings: Parameter name to value, as text; of the last solver of several.
 
     Raises:

@@ -46,8 +46,8 @@ class Solver(abc.ABC):
         """
 
     @property
-    def rows_apart(self) -> bool:
-        """Whether runs of rows may be solved in different processes, each with a pattern ``among`` its rows.
+    def separable_rows(self) -> bool:
+        """Whether runs of rows may be solved in different processes, each with a pattern for its rows.
 
         True promises that, with such a pattern, (1) what becomes of a row hangs on the other rows by answers of the
         pattern only, to within rounding; (2) which of the pattern's methods (and ``sparsity``) are called, in which

@@ -26,17 +26,15 @@ class DSnoT(Solver):
         i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
         j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
 
-    so that both lessen e_r, and W_ri E[A_i] - W_rj E[A_j] is what it loses. The rows go side by side.
-    The mask to start from is Wanda's, or the one that is given (``sparsegpt+dsnot``). It needs
-    ``Gram.mean``.
+    so that both lessen e_r, and W_ri E[A_i] - W_rj E[A_j] is what it loses. The rows go side by side. The mask to start
+    from is Wanda's, or the one that is given (``sparsegpt+dsnot``). It needs ``Gram.mean``.
 
     Differences from the paper:
 
-    1. A row stops before an exchange that would not bring |e_r| down. To go on for all cycles, with
-       |e_r| above the threshold, moves weights to and fro around 0: on a block of the reference model at
-       50 % per row (64 samples) |e| ends at 0.24 of Wanda's instead of 0.12, and the squared error at 0.976
-       of Wanda's instead of 0.963 (held-out text: 1.020 and 1.010). The published code goes on, but takes
-       no weight twice.
+    1. A row stops before an exchange that would not bring |e_r| down. To go on for all cycles, with |e_r| above the
+       threshold, moves weights to and fro around 0: on a block of the reference model at 50 % per row (64 samples) |e|
+       ends at 0.24 of Wanda's instead of 0.12, and the squared error at 0.976 of Wanda's instead of 0.963 (held-out
+       text: 1.020 and 1.010). The published code goes on, but takes no weight twice.
     2. The threshold is relative, so that it has no unit; the published code's 0.1 is for activations summed
        over a sequence. Any threshold up to 0.01 gives the same to 1 %.
     3. Of n:m, i and j are of the same group, and i is the best of the groups that have a j. The published
@@ -45,8 +43,7 @@ class DSnoT(Solver):
     4. The variance is that over all tokens; the published code has the mean of those within the sequences.
     5. All matrices are refined; the published code by default leaves those of the MLP as they were.
 
-    Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies
-    of W.
+    Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies of W.
 
     Reference: Zhang et al. 2023, arXiv 2310.08915, growing and pruning criteria; differences from the code
     are from github.com/zyxxmu/DSnoT.

@@ -41,10 +41,9 @@ class OBC(Solver):
 
     Differences from the paper:
 
-    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T,
-       which is a Cholesky factorisation of the inverse, pivoted differently in each row. Only its
-       diagonal and one column per step are needed. That is half the traffic or less, and k/in of the
-       memory for k removals.
+    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, which is a
+       Cholesky factorisation of the inverse, pivoted differently in each row. Only its diagonal and one column per step
+       are needed. That is half the traffic or less, and k/in of the memory for k removals.
     2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is
        removed than the pattern asks for, and patterns of every kind go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.

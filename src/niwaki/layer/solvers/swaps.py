@@ -25,11 +25,10 @@ class Swaps(Solver):
 
         a_u + a_p - 2 w_u w_p H_up,    a_u = 2 w_u c_u + w_u^2 H_uu,    a_p = -2 w_p c_p + w_p^2 H_pp.
 
-    In each step every row makes the best of its exchanges, if the change is negative; then
-    c += w_u H_:u - w_p H_:p. A row ends when none is. The start is the given mask, or Wanda's. The pairs
-    are those within the runs of columns in which the pattern lets weights change places: the group in
-    n:m, the row in all other patterns. So each row (each group) keeps its number of zeros. An update of
-    the weights can follow, as in ``wanda+swaps+exact``.
+    In each step every row makes the best of its exchanges, if the change is negative; then c += w_u H_:u - w_p H_:p. A
+    row ends when none is. The start is the given mask, or Wanda's. The pairs are those within the runs of columns in
+    which the pattern lets weights change places: the group in n:m, the row in all other patterns. So each row (each
+    group) keeps its number of zeros. An update of the weights can follow, as in ``wanda+swaps+exact``.
 
     Differences from the paper:
 
@@ -39,9 +38,8 @@ class Swaps(Solver):
     3. An exchange must gain more than 16 rounding errors of the row's first loss: then the loss falls in
        floating point too, and the rows come to an end.
 
-    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m
-    for n:m, a few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies
-    of W and of a chunk.
+    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m for n:m, a
+    few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
 
     Reference: Zimmer et al. 2025, arXiv 2512.10922.
 
