@@ -439,7 +439,7 @@ def test_one_alone_is_a_list_of_one(
         ({"sparsities": [0.5, 1.5]}, "1.5"),
         ({"sparsities": ["nan"]}, "nan"),
         ({"sparsities": ["50"]}, "50"),
-        ({"sparsities": ["0.5", "2;4"]}, "'2;4' is no pattern"),
+        ({"sparsities": ["0.5", "2;4"]}, "'2;4' is not a valid pattern"),
         ({"sparsities": ["3:7"]}, "7"),
         ({"sparsities": []}, "which sparsities"),
         ({"solvers": []}, "which solvers"),

@@ -1,4 +1,4 @@
-"""A mask that is given."""
+"""A given mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Fixed(ByRows):
 
     Args:
         values: (out, in) bool, True where a weight is kept.
-        within: The pattern that it was chosen from, which solvers that refine masks keep to.
+        within: The pattern that it was chosen from, within which solvers may refine it.
     """
 
     values: Tensor
