@@ -53,7 +53,7 @@ class Continuation(Solver):
     From 4,096 weights on a part has a theta of its own where groups stand for themselves (n:m), and for
     unstructured sparsity, there with the share of zeros that the mask of |W0| gives it.
 
-    Differences from the paper: there is none. ADMM with the L0 constraint and one fixed penalty is what
+    Differences from the paper: not published elsewhere. ADMM with the L0 constraint and one fixed penalty is what
     Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
     (arXiv 2406.07831) is the nearest published method. What each of these does for the layers of the
     embedded model, with figures, is in docs/log.md:
