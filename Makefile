@@ -32,7 +32,11 @@ test: check
 quick: setup
 	$(BIN)/pytest -m 'not slow'
 
+# The sdist and the wheel, checked, in dist/. Linux, with a C++ compiler.
+dist:
+	PYTHON=$(PYTHON) scripts/dist
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache build dist
 
-.PHONY: setup demo results check test quick clean
+.PHONY: setup demo results check test quick dist clean
