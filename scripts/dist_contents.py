@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Tracked files that the sdist goes without, and files that it has besides.
+#: Tracked files that the sdist does not have, and files that only the sdist has.
 LEFT_OUT = {".ci/run", ".gitignore"}
 GENERATED = {"PKG-INFO", "setup.cfg"}
 
@@ -21,7 +21,7 @@ def tracked() -> set[str]:
 
 
 def check_sdist(file: Path) -> None:
-    """What git has, all of it."""
+    """All that git has."""
     with tarfile.open(file) as archive:
         names = {str(PurePosixPath(*PurePosixPath(member.name).parts[1:])) for member in archive if member.isfile()}
     names = {name for name in names if ".egg-info/" not in name}
@@ -44,7 +44,7 @@ def check_wheel(file: Path) -> None:
 
 
 def same(what: str, there: set[str], wanted: set[str]) -> None:
-    """Names the files that are too many or missing."""
+    """Fails with the names of the files that are not wanted or missing."""
     assert there == wanted, f"{what}: not wanted: {sorted(there - wanted)}; missing: {sorted(wanted - there)}"
 
 
