@@ -438,3 +438,10 @@ class TestSparseLinear:
         assert "install a C++ compiler" in kernels.describe()
         with pytest.raises(RuntimeError, match="not built"):
             kernels.multiply(layer.packed, vectors(1, 100))
+
+
+@pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 10)])
+def test_rows_that_a_matrix_does_not_have(rows: tuple[int, int]) -> None:
+    """The native library would read whatever lies there."""
+    with pytest.raises(RuntimeError, match=f"has no rows {rows[0]} to {rows[1]}"):
+        kernels.expand(pack(sparse(9, 70, 0.5)), *rows)
