@@ -426,7 +426,7 @@ def test_weights_that_are_released_while_they_are_pruned(directory: Path, tokens
 
 def memory(block: DecoderBlock) -> int:
     """Bytes of its weights."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in block._module.parameters()}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in block.module.parameters()}
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -45,8 +45,8 @@ def evaluate(
         NiwakiError: see :mod:`niwaki.errors`.
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
-    with contextlib.closing(MemoryBudget()) as room:
-        streamed = StreamedModel(checkpoint, device, dtype, room)
+    with contextlib.closing(MemoryBudget()) as budget:
+        streamed = StreamedModel(checkpoint, device, dtype, budget)
         if isinstance(text, str):
             length, _ = streamed.window_length(length)
             text = read_windows(text, load_tokenizer(checkpoint.path), length, samples)
@@ -54,5 +54,5 @@ def evaluate(
             raise UsageError(f"one text at a time, or windows of it; got {text!r}")
         if memory is not None:
             # Besides a block's weights as much again for its activations.
-            room.limit(max(0, memory - resident() - 2 * streamed.block_size))
+            budget.limit(max(0, memory - resident() - 2 * streamed.block_size))
         return perplexity(streamed, text, done)

@@ -1,8 +1,7 @@
-"""What each matrix of a block is multiplied with, whatever kind of module does it.
+"""Gram matrices of the inputs of each matrix of a block, whatever kind of module computes with it.
 
-A dispatch mode sees the matrix products of a forward pass. One with a factor that lies in the memory of a
-known weight tells that weight's input: for nn.Linear and its relatives, for GPT-2's Conv1D, for experts in
-three-dimensional parameters, one at a time or all in one call.
+They are seen as factors of products with a weight's memory: for nn.Linear and its relatives, for GPT-2's Conv1D, for
+experts in three-dimensional parameters, one at a time or all in one call.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from niwaki.layer.linalg import is_finite
 from niwaki.layer.tf32 import gram_in_tf32, products
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.products import Products, _EnoughError
+from niwaki.models.products import Products
 from niwaki.options import TF32
 
 #: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
@@ -37,8 +36,8 @@ class InputGram:
         mean: (in,) float32, the mean of the rows of X.
         tokens: Number of rows of X.
         borrowed: Number of tokens that stand in for missing ones: see :meth:`InputGrams.finish`.
-        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, where
-            they were given; none for experts, which have other tokens there.
+        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, if given;
+            None for experts, which have other tokens there.
     """
 
     names: list[str]
@@ -53,10 +52,10 @@ class InputGram:
 class InputGrams:
     """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
 
-    Behind a pass that uses each of them once, the next one ends where the last of them has its input.
+    After a pass that uses each of them once, the next one ends where the last of them has its input.
 
     Attributes:
-        matrices: Whose.
+        matrices: Those to watch.
         parameters: Their parameters by path, with the memory that the forward passes use.
         tf32: Where a GPU may use TF32, see :mod:`niwaki.layer.tf32`.
         gather: Whether Gram matrices are wanted, and not only inputs.
@@ -114,20 +113,19 @@ class InputGrams:
     def _pass(self, run: Callable[[], object]) -> Iterator[None]:
         try:
             # Each time: between two passes a parameter may have got other memory.
-            with contextlib.suppress(_EnoughError), Products(self.matrices, self.parameters, self._product):
+            with Products(self.matrices, self.parameters, self._on_product):
                 run()
             self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
             yield
         finally:
-            for of_this_pass in (self._seen, self._alive, self._uses, self._inputs, self._dense):
-                of_this_pass.clear()
+            for values in (self._seen, self._alive, self._uses, self._inputs, self._dense):
+                values.clear()
 
     def finish(self, world: World) -> list[InputGram]:
-        """The Gram matrices of all distinct inputs over all processes, in the order in which the pass had them.
+        """The Gram matrices of all distinct inputs over all processes, in the order of computation.
 
-        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has
-        none. As many tokens as are missing are borrowed from its siblings: the mean over all tokens of all
-        experts' Gram matrices counts as the missing ones.
+        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has none. The
+        missing tokens are borrowed from its siblings: the mean over all tokens of all experts counts for each.
 
         Raises:
             NumericalError: an activation is NaN or infinite.
@@ -169,21 +167,18 @@ class InputGrams:
             gram.names, gram.tokens = names, count
         return grams
 
-    def _product(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
-        # Where all experts run on as many rows, those of other experts' tokens are zero.
-        self._add(parameter, expert, X[X.any(dim=1)] if together else X.flatten(0, -2), X)
-
-    def _add(self, parameter: str, expert: int | None, X: Tensor, origin: Tensor) -> None:
+    def _on_product(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> bool:
         names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]
         if not names:
-            return
+            return False
+        # Where all experts run on the same number of rows, those of other experts' tokens are zero.
+        rows = X[X.any(dim=1)] if together else X.flatten(0, -2)
         self._uses.update(names)
         if self.gather:
-            self._gather(names, X, origin)
+            self._gather(names, rows, X)
         elif expert is None:
-            self._inputs |= dict.fromkeys(names, (X, X._version))
-        if self._once and len(self._uses) == len(self.matrices):
-            raise _EnoughError
+            self._inputs |= dict.fromkeys(names, (rows, rows._version))
+        return self._once and len(self._uses) == len(self.matrices)
 
     def _gather(self, names: list[str], X: Tensor, origin: Tensor) -> None:
         key = (origin.data_ptr(), origin.shape, origin.stride(), origin._version)

@@ -152,12 +152,12 @@ def prune(
         out_path = check_output(source_path, out_path, Path(record_to) if record_to is not None else None)
 
     checkpoint = Checkpoint(source_path)
-    room = MemoryBudget()
-    streamed = StreamedModel(checkpoint, device, dtype, room)
+    budget = MemoryBudget()
+    streamed = StreamedModel(checkpoint, device, dtype, budget)
     chosen = _chosen(blocks, len(streamed.blocks))
     streamed.limit(chosen)
     if memory is not None:
-        room.limit(max(0, memory - _needed(streamed, effort, grid)))
+        budget.limit(max(0, memory - _needed(streamed, effort, grid)))
     if grid:
         grid.check(matrix.shape[1] for matrix in streamed.matrices())
     pattern_of = patterns_of(wanted, mask_model, streamed)
@@ -213,7 +213,7 @@ def prune(
     shares = windows, held = _share(windows, world), held and _share(held, world)
     clock.lap("prepare")
     with (
-        contextlib.closing(room),
+        contextlib.closing(budget),
         products(tf32=record.tf32 == "always"),
         workplace(out_path, asked, restart) if world.first else contextlib.nullcontext() as place,
         _told_when_stopped(place, progress, chosen),

@@ -51,7 +51,7 @@ class Entry:
     offset: int
     size: int
 
-    def part(self, index: int) -> Entry:
+    def at(self, index: int) -> Entry:
         """Where ``tensor[index]`` is."""
         size = self.size // self.shape[0]
         return Entry(self.shard, self.dtype, self.shape[1:], self.offset + index * size, size)

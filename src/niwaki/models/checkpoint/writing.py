@@ -36,7 +36,7 @@ class CheckpointWriter:
     Args:
         source: The checkpoint to follow.
         directory: Where the shards go; it exists and holds none of them, except to resume.
-        resume: Go on with the shards that an earlier writer left there.
+        resume: Continue with the shards that an earlier writer left there.
         added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
 
     Raises:
@@ -57,7 +57,7 @@ class CheckpointWriter:
         self._resume = resume
         self._files: dict[str, BinaryIO] = {}
         self._dirty: set[str] = set()
-        #: By key, the parts that were written; None for the whole tensor.
+        #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
 
     def __enter__(self) -> CheckpointWriter:
@@ -97,15 +97,15 @@ class CheckpointWriter:
         _reserve(file, size)
         return file
 
-    def write(self, key: str, tensor: Tensor, part: int | None = None) -> None:
-        """Writes ``tensor`` in the place of ``key``, or of its part at that index.
+    def write(self, key: str, tensor: Tensor, index: int | None = None) -> None:
+        """Writes ``tensor`` in the place of ``key``, or of its element at ``index``.
 
         Raises:
             OutputError: it has another dtype or shape than the original, or cannot be written.
         """
         entry = self._entries[key]
-        if part is not None:
-            entry = entry.part(part)
+        if index is not None:
+            entry = entry.at(index)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
             raise OutputError(
                 f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
@@ -115,10 +115,10 @@ class CheckpointWriter:
             file = self._files[entry.shard]
             file.seek(entry.offset)
             file.write(raw.data)
-        self._written.setdefault(key, set()).add(part)
+        self._written.setdefault(key, set()).add(index)
         self._dirty.add(entry.shard)
 
-    def read(self, key: str, part: int | None = None) -> Tensor:
+    def read(self, key: str, index: int | None = None) -> Tensor:
         """What this writer or an earlier one wrote in the place of ``key``; it counts as written.
 
         Raises:
@@ -127,9 +127,9 @@ class CheckpointWriter:
         entry = self._entries[key]
         with output_errors(self._directory):
             self._files[entry.shard].flush()
-        found = read_tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
-        self._written.setdefault(key, set()).add(part)
-        return found
+        tensor = read_tensor(self._directory / entry.shard, key, entry if index is None else entry.at(index))
+        self._written.setdefault(key, set()).add(index)
+        return tensor
 
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
@@ -165,8 +165,8 @@ class CheckpointWriter:
                         _copy(read, file, entry.offset, entry.size)
                     elif None not in written:
                         for index in set(range(entry.shape[0])) - written:
-                            part = entry.part(index)
-                            _copy(read, file, part.offset, part.size)
+                            rest = entry.at(index)
+                            _copy(read, file, rest.offset, rest.size)
             file.flush()
             os.fsync(file.fileno())
 
@@ -225,8 +225,8 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
 def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
     if not torch.isfinite(tensor.float()).all():
         raise OutputError(f"{path}: {key!r} has NaN or infinite values")
-    found = tensor.numel() - int(tensor.count_nonzero())
-    if found != zeros:
-        raise OutputError(f"{path}: {key!r} has {found} zeros on disk and {zeros} were meant")
+    count = tensor.numel() - int(tensor.count_nonzero())
+    if count != zeros:
+        raise OutputError(f"{path}: {key!r} has {count} zeros on disk and {zeros} were meant")
     if bool(((tensor == 0) & tensor.float().signbit()).any()):
         raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")
