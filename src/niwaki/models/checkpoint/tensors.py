@@ -133,11 +133,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
     size = path.stat().st_size
     for key, entry in entries.items():
-        expected = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else None
-        count = 1
-        for n in entry.shape:
-            count *= n
-        if entry.offset < end or entry.size < 0 or (expected is not None and entry.size != count * expected):
+        expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.size
+        if entry.offset < end or entry.size < 0 or entry.size != expected:
             raise CheckpointError(f"{path}: the header's entry for {key!r} contradicts itself")
         if entry.offset + entry.size > size:
             raise CheckpointError(

@@ -1,12 +1,12 @@
-"""Copies of checkpoints with some tensors changed, written shard by shard.
+"""Copies of checkpoints with some tensors changed.
 
-A pruned tensor has the dtype and shape of the original, so every shard keeps its header, and each
-tensor its place in the file. That makes writing a matter of filling in a copy of the shard in any
-order, with one tensor in memory at a time.
+A pruned tensor has the dtype and shape of the original, so every shard keeps its header and each tensor its place: a
+copy of the shard can be filled in in any order, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Mapping
@@ -29,9 +29,8 @@ _CHUNK = 1 << 24
 class CheckpointWriter:
     """Writes a copy of a checkpoint with some tensors changed, one tensor at a time.
 
-    As a context manager: on leaving without an error, every tensor that was not written is copied from
-    the source byte for byte. Disk space is reserved at the start, so that a disk which is too small
-    shows before the work and not after it.
+    A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
+    for byte. Disk space is reserved at the start, so that a full disk shows before the work.
 
     Args:
         source: The checkpoint to follow.
@@ -56,26 +55,16 @@ class CheckpointWriter:
         self._directory = directory
         self._resume = resume
         self._files: dict[str, BinaryIO] = {}
+        self._stack = contextlib.ExitStack()
         self._dirty: set[str] = set()
         #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
 
     def __enter__(self) -> CheckpointWriter:
-        try:
+        with self._stack:
             self._open()
-        except BaseException:
-            self._close()
-            raise
+            self._stack = self._stack.pop_all()
         return self
-
-    def _close(self) -> OSError | None:
-        failed = None
-        for file in self._files.values():
-            try:
-                file.close()
-            except OSError as error:
-                failed = error
-        return failed
 
     def _open(self) -> None:
         with output_errors(self._directory):
@@ -93,7 +82,8 @@ class CheckpointWriter:
         path = self._directory / shard
         if self._resume and not path.exists():
             raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
-        file = self._files[shard] = path.open("r+b" if self._resume else "w+b")
+        file = self._stack.enter_context(path.open("r+b" if self._resume else "w+b"))
+        self._files[shard] = file
         _reserve(file, size)
         return file
 
@@ -142,17 +132,9 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with output_errors(self._directory) if kind is None else contextlib.suppress(OSError), self._stack:
             if kind is None:
-                with output_errors(self._directory):
-                    self._copy_the_rest()
-        except BaseException:
-            self._close()
-            raise
-        failed = self._close()
-        if kind is None and failed:
-            with output_errors(self._directory):
-                raise failed
+                self._copy_the_rest()
 
     def _copy_the_rest(self) -> None:
         for shard in self._source.shards:
@@ -195,7 +177,7 @@ def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Opens what was written with the safetensors library and checks it against what was meant.
+    """Checks what was written, as the safetensors library reads it, against what was meant.
 
     Args:
         directory: What was written.
