@@ -32,11 +32,11 @@ from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.structure import check_supported, find_blocks, structure
 
-#: Tokens in one forward pass: enough to fill the cores, little enough for a block's activations.
+#: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
 #: Logits at a time: a window of 2,048 tokens with a vocabulary of 128,000 has twice as many.
 LOGITS_PER_BATCH = 1 << 27
-#: The sequence length where nobody says; also the literature's. The model's maximum may be 131,072.
+#: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
 
 
@@ -45,15 +45,14 @@ class StreamedModel:
 
     Args:
         checkpoint: Where the weights are.
-        device: Where blocks run: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
-        dtype: What they run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the
-            checkpoint's own on a GPU.
+        device: See :func:`niwaki.models.device.find_device`.
+        dtype: See :func:`niwaki.models.device.find_dtype`.
         budget: What memory hidden states may take.
 
     Raises:
         UsageError: no such device or dtype.
         UnsupportedModelError: no list of decoder blocks can be found, or the weights are quantised.
-        CheckpointError: the checkpoint does not have the tensors that the configuration promises.
+        CheckpointError: tensors that the configuration asks for are missing.
     """
 
     def __init__(
@@ -100,11 +99,11 @@ class StreamedModel:
 
     @property
     def max_length(self) -> int:
-        """The number of positions that the model was made for, or a usual one if it does not say."""
+        """Number of positions that the model was made for, or a usual one if it does not say."""
         return int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
 
     def window_length(self, asked: int | None) -> tuple[int, str]:
-        """The sequence length to use, and what to note where nobody asked for it.
+        """(the sequence length to use, what to note if none was asked for).
 
         Raises:
             UsageError: it is more than the model has positions for.
@@ -266,7 +265,7 @@ class StreamedModel:
     def stream(self, backwards: bool = False) -> Generator[DecoderBlock]:
         """The blocks in order, or the last one first, each with its weights until the next one is asked for.
 
-        For a GPU those of the next block are read and copied meanwhile.
+        For a GPU, those of the next block are read and copied meanwhile.
         """
         order = range(len(self.blocks))[:: -1 if backwards else 1]
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
@@ -278,20 +277,16 @@ class StreamedModel:
                     coming = reader.submit(self._read, self.blocks[after], self._prefix(after))
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    block = DecoderBlock(
-                        index,
-                        module,
-                        self._matrices[index],
-                        self._prefix(index),
-                        self.layout,
-                        self.budget,
-                        self.device,
-                        self.dtype,
-                    )
+                    block = self._block(index)
                     try:
                         yield block
                     finally:
                         block.forget_original()  # likewise
+
+    def _block(self, index: int) -> DecoderBlock:
+        matrices, prefix = self._matrices[index], self._prefix(index)
+        module = self.blocks[index]
+        return DecoderBlock(index, module, matrices, prefix, self.layout, self.budget, self.device, self.dtype)
 
     @property
     def size(self) -> int:
@@ -308,9 +303,9 @@ class StreamedModel:
             yield self.model
 
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
-        """The model with its weights and settings for generating text, for good.
+        """The model with its weights and settings for generating text; it stays in memory.
 
-        Of parameters whose keys in the checkpoint are in ``skip`` the weights are left out.
+        Parameters whose keys in the checkpoint are in ``skip`` have no weights.
         """
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
         weights = {

@@ -85,7 +85,7 @@ def header_bytes(path: Path) -> bytes:
     """What a safetensors file has before its tensors.
 
     Raises:
-        CheckpointError: it is no such file.
+        CheckpointError: it is not such a file.
     """
     try:
         with path.open("rb") as file:
@@ -97,7 +97,7 @@ def header_bytes(path: Path) -> bytes:
 
 
 def header_end(file: BinaryIO, path: Path) -> int:
-    """Where the header of an open file ends, which is then read up to its text.
+    """Where the header of an open file ends; the file is then at the start of its text.
 
     Raises:
         CheckpointError: it has none.
@@ -105,7 +105,7 @@ def header_end(file: BinaryIO, path: Path) -> int:
     size = path.stat().st_size
     end = 8 + int.from_bytes(file.read(8), "little")
     if size < 8 or end > min(size, 8 + _MAX_HEADER):
-        raise CheckpointError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
+        raise CheckpointError(f"{path} is truncated or not a safetensors file: its header does not fit in {size} bytes")
     return end
 
 
@@ -113,7 +113,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, after a check that all their bytes are there.
 
     Raises:
-        CheckpointError: they are not, or it is no such file.
+        CheckpointError: they are not, or it is not such a file.
     """
     try:
         with path.open("rb") as file:
@@ -130,7 +130,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     size = path.stat().st_size
     for key, entry in entries.items():
         expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.size
@@ -175,7 +175,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: it is not there, or no such file.
+        CheckpointError: it is missing, or not such a file.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
