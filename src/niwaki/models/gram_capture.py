@@ -7,8 +7,9 @@ experts in three-dimensional parameters, one at a time or all in one call.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -220,16 +221,9 @@ class InputGrams:
         total = sum(gram.tokens for gram in grams)
         if not poor or not total:
             return
-        H, mean = _sum(gram.H for gram in grams).div_(total), _sum(gram.mean for gram in grams).div_(total)
+        H = functools.reduce(torch.add, [gram.H for gram in grams]) / total
+        mean = functools.reduce(torch.add, [gram.mean for gram in grams]) / total
         for gram in poor:
             gram.borrowed = gram.H.shape[0] - gram.tokens
             gram.H.add_(H, alpha=gram.borrowed)
             gram.mean.add_(mean, alpha=gram.borrowed)
-
-
-def _sum(values: Iterable[Tensor]) -> Tensor:
-    first, *rest = values
-    total = first.clone()
-    for value in rest:
-        total += value
-    return total

@@ -21,7 +21,7 @@ from torch import Tensor
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.files import output_errors
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_end, header_of, read_header, read_tensor
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
 
 _CHUNK = 1 << 24
 
@@ -70,9 +70,7 @@ class CheckpointWriter:
         with output_errors(self._directory):
             for shard in self._source.shards:
                 original = self._source.path / shard
-                file = self._reserved(shard, original.stat().st_size)
-                with original.open("rb") as read:
-                    _copy(read, file, 0, header_end(read, original))
+                self._reserved(shard, original.stat().st_size).write(header_bytes(original))
             for shard in {entry.shard for entry in self._added.values()}:
                 (self._directory / shard).parent.mkdir(exist_ok=True)
                 end = max(entry.offset + entry.size for entry in self._added.values())
