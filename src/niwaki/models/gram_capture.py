@@ -125,8 +125,8 @@ class InputGrams:
     def finish(self, world: World) -> list[InputGram]:
         """The Gram matrices of all distinct inputs over all processes, in the order of computation.
 
-        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has none. The
-        missing tokens are borrowed from its siblings: the mean over all tokens of all experts counts for each.
+        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has none. For
+        each missing token it borrows the mean over all tokens of all experts.
 
         Raises:
             NumericalError: an activation is NaN or infinite.

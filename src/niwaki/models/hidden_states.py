@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,49 +114,57 @@ class MemoryBudget:
         self.file.close()
 
 
+class _Spilled(NamedTuple):
+    """Where a tensor is in the file."""
+
+    start: int
+    like: Tensor  # on the meta device
+    device: torch.device
+
+
 class SpillList:
     """A list of tensors, those beyond ``budget`` in its file."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
-        self._held: list[Tensor] = []  # on the meta device if in the file
-        self._places: list[int | None] = []
-        self._devices: list[torch.device] = []
+        self._items: list[Tensor | _Spilled] = []
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._items)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Tensor:
-        return self._held[i] if self._places[i] is None else self.samples(i, slice(None))
+        item = self._items[i]
+        return item if isinstance(item, Tensor) else self.samples(i, slice(None))
 
     def samples(self, i: int, chosen: slice) -> Tensor:
         """``self[i][chosen]``, of which no more is read."""
-        place, held = self._places[i], self._held[i][chosen]
-        if place is None:
-            return held
-        start = place + int(held.storage_offset()) * held.element_size()
-        return self._budget.file.read(start, held).to(self._devices[i])
+        item = self._items[i]
+        if isinstance(item, Tensor):
+            return item[chosen]
+        like = item.like[chosen]
+        start = item.start + int(like.storage_offset()) * like.element_size()
+        return self._budget.file.read(start, like).to(item.device)
 
     def __setitem__(self, i: int, tensor: Tensor) -> None:
         """Replaces a tensor by one of the same shape and dtype."""
-        place = self._places[i]
-        if place is None:
-            self._held[i] = tensor
+        item = self._items[i]
+        if isinstance(item, Tensor):
+            self._items[i] = tensor
         else:
-            self._budget.file.write(place, tensor)
+            self._budget.file.write(item.start, tensor)
 
     def append(self, tensor: Tensor) -> None:
         """Adds ``tensor``, in memory if it fits."""
-        size = tensor.numel() * tensor.element_size()
-        place = None if self._budget.take(size) else self._budget.file.reserve(size)
-        self._held.append(tensor if place is None else tensor.to("meta"))
-        self._places.append(place)
-        self._devices.append(tensor.device)
-        if place is not None:
-            self._budget.file.write(place, tensor)
+        size, file = tensor.numel() * tensor.element_size(), self._budget.file
+        if self._budget.take(size):
+            self._items.append(tensor)
+        else:
+            item = _Spilled(file.reserve(size), tensor.to("meta"), tensor.device)
+            self._items.append(item)
+            file.write(item.start, tensor)
 
     def new(self) -> SpillList:
         """An empty list with the same budget."""
