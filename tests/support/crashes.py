@@ -70,7 +70,7 @@ def die_at(point: int) -> None:
 
         return call
 
-    def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, part: int | None = None) -> None:
+    def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, index: int | None = None) -> None:
         left[0] -= 1
         if left[0] == 0:
             entry = self._entries[key]
@@ -79,7 +79,7 @@ def die_at(point: int) -> None:
             file.write(b"x" * (entry.size // 2))
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        write(self, key, tensor, part)
+        write(self, key, tensor, index)
 
     write = CheckpointWriter.write
     CheckpointWriter.write = half  # type: ignore[method-assign]

@@ -29,11 +29,11 @@ class Journal:
     """How far a run has come.
 
     Attributes:
-        fingerprint: What was asked for, by name: a run goes on only if all of it is the same.
-        blocks: The number of blocks that are done and on disk.
+        fingerprint: What was asked for, by name: a run resumes only if all of it is the same.
+        blocks: Number of blocks that are done and on disk.
         zeros: By checkpoint key, the number of zeros that was written.
         record: The record so far, as JSON.
-        complete: Everything is written and checked and has only to be moved into place.
+        complete: Everything is written and checked; only the move into place is missing.
     """
 
     fingerprint: dict[str, Any]
@@ -44,7 +44,7 @@ class Journal:
 
 
 def check_output(source: Path, out: Path) -> Path:
-    """``out`` as an absolute path, after a look at whether it can be written at the end of the run.
+    """``out`` as an absolute path, after a check that it can be written at the end of the run.
 
     Raises:
         UsageError: it is not empty, or inside the model's directory.
@@ -52,7 +52,7 @@ def check_output(source: Path, out: Path) -> Path:
     out = out.expanduser().resolve()
     directory, journal = _places(out)
     taken = out.exists() and (
-        # With a journal that was being written.
+        # A temporary file of the journal is ours too.
         not out.is_dir() or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
     )
     if taken and not _was_moving(directory, journal):
@@ -63,7 +63,7 @@ def check_output(source: Path, out: Path) -> Path:
 
 
 def check_record(record_to: Path) -> Path:
-    """``record_to`` with a home directory for ``~``, after a look at whether it can be written at the end.
+    """``record_to`` as an absolute path, after a check that it can be written at the end of the run.
 
     Raises:
         UsageError: it cannot be a file, or not be written.
@@ -137,10 +137,8 @@ def workplace(
 ) -> Iterator[Workplace]:
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
 
-    Without ``resume`` only a run that was stopped while it moved its directory into place is gone on with.
-
-    If the run fails before its first block is done, nothing is left behind. Later, what is done stays for
-    the same command to go on with.
+    A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
+    block that is done. Without ``resume``, only a run that was stopped while it moved its directory is finished.
 
     Raises:
         UsageError: there is an unfinished run of something else, or one that is still running.
@@ -154,10 +152,10 @@ def workplace(
         place: Workplace | None = None
         try:
             with output_errors(out):
-                moved = path.exists() and not directory.exists()  # stopped after the last step
+                moved = path.exists() and not directory.exists()  # stopped in its last step
                 directory.mkdir(mode=0o700, exist_ok=True)
                 stack.enter_context(locked(directory, out))
-                for stray in path.parent.iterdir():  # a journal that was being written
+                for stray in path.parent.iterdir():  # temporary files of the journal
                     if stray.name.startswith(path.name) and stray != path:
                         stray.unlink()
                 journal = _earlier(path, out, fingerprint, restart, resume)
@@ -216,7 +214,7 @@ def _places(out: Path) -> tuple[Path, Path]:
 
 
 def _was_moving(directory: Path, journal: Path) -> bool:
-    """Whether a run was stopped in the very end, so that what is in its place is its own."""
+    """Whether a run was stopped while it moved its directory, so that what is in ``out`` is its own."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         complete = json.loads(journal.read_text(encoding="utf-8")).get("complete") is True
         return complete and (directory.name == ".partial" or not directory.exists())
@@ -224,7 +222,7 @@ def _was_moving(directory: Path, journal: Path) -> bool:
 
 
 def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool) -> Journal | None:
-    """The journal of an earlier run that this one can go on with."""
+    """The journal of an earlier run that this one can resume."""
     if restart or not path.exists():
         return None
     try:
@@ -244,7 +242,7 @@ def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, 
     if differing:
         raise UsageError(
             f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
-            "for the same to go on with it, or start over with --restart"
+            "for the same to resume it, or start over with --restart"
         )
     return journal
 

@@ -80,8 +80,8 @@ class Checkpoint:
         """The dtype that the tensor under ``key`` is stored in."""
         return DTYPES[self.entries[key].dtype]
 
-    def read(self, key: str, part: int | None = None) -> Tensor:
-        """The tensor under ``key``, or its part at that index, on the CPU, in the dtype that it is stored in.
+    def read(self, key: str, index: int | None = None) -> Tensor:
+        """The tensor under ``key``, or its element at ``index``, on the CPU, in the dtype that it is stored in.
 
         Raises:
             CheckpointError: there is none, it cannot be read, or it is not finite.
@@ -91,7 +91,7 @@ class Checkpoint:
         entry = self.entries[key]
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here")
-        return read_tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))
+        return read_tensor(self.path / entry.shard, key, entry if index is None else entry.at(index))
 
     def fingerprint(self) -> str:
         """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""
