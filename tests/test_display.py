@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from niwaki.cli import display as module
-from niwaki.cli.display import Display, summary
+from niwaki.cli.display import Display
+from niwaki.cli.tables import summary
 from niwaki.pruning.effort import EFFORTS
 from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.wording import duration, operations

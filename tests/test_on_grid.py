@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models import CASES, is_pruned, message, random_tokens, reference, save_model
-from niwaki.cli.display import summary
+from niwaki.cli.tables import summary
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint import Checkpoint

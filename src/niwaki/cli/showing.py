@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from niwaki.cli.common import out, quiet_libraries
-from niwaki.cli.display import inspection_tables
 from niwaki.cli.options import Model
+from niwaki.cli.tables import inspection_tables
 
 #: What solvers of one module do that differ in their parameters; all others are described by their module.
 _BY_PARAMETERS = {
