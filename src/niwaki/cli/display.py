@@ -14,6 +14,7 @@ from rich.text import Text
 from niwaki.cli.tables import perplexity_table, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
+from niwaki.records.parameters import in_words
 from niwaki.records.progress import Progress, TableProgress
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.wording import counted, duration, kind, operations, short
@@ -80,7 +81,7 @@ class Display(Progress):
         self._line(
             f"{record.model}: {counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}, {wanted}"
         )
-        self._line(record.solver)
+        self._line(in_words(record.solver))
         if record.effort:
             self._line(f"effort: {described(record.effort)}")
         self._line(

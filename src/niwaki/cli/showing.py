@@ -13,6 +13,7 @@ from rich.table import Table
 from niwaki.cli.common import out, quiet_libraries
 from niwaki.cli.options import Model
 from niwaki.cli.tables import inspection_tables
+from niwaki.records.wording import size
 
 #: What solvers of one module do that differ in their parameters; all others are described by their module.
 _BY_PARAMETERS = {
@@ -33,28 +34,18 @@ def report(
     ] = None,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="What the models go on with; can be given several times."),
+        typer.Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times."),
     ] = None,
     samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
-    from niwaki.reports.material import load
-    from niwaki.reports.page import check_extra, render, write
+    from niwaki.reports.page import report as write
 
-    material = load(directory)
-    check_extra()
-    found = None
-    with out.status("reading masks and generating text" if not material.compared else "drawing"):
-        if not material.compared:
-            quiet_libraries()
-            from niwaki.reports.from_model import extras
-
-            (record,) = (run.record for run in material.runs)
-            assert record is not None
-            found = extras(directory, record, (prompts or None) if samples else [])
-        path = write(render(material, found, reference=reference), directory, file)
-    size = path.stat().st_size / 2**20
-    out.print(f"written to {path} ({size:.1f} MiB)", soft_wrap=True, markup=False)
+    if (directory / "niwaki.json").is_file():  # a model, from which masks and text are
+        quiet_libraries()
+    with out.status("reading masks and generating text"):
+        path = write(directory, file, prompts=(prompts or None) if samples else [], reference=reference)
+    out.print(f"written to {path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
 
 
 def inspect(model: Model) -> None:

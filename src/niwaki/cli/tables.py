@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from niwaki.evaluation.inspect import MatrixSummary
 from niwaki.records.comparison import CAPTION, Comparison
 from niwaki.records.record import Perplexity, Record
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.wording import counted, kind, short
+from niwaki.records.wording import counted, kind, short, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from niwaki.evaluation.inspect import MatrixSummary
 
 
 def summary(record: Record) -> Table:
@@ -34,7 +38,7 @@ def summary(record: Record) -> Table:
     if record.quantization:
         table.add_row("grid", record.rounding)
     if record.own_text:
-        table.add_row("besides", f"{record.own_text}, to calibrate on")
+        table.add_row("own text", f"{record.own_text}, to calibrate on")
     if record.fits:
         before, after = (
             sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")
@@ -46,15 +50,14 @@ def summary(record: Record) -> Table:
         f"{name} {seconds:.1f}" for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05
     )
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
-    memory = ", ".join(f"{size / 2**20:,.0f} MiB {where}" for where, size in record.peak_memory.items())
-    table.add_row("peak memory", memory)
+    table.add_row("peak memory", ", ".join(f"{size(peak)} {where}" for where, peak in record.peak_memory.items()))
     return table
 
 
-def speed_table(found: SpeedRecord) -> Table:
+def speed_table(record: SpeedRecord) -> Table:
     """A row for each form of the model."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    head, *rows = found.table()
+    head, *rows = record.table()
     for index, name in enumerate(head):
         table.add_column(name, justify="left" if index < 2 else "right")
     for row in rows:
@@ -62,11 +65,11 @@ def speed_table(found: SpeedRecord) -> Table:
     return table
 
 
-def inspection_tables(found: Iterable[MatrixSummary]) -> list[Table]:
+def inspection_tables(matrices: Iterable[MatrixSummary]) -> list[Table]:
     """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
     kinds: dict[tuple[str, tuple[int, int]], list[MatrixSummary]] = defaultdict(list)
     blocks: dict[int, dict[str, list[MatrixSummary]]] = defaultdict(lambda: defaultdict(list))
-    for item in found:
+    for item in matrices:
         name = kind(item.matrix.name)
         kinds[name, item.matrix.shape].append(item)
         blocks[item.matrix.block][name].append(item)
@@ -115,5 +118,5 @@ def perplexity_table(comparison: Comparison, text: str) -> Table:
     for name in header:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
     for row in rows:
-        table.add_row(*(Text(cell.strip("*"), "bold" if cell.startswith("**") else "") for cell in row))
+        table.add_row(*(Text(entry.text, "bold" if entry.best else "") for entry in row))
     return table

@@ -15,7 +15,7 @@ from niwaki.errors import UnknownNameError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
+from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import check_tf32, has_tf32, products
 from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
 from niwaki.models.device import device_name, resident
@@ -28,10 +28,12 @@ from niwaki.models.text import Windows, read_texts
 from niwaki.options import TF32, Measure, Order
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
+from niwaki.pruning.effort import describe as describe_effort
 from niwaki.pruning.fit import COPIES
 from niwaki.pruning.masks import described, patterns_of, wanted_pattern
 from niwaki.pruning.walk import Walk
 from niwaki.records.clock import Clock
+from niwaki.records.parameters import plain
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record, versions
 
@@ -174,8 +176,8 @@ def prune(
         command=command,
         model=str(model),
         method=method,
-        solver=repr(solver),
-        effort=repr(effort),
+        solver=plain(describe(solver)),
+        effort=describe_effort(effort),
         quantization=str(grid) if grid else None,
         pattern=described(wanted, mask_model),
         mask_from=mask_from,
@@ -238,7 +240,7 @@ def prune(
         if place:
             place.move()
             if record_to is not None:
-                write_json(Path(record_to).expanduser(), record.to_json())
+                record.save(record_to)
     progress.end(record)
     return record
 
