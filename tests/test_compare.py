@@ -540,17 +540,19 @@ def test_a_table_with_holes() -> None:
         *(cell("wanda", "2:4", 5.0, 2.0), cell("wanda", "80 %", 9.0, 4.0), cell("admm1", "5 %", 4.0)),
         *(cell("admm1", "2:4", 1e30), cell("x", "80 %", 9.0)),
     )
-    assert found.grid("t") == (
-        ["method", "5 %", "80 %", "2:4", "seconds"],
-        [
-            ["dense", "3.00 ±0.03", "", "", ""],
-            ["wanda", "", "**9.00 ±0.09**", "**5.00 ±0.05**", "3.0"],
-            ["admm1", "**4.00 ±0.04**", "", "1e+30 ±1e+28", "1.0"],
-            ["x", "", "**9.00 ±0.09**", "", "1.0"],
-        ],
-    )
+    header, rows = found.grid("t")
+    assert header == ["method", "5 %", "80 %", "2:4", "seconds"]
+    assert [[entry.text for entry in row] for row in rows] == [
+        ["dense", "3.00 ±0.03", "", "", ""],
+        ["wanda", "", "9.00 ±0.09", "5.00 ±0.05", "3.0"],
+        ["admm1", "4.00 ±0.04", "", "1e+30 ±1e+28", "1.0"],
+        ["x", "", "9.00 ±0.09", "", "1.0"],
+    ]
+    best = {(row[0].text, name) for row in rows for name, entry in zip(header, row, strict=True) if entry.best}
+    assert best == {("wanda", "80 %"), ("wanda", "2:4"), ("admm1", "5 %"), ("x", "80 %")}
+    assert "| wanda |  | **9.00 ±0.09** | **5.00 ±0.05** | 3.0 |" in found.to_markdown()
     assert Comparison.from_json(found.to_json()) == found
-    assert table().grid("t") == (["method", "seconds"], [["dense", "3.00 ±0.03"]])
+    assert table().grid("t") == (["method", "seconds"], [[("dense", False), ("3.00 ±0.03", False)]])
 
 
 def test_display() -> None:

@@ -53,6 +53,7 @@ from niwaki.layer.patterns import NM, Pattern, PerRow
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
 from niwaki.pruning.effort import Effort
+from niwaki.pruning.effort import describe as describe_effort
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
@@ -290,8 +291,8 @@ def test_config_json_gains_one_key(model: Path, out: Path) -> None:
         "library": "niwaki",
         "version": niwaki.__version__,
         "method": "wanda",
-        "solver": "Wanda()",
-        "effort": repr(Effort()),
+        "solver": {"name": "wanda"},
+        "effort": describe_effort(Effort()),
         "mask_from": None,
         "pattern": "per-row:0.6",
         "sparsity": round(record.sparsity, 6),

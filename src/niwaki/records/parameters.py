@@ -32,7 +32,8 @@ def in_words(described: Described) -> str:
         return str(described["as written"])
     if "mask" in described and "update" in described:
         return f"{in_words(described['mask'])} + {in_words(described['update'])}"
-    values = ", ".join(f"{key} {value}" for key, value in described.items() if key != "name")
+    shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in described.items()}
+    values = ", ".join(f"{key} {value}" for key, value in shown.items() if key != "name")
     return f"{described['name']} ({values})" if values else str(described["name"])
 
 

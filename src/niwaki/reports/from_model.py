@@ -99,7 +99,10 @@ def text_samples(checkpoint: Checkpoint, record: Record, prompts: Sequence[str],
     except NiwakiError as error:
         remarks.append(f"text of the dense model: {error}")
         dense = [None] * len(prompts)
-    return [Sample(*values) for values in zip(prompts, pruned, dense, strict=True)]
+    return [
+        Sample(prompt, smaller.strip(), larger and larger.strip())
+        for prompt, smaller, larger in zip(prompts, pruned, dense, strict=True)
+    ]
 
 
 def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
