@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -252,8 +253,8 @@ class Record:
         """JSON text, indented."""
         return data.to_text(self, format=FORMAT)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the record to a file, whole or not at all.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a JSON file, whole or not at all.
 
         Raises:
             OutputError: it cannot be written.
@@ -270,7 +271,7 @@ class Record:
         return data.from_text(text, cls, _update)
 
     @classmethod
-    def load(cls, path: str | Path) -> Record:
+    def load(cls, path: str | os.PathLike[str]) -> Record:
         """From a file ``niwaki.json``, or one that :meth:`save` wrote.
 
         Raises:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import write_json
+from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.reports.material import Extras, Material, load
 
@@ -20,6 +21,7 @@ def report(
     *,
     prompts: Sequence[str] | None = None,
     reference: str | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else.
 
@@ -29,6 +31,7 @@ def report(
         prompts: What the models are to continue, dense and pruned: by default three sentences; an empty list for no
             text. A comparison has none.
         reference: "paper" for published results too, marked as such and not measured.
+        progress: Receives how it goes.
 
     Returns:
         The file.
@@ -42,6 +45,7 @@ def report(
     check_extra(reference)
     extras = None
     if material.record is not None:
+        (progress or Progress()).status("reading masks and generating text")
         from niwaki.reports.from_model import extras as read_extras
 
         extras = read_extras(Path(directory).expanduser(), material.record, prompts)
