@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import niwaki
 from niwaki import Comparison
 from niwaki.cli.display import TableDisplay
-from niwaki.errors import OutputError
+from niwaki.errors import CheckpointError, OutputError
 from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
@@ -467,7 +467,7 @@ def test_bad_names_fail_before_anything_is_computed(
         ({"texts": ["demo-held", "demo"]}, "texts (3 x 32 tokens of demo-held there, 3 x 32 tokens of demo-held, 3 x"),
         ({"text_samples": 2}, "texts (3 x 32 tokens of demo-held there, 2 x 32 tokens of demo-held here)"),
         ({"dtype": "bfloat16"}, "dtype (float32 there, bfloat16 here)"),
-        ({"solvers": [Flipped(2.0)]}, "flipped at 50 % by Flipped(power=1.0)"),
+        ({"solvers": [Flipped(2.0)]}, "flipped at 50 % by flipped (power 1)"),
     ],
     ids=str,
 )  # fmt: skip
@@ -504,8 +504,8 @@ def test_directories_that_are_no_place(tmp_path: Path, model: Path) -> None:
     assert "own directory" in message(lambda: run(model, model / "out"))
     assert "give one" in message(lambda: run(model, None, keep=True))
     (other / "compare.json").write_text("{")
-    assert "not readable" in message(lambda: run(model, other), OutputError)
-    assert "cannot read" in message(lambda: Comparison.load(model), OutputError)
+    assert "cannot be read as what niwaki writes" in message(lambda: run(model, other), CheckpointError)
+    assert "cannot read" in message(lambda: Comparison.load(model), CheckpointError)
 
 
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
