@@ -19,6 +19,7 @@ from niwaki.pruning.effort import (
     EFFORTS,
     PLAIN_EFFORT,
     Effort,
+    describe,
     described,
     make_effort,
     usual_effort,
@@ -114,9 +115,9 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
     assert usual_effort("wanda", None) == usual_effort(None, "wanda") == PLAIN_EFFORT
     model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "named", effort=None)
-    assert record.effort == repr(Effort())
+    assert record.effort == describe(Effort())
     record = run(model, tmp_path / "usual", effort=None, solver=None)
-    assert record.effort == repr(make_effort(DEFAULT_EFFORT))
+    assert record.effort == describe(make_effort(DEFAULT_EFFORT))
 
 
 # What comes of it
@@ -141,7 +142,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
         assert 0 < fit.after <= fit.before
         assert (fit.epochs == 0) == (fit.after == fit.before)
         assert fit.seconds > 0
-    assert record.effort == repr(make_effort(BEST))
+    assert record.effort == describe(make_effort(BEST))
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
 
 
@@ -393,25 +394,25 @@ def test_stages_and_steps(tmp_path: Path) -> None:
 
 
 def test_efforts_in_words() -> None:
-    names = {name: described(repr(make_effort(name))) for name in EFFORTS}
+    names = {name: described(describe(make_effort(name))) for name in EFFORTS}
     assert names == {
         "fast": "fast",
         "balanced": "balanced (allocation loss, importance 0.5, epochs 0.4)",
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
     }
-    other = repr(make_effort("best:epochs=3"))
-    assert described(other) == other
+    other = describe(make_effort("best:epochs=3"))
+    assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3)"
 
 
 def test_the_files_say_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run(model, tmp_path / "out", effort=f"{BEST}:norms=true")
-    effort = repr(make_effort(f"{BEST}:norms=true"))
+    effort = describe(make_effort(f"{BEST}:norms=true"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pruning_config"]["effort"] == effort
-    assert f"| effort | `{effort}` |" in (tmp_path / "out" / "README.md").read_text()
+    assert f"| effort | {described(effort)} |" in (tmp_path / "out" / "README.md").read_text()
     values = json.loads((tmp_path / "out" / "niwaki.json").read_text())
     assert values["effort"] == effort
     del values["effort"], values["fits"]  # as before there were any
     old = Record.from_json(json.dumps(values))
-    assert (old.effort, old.fits) == ("", [])
+    assert (old.effort, old.fits) == ({}, [])

@@ -41,6 +41,7 @@ from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
 from niwaki.models.output import check_record
 from niwaki.pruning.effort import Effort
+from niwaki.pruning.effort import describe as describe_effort
 from niwaki.pruning.prune import prune
 from niwaki.pruning.session import session
 from niwaki.records.progress import Progress
@@ -267,8 +268,8 @@ def test_config_json_gains_one_key(model: Path, out: Path) -> None:
         "library": "niwaki",
         "version": niwaki.__version__,
         "method": "wanda",
-        "solver": "Wanda()",
-        "effort": repr(Effort()),
+        "solver": {"name": "wanda"},
+        "effort": describe_effort(Effort()),
         "mask_from": None,
         "pattern": "per-row:0.6",
         "sparsity": round(record.sparsity, 6),
@@ -320,7 +321,7 @@ def test_the_card(model: Path, out: Path) -> None:
     assert {"niwaki", "pruned", "sparse", "text-generation", "tiny"} <= set(data["tags"])
     assert data["base_model"] == "model"
     assert data["library_name"] == "transformers"
-    for part in ("ADMM(iterations=20", "unstructured:0.6", "60.", "8 windows of 24 tokens"):
+    for part in ("admm-grad (iterations 20", "unstructured:0.6", "60.", "8 windows of 24 tokens"):
         assert part in written
     for name in ("before", "after"):
         value = record.perplexity[name]["value"]
@@ -385,7 +386,7 @@ def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
     values = strict_json(written)
     assert values["command"] == "niwaki prune x"
     assert values["method"] == "sparsegpt"
-    assert values["solver"].startswith("SparseGPT(")
+    assert values["solver"]["name"] == "sparsegpt"
     assert values["flops"] == record.flops > 0
     assert values["calibration"]["samples"] == 8
     assert values["calibration"]["sequence_length"] == 24

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from niwaki.cli.display import summary
+from niwaki.cli.tables import summary
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint import Checkpoint

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from niwaki.errors import UsageError
-from niwaki.options import choose
+from niwaki.options import choose, name_of, parameters
+from niwaki.records.parameters import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
@@ -123,12 +124,12 @@ def make_effort(name: str) -> Effort:
     return choose("effort", name, EFFORTS)
 
 
-def described(effort: str) -> str:
-    """What a record has of an effort, in words where it has a name: "balanced (allocation loss, epochs 0.4)"."""
-    for name, known in EFFORTS.items():
-        if repr(known) == effort:
-            values = {field.name: getattr(known, field.name) for field in fields(known)}
-            plain = Effort()
-            told = [f"{key} {value}" for key, value in values.items() if value != getattr(plain, key)]
-            return f"{name} ({', '.join(told)})" if told else name
-    return effort
+def describe(effort: Effort) -> dict[str, Any]:
+    """The effort as data, for records: its "name", or that of the nearest in ``EFFORTS``, and all parameters."""
+    return {"name": name_of(effort, EFFORTS), **parameters(effort)}
+
+
+def described(effort: dict[str, Any]) -> str:
+    """A record's effort in words: "balanced (allocation loss, epochs 0.4)", without what is as in the plain one."""
+    plain = parameters(Effort())
+    return in_words({key: value for key, value in effort.items() if key not in plain or value != plain[key]})

@@ -108,7 +108,7 @@ def shrink(
         command=session.command,
         model=str(model),
         method="shrink",
-        solver=f"Shrink(blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g})",
+        solver={"name": "shrink", "blocks": blocks, "neurons": neurons, "heads": heads, "damping": DAMPING},
         pattern=", ".join(gone),
         mask_from=None,
         calibration=windows.described(calibration.seed),
