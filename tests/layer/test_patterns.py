@@ -27,6 +27,7 @@ from niwaki.layer.patterns import (
 from niwaki.layer.patterns.selection import middle_of_each
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import SparseGPT, Wanda
+from support.covering import covered
 from support.problems import generator, lowest_go, lowest_go_in_matrix, make_problem, normal
 
 Scores = Callable[[int, int], Tensor]
@@ -186,6 +187,7 @@ class TestNM:
 
 
 class TestBlock:
+    @covered
     @pytest.mark.parametrize("sparsity", SPARSITIES)
     @pytest.mark.parametrize("shape", [(4, 4), (1, 1), (1, 8), (2, 3), (12, 24), (12, 1)], ids=str)
     @pytest.mark.parametrize("make", [random_scores, tied_scores])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from niwaki.layer.solvers import (
 )
 from niwaki.layer.solvers.admm import Schedule
 from support.contract import CONTRACT, Promises
+from support.covering import covering
 from support.problems import (
     DEAD,
     KINDS,
@@ -56,6 +57,14 @@ PATTERNS: list[Pattern] = [
     Fixed(normal(ROWS, COLUMNS, seed=77) > 0.3),
 ]
 
+#: Of no zeros at all.
+ALL_KEPT: list[Pattern] = [
+    Unstructured(0.0),
+    PerRow(0.0),
+    NM(4, 4),
+    Fixed(torch.ones(ROWS, COLUMNS, dtype=torch.bool), within=PerRow(0.0)),
+]
+
 #: Of matrices whose rows 4 divides.
 TILED_ROWS = 24
 TILED: list[Pattern] = [
@@ -70,17 +79,18 @@ TILED: list[Pattern] = [
 each_solver = pytest.mark.parametrize(("solver", "promises"), CONTRACT, ids=[repr(s) for s, _ in CONTRACT])
 
 
-def each_pattern_that_fits(patterns: list[Pattern]) -> pytest.MarkDecorator:
-    """Solvers with the patterns that they do not refuse."""
-    cases = [(solver, promises, p) for solver, promises in CONTRACT for p in patterns if not promises.refuses(p)]
-    ids = [f"{solver!r}-{p}" for solver, _, p in cases]
-    return pytest.mark.parametrize(("solver", "promises", "pattern"), cases, ids=ids)
+def each_solver_with(patterns: list[Pattern], **others: Sequence[Any]) -> pytest.MarkDecorator:
+    """Solvers with the patterns that they do not refuse, and with the values of other parameters."""
+    cases = covering(
+        CONTRACT, patterns, *others.values(), allowed=lambda case, pattern, *_: not case[1].refuses(pattern)
+    )
+    parameters = [pytest.param(*case, *rest, id="-".join(map(str, (case[0], *rest)))) for case, *rest in cases]
+    return pytest.mark.parametrize(("solver", "promises", "pattern", *others), parameters)
 
 
-each_solver_and_pattern = each_pattern_that_fits(PATTERNS)
+DTYPES = (torch.float32, torch.float64)
+each_solver_and_pattern = each_solver_with(PATTERNS)
 each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-each_kind = pytest.mark.parametrize("kind", KINDS)
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 def test_every_method_is_under_contract() -> None:
@@ -161,16 +171,13 @@ def check_solution(solver: Solver, promises: Promises, problem: LayerProblem, pa
 
 
 class TestContract:
-    @each_dtype
-    @each_kind
-    @each_solver_and_pattern
+    @each_solver_with(PATTERNS, kind=KINDS, dtype=DTYPES)
     def test_solution(
         self, solver: Solver, promises: Promises, pattern: Pattern, kind: str, dtype: torch.dtype
     ) -> None:
         check_solution(solver, promises, make_problem(kind, dtype=dtype), pattern)
 
-    @pytest.mark.parametrize("kind", ["correlated", "few tokens"])
-    @each_pattern_that_fits(TILED)
+    @each_solver_with(TILED, kind=("correlated", "few tokens"))
     def test_tiles_and_quotas(self, solver: Solver, promises: Promises, pattern: Pattern, kind: str) -> None:
         problem = make_problem(kind, rows=TILED_ROWS, dtype=torch.float32)
         check_solution(solver, promises, problem, pattern)
@@ -198,8 +205,7 @@ class TestContract:
         if isinstance(pattern, Unstructured) and not isinstance(solver, Magnitude):
             assert not kept.any()  # they are the first to go
 
-    @pytest.mark.parametrize("kind", ["correlated", "few tokens"])
-    @each_solver_and_pattern
+    @each_solver_with(PATTERNS, kind=("correlated", "few tokens"))
     def test_scaling_the_inputs_by_a_power_of_two_changes_no_bit(
         self, solver: Solver, promises: Promises, pattern: Pattern, kind: str
     ) -> None:
@@ -209,8 +215,7 @@ class TestContract:
         for factor in (4.0**9, 4.0**-9):
             assert same_solution(solution, solver(rescaled(problem, factor), pattern))
 
-    @each_solver_and_pattern
-    @pytest.mark.parametrize("factor", [3.7e4, 2e-5])
+    @each_solver_with(PATTERNS, factor=(3.7e4, 2e-5))
     def test_scaling_by_any_factor_changes_little(
         self, solver: Solver, promises: Promises, pattern: Pattern, factor: float
     ) -> None:
@@ -220,18 +225,7 @@ class TestContract:
         assert torch.equal(scaled.mask, solution.mask)
         assert torch.allclose(scaled.W, solution.W, rtol=0, atol=promises.rounding)
 
-    @pytest.mark.parametrize(
-        "pattern",
-        [
-            Unstructured(0.0),
-            PerRow(0.0),
-            NM(4, 4),
-            Fixed(torch.ones(ROWS, COLUMNS, dtype=torch.bool), within=PerRow(0.0)),
-        ],
-        ids=str,
-    )
-    @each_kind
-    @each_solver
+    @each_solver_with(ALL_KEPT, kind=KINDS)
     def test_sparsity_zero_changes_nothing(
         self, solver: Solver, promises: Promises, pattern: Pattern, kind: str
     ) -> None:

@@ -18,6 +18,7 @@ from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from support.covering import covered
 from support.models import CASES, linear_inputs, random_tokens, reference, save_model
 from support.streams import assert_clean, materialised, memory, prune, save_starved, stream_of
 
@@ -255,6 +256,7 @@ def test_inputs_that_are_written_over(tmp_path: Path) -> None:
 # Original weights
 
 
+@covered
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("keeps", [False, True])
@@ -328,6 +330,7 @@ def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, 
 # Training
 
 
+@covered
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("case", ["llama biases", "mixtral"])

@@ -20,6 +20,7 @@ from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from support.covering import covered
 from support.models import (
     CASES,
     decoder_blocks,
@@ -299,6 +300,7 @@ def test_inputs_that_change_or_give_way_to_others(tmp_path: Path) -> None:
     stream.close()
 
 
+@covered
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss", "llama4_text", "gpt2", "falcon"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("samples", "length"), [(3, 16), (1, 9), (1, 1)])

@@ -26,6 +26,7 @@ from niwaki.pruning.effort import (
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
+from support.covering import covered
 from support.models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
@@ -209,6 +210,7 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
         assert f"{len(poor)} of 8 inputs" in note
 
 
+@covered
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("computing", ["half", "float32"])
 @pytest.mark.parametrize("norms", ["false", "true"])
