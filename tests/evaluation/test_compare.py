@@ -315,7 +315,7 @@ def test_stopped(
 def test_killed(tmp_path: Path, model: Path, whole: Comparison) -> None:
     code = f"""
 import os, signal, niwaki
-from niwaki.progress import TableProgress
+from niwaki.records.progress import TableProgress
 class Kill(TableProgress):
     def done(self, cell):
         if cell.method == "magnitude":
