@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from niwaki.cli.common import out, quiet_libraries
+from niwaki.cli.common import in_session, written
 from niwaki.cli.options import Output
+from niwaki.cli.screen import Screen
 
 
 def export(
@@ -15,9 +16,8 @@ def export(
     output: Output,
 ) -> None:
     """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
-    quiet_libraries()
-    from niwaki.packed.compressed_tensors import export as run
+    with Screen(f"exporting {model}"), in_session():
+        from niwaki.packed.compressed_tensors import export as run
 
-    with out.status("exporting"):
         run(model, output)
-    out.print(f"written to {output}", soft_wrap=True, markup=False)
+    written(output)
