@@ -1,6 +1,8 @@
 """Covering choices of cases: all pairs are there, and few cases."""
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ from support import covering
 from support.covering import _chosen
 
 
-def pairs(cases: list[tuple[int, ...]]) -> set[object]:
+def pairs(cases: Sequence[tuple[Any, ...]]) -> set[object]:
     return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
 
 

@@ -23,6 +23,7 @@ from niwaki.models.streamed import StreamedModel
 from support.covering import covered
 from support.models import (
     CASES,
+    EACH_CASE,
     decoder_blocks,
     edit_json,
     linear_inputs,
@@ -44,7 +45,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_STRIP", 7)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=EACH_CASE)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("family") / request.param, request.param)
 

@@ -47,7 +47,8 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
 from support.models import (
-    CASES,
+    each_case,
+    each_case_and,
     edit_json,
     is_pruned,
     linear_inputs,
@@ -107,8 +108,7 @@ def out(tmp_path: Path) -> Path:
 # What is written
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
+@each_case_and(("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_a_solver_that_does_nothing_changes_nothing(
     tmp_path: Path, out: Path, case: str, dtype: torch.dtype, shards: bool
 ) -> None:
@@ -175,7 +175,7 @@ def test_every_solver(
     assert all(0 < matrix.error < 1 for matrix in record.matrices)
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family(tmp_path: Path, out: Path, case: str) -> None:
     source = save_model(tmp_path / "model", case, dtype=torch.bfloat16, shards=True)
     text = random_tokens(3, 24, seed=1)

@@ -70,7 +70,8 @@ def covered(test: Test) -> Test:
         for case in cases
     ]
     test.pytestmark = [mark for mark in marks if mark.name != "parametrize"]  # type: ignore[attr-defined]
-    return pytest.mark.parametrize(names, parameters)(test)
+    decorated: Test = pytest.mark.parametrize(names, parameters)(test)
+    return decorated
 
 
 def _names(mark: pytest.Mark) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import NiwakiError, UsageError
+from support.covering import FULL
 
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
@@ -159,6 +161,28 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v2 lite": lambda: _case("deepseek_v2", heads=4, **_EXPERTS, **{**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": lambda: _case("deepseek_v3", heads=4, n_group=2, topk_group=1, **_EXPERTS, **_LATENT),
 }
+
+#: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.
+COMMON = ("llama grouped", "phi3", "gpt2", "mixtral", "gpt_oss")
+#: All, of which ``make quick`` runs the common ones.
+EACH_CASE = [pytest.param(case, marks=() if case in COMMON else pytest.mark.slow) for case in CASES]
+each_case = pytest.mark.parametrize("case", EACH_CASE)
+
+
+def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Every case with one of ``values`` at least, and every family with all of them."""
+    parameters = []
+    for _, of_family in itertools.groupby(CASES, key=lambda case: case.split()[0]):
+        cases = list(of_family)
+        chosen = [(i % len(cases), i % len(values)) for i in range(max(len(cases), len(values)))]
+        if FULL:
+            chosen = list(itertools.product(range(len(cases)), range(len(values))))
+        for i, j in chosen:
+            marks = () if cases[i] in COMMON else pytest.mark.slow
+            id_ = "-".join(map(str, (cases[i], *values[j])))
+            parameters.append(pytest.param(cases[i], *values[j], marks=marks, id=id_))
+    return pytest.mark.parametrize(("case", *names), parameters)
+
 
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
