@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -250,18 +252,41 @@ def save_model(
     seed: int = 0,
 ) -> Path:
     """Writes ``random_model(...)`` to the directory ``path``, without a tokenizer."""
-    model = random_model(case, dtype=dtype, seed=seed)
-    model.save_pretrained(path, max_shard_size="20KB" if shards else "1GB")
-    assert (path / "model.safetensors.index.json").exists() == shards
+    return _write(path, _saved(case, dtype, shards, seed), seed)
+
+
+@functools.cache
+def _saved(case: str, dtype: torch.dtype, shards: bool, seed: int) -> dict[str, bytes]:
+    files = _files(random_model(case, dtype=dtype, seed=seed), "20KB" if shards else "1GB")
+    assert ("model.safetensors.index.json" in files) == shards
+    return files
+
+
+def _files(model: PreTrainedModel, largest: str = "1GB") -> dict[str, bytes]:
+    """What ``save_pretrained`` writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory, max_shard_size=largest)
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def _write(path: Path, files: dict[str, bytes], seed: int) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    torch.manual_seed(seed)  # the same state whether the files were made now or before
     return path
 
 
 def save_model_with_tokenizer(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
     """A tiny LLaMA with the embedded model's tokenizer, so that it can be given text."""
+    return add_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed), seed))
+
+
+@functools.cache
+def _saved_with_vocabulary(blocks: int, seed: int) -> dict[str, bytes]:
     torch.manual_seed(seed)
     config = _case("llama", blocks, 4, vocab_size=EMBEDDED_VOCABULARY, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return add_tokenizer(path)
+    return _files(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def add_tokenizer(path: Path) -> Path:
