@@ -147,7 +147,7 @@ def _edit(**changes: object) -> Callable[[Path], None]:
     [
         (_remove_shard, "lacks the shard model-00002-of"),
         (_truncate, "model.safetensors is truncated"),
-        (lambda model: (model / "model.safetensors").write_bytes(b"junk junk junk"), "no safetensors file"),
+        (lambda model: (model / "model.safetensors").write_bytes(b"junk junk junk"), "not a safetensors file"),
         (
             _spoil("model.layers.1.mlp.gate_proj", float("nan")),
             "'model.layers.1.mlp.gate_proj.weight' has NaN",
@@ -254,7 +254,7 @@ def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch
         ran = niwaki_(*command)
         assert ran.code == 1
         assert len(ran.err.splitlines()) == 1
-        assert "some/model is no directory here and could not be had from the hub: no route to host" in ran.err
+        assert "some/model is not a directory here and not available from the hub: no route to host" in ran.err
     assert listing(tmp_path) == []
 
 

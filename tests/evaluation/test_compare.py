@@ -26,7 +26,7 @@ from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models.hidden_states import MemoryBudget
+from niwaki.models.hidden_states import SpillFile
 from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
 from niwaki.records.progress import Progress
@@ -206,13 +206,13 @@ def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
 
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = MemoryBudget.reserve
+    real = SpillFile.reserve
 
-    def reserve(room: MemoryBudget, size: int) -> int:
+    def reserve(file: SpillFile, size: int) -> int:
         sizes.append(size)
-        return real(room, size)
+        return real(file, size)
 
-    monkeypatch.setattr(MemoryBudget, "reserve", reserve)
+    monkeypatch.setattr(SpillFile, "reserve", reserve)
     assert values(run(model, None, ["wanda"], memory=1)).items() <= values(whole).items()
     # All hidden states, 32 numbers of 4 bytes: of the dense model, of the calibration text, of the pruned model.
     assert sum(sizes) == (3 + 4 + 3) * 32 * (32 * 4)

@@ -105,7 +105,7 @@ def test_experts_in_one_tensor(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(whole_losses(model, TOKENS), expected)  # transformers reads both
     streamed = stream_of(model)
     torch.testing.assert_close(losses(streamed, TOKENS), expected)
-    parts = [m for m in streamed.matrices() if m.part is not None]
+    parts = [m for m in streamed.matrices() if m.index is not None]
     assert len(parts) == 8 * (1 if case.startswith("deepseek") else 2)  # gate and up are one matrix here
     record = run(model, tmp_path / "out")
     before, after = tensors(model), tensors(tmp_path / "out")
@@ -288,7 +288,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
         ("t5", AutoModel, T5, "is an encoder with a decoder (t5)"),
         ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
         ("bert", AutoModelForCausalLM, {}, "'cls.predictions.decoder.bias' is the same as another parameter"),
-        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "is told something"),
+        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "receives something"),
         ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 1}, "of earlier ones"),
         ("rwkv", AutoModelForCausalLM, {"attention_hidden_size": 32}, "cannot be run a block at a time"),
     ],

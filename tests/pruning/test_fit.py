@@ -20,6 +20,7 @@ from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.training import trainable, trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit
 from niwaki.records.record import FitRecord
@@ -54,13 +55,13 @@ def embedded(model: StreamedModel, batches: int) -> tuple[HiddenStates, HiddenSt
 
 
 def prepared(
-    model: StreamedModel, batches: int, inner: bool = False
+    model: StreamedModel, batches: int, sub_outputs: bool = False
 ) -> tuple[DecoderBlock, HiddenStates, HiddenStates]:
     """The first block with half of its weights, its inputs, and the outputs of the dense block."""
     states, targets = embedded(model, batches)
     streams.append(model.stream())
     block = next(streams[-1])
-    block.advance(targets, inner=inner)
+    block.advance(targets, sub_outputs=sub_outputs)
     prune(block, block.matrices)
     return block, states, targets
 
@@ -203,18 +204,18 @@ def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None, apart: bool
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", samples * LENGTH)
             if room is not None and samples > 1:
-                model.room.limit(room)
+                model.budget.limit(room)
             tokens = random_tokens(22, LENGTH)
             states, targets = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
-        assert (model.room.outside > 0) == (room == 0 and samples > 1)
+        assert (model.budget.file.size > 0) == (room == 0 and samples > 1)
         streams.append(model.stream())
         block = next(streams[-1])
-        block.advance(targets, inner=apart)
-        assert len(targets.inner) == 2 * apart
+        block.advance(targets, sub_outputs=apart)
+        assert len(targets.sub_outputs) == 2 * apart
         prune(block, block.matrices)
         record = fitted(block, states, targets, epochs=2, batch=LENGTH, apart=apart)
         found.append((record.before, record.after, weights(model)))
-        model.room.close()
+        model.budget.close()
     for before, after, other in found[1:]:
         assert (before, after) == pytest.approx(found[0][:2], rel=1e-4)
         close(other, found[0][2])
@@ -330,8 +331,8 @@ def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> No
     assert found.after < found.before
     assert found.epochs > 0
     changed = 0
-    for key, part, stored in block.trained(False):
-        matrix = next(m for m in block.matrices if (m.key, m.part) == (key, part))
+    for key, part, stored in trained_weights(block, False):
+        matrix = next(m for m in block.matrices if (m.key, m.index) == (key, part))
         old = matrix.within(before[matrix.parameter])
         new = stored.T if matrix.transposed else stored
         assert new.dtype == computing
@@ -358,7 +359,7 @@ def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> N
     zeros = {m.name: int((m.within(weights(model)[m.parameter]) == 0).sum()) for m in block.matrices}
     found = fitted(block, states, targets, epochs=2, rate=0.1)
     assert found.epochs > 0
-    for matrix, (_, _, stored) in zip(block.matrices, block.trained(False), strict=True):
+    for matrix, (_, _, stored) in zip(block.matrices, trained_weights(block, False), strict=True):
         assert stored.dtype == torch.float16
         assert int((stored == 0).sum()) == zeros[matrix.name]
 
@@ -399,7 +400,7 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
         hidden = targets.hidden[0].clone()
         hidden[0, 0, 0] *= huge
         targets.hidden[0] = hidden  # held out, so that no step sees it
-        with block.training(False) as parameters:
+        with trainable(block, False) as parameters:
             dense = [value.detach().clone() for value in parameters]
         fitted(block, states, targets, epochs=1, rate=1e-3)
         found.append(sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True)))
@@ -448,7 +449,7 @@ def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None
     """Each as if it were alone: its error has gradients with respect to its own parameters only."""
     directory = save_model(tmp_path / "model", case)
     model = stream_of(directory)
-    block, states, targets = prepared(model, 9, inner=True)
+    block, states, targets = prepared(model, 9, sub_outputs=True)
     dense = decoder_blocks(reference(directory))[0]
     layer = copy.deepcopy(dense)
     layer.load_state_dict(weights(model))
@@ -460,7 +461,7 @@ def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None
         return sub_blocks(case, module, x, told)
 
     wanted = [[out.detach() for out, _ in outputs(dense, x)] for x in origin.hidden]
-    for mine, theirs in zip(targets.inner, zip(*wanted, strict=True), strict=True):
+    for mine, theirs in zip(targets.sub_outputs, zip(*wanted, strict=True), strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b.view(a.shape), rtol=1e-4, atol=1e-5)
 
@@ -510,8 +511,8 @@ def test_every_family_apart(tmp_path: Path, case: str) -> None:
     directory, found = save_model(tmp_path / "model", case), []
     for _ in range(2):
         model = stream_of(directory)
-        block, states, targets = prepared(model, 5, inner=True)
-        assert len(targets.inner) == 2
+        block, states, targets = prepared(model, 5, sub_outputs=True)
+        assert len(targets.sub_outputs) == 2
         before = weights(model)
         record = fitted(block, states, targets, epochs=2, rate=0.005, apart=True)
         assert record.after < record.before
@@ -525,7 +526,7 @@ def test_every_family_apart(tmp_path: Path, case: str) -> None:
 
 def test_norms_behind_the_last_sub_block_stay_where_these_are_fitted_apart(tmp_path: Path) -> None:
     model = stream_of(save_model(tmp_path / "model", "gemma2"))
-    block, states, targets = prepared(model, 5, inner=True)
+    block, states, targets = prepared(model, 5, sub_outputs=True)
     before = weights(model)
     fitted(block, states, targets, epochs=1, norms=True, apart=True)
     stay = {name for name, value in weights(model).items() if torch.equal(value, before[name])}
@@ -533,5 +534,5 @@ def test_norms_behind_the_last_sub_block_stay_where_these_are_fitted_apart(tmp_p
 
 
 def block_weights(block: DecoderBlock) -> list[Tensor]:
-    with block.training(False) as parameters:
+    with trainable(block, False) as parameters:
         return [value.detach().clone() for value in parameters]

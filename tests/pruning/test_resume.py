@@ -261,12 +261,11 @@ def test_a_journal_that_cannot_be_written(
 
 def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
     from niwaki.models.checkpoint import Checkpoint
-    from niwaki.models.output import fingerprint
 
-    first = fingerprint(Checkpoint(save_model(tmp_path / "a")))
-    assert fingerprint(Checkpoint(save_model(tmp_path / "b"))) == first
-    assert fingerprint(Checkpoint(save_model(tmp_path / "c", seed=1))) != first
-    assert fingerprint(Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16))) != first
+    first = Checkpoint(save_model(tmp_path / "a")).fingerprint()
+    assert Checkpoint(save_model(tmp_path / "b")).fingerprint() == first
+    assert Checkpoint(save_model(tmp_path / "c", seed=1)).fingerprint() != first
+    assert Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16)).fingerprint() != first
 
 
 def test_a_record_where_nothing_can_be_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,17 +238,17 @@ BATCH = 2 * LENGTH * 32 * 4
 def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, size: int) -> None:
     directory = save_model(tmp_path / "model", "mixtral")
     wanted = sensitivities(stream_of(directory), TOKENS)
-    room = MemoryBudget(size)
-    model = StreamedModel(Checkpoint(directory), "cpu", "float32", room)
+    budget = MemoryBudget(size)
+    model = StreamedModel(Checkpoint(directory), "cpu", "float32", budget)
     before = open_files()
     seen: list[int] = []
     assert_same(sensitivities(model, TOKENS, done=lambda: seen.append(open_files() - before)), wanted)
     assert max(seen) == (size < 2**30)
     assert open_files() == before
-    # The room is as it was.
-    assert room.outside == 0
-    assert room.take(size)
-    assert not room.take(1)
+    # The budget is as it was.
+    assert budget.file.size == 0
+    assert budget.take(size)
+    assert not budget.take(1)
 
 
 def open_files() -> int:
@@ -331,7 +331,7 @@ def test_nothing_is_left_where_it_ends_early(tmp_path: Path, call: int) -> None:
         if len(steps) == call:
             raise KeyboardInterrupt
 
-    model.room = MemoryBudget(0)
+    model.budget = MemoryBudget(0)
     with pytest.raises(KeyboardInterrupt):
         sensitivities(model, TOKENS, done=end)
     assert_clean(model)

@@ -80,14 +80,14 @@ def keep_states(place: Path, states: Path) -> None:
 
         return call
 
-    def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, part: int | None = None) -> None:
+    def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, index: int | None = None) -> None:
         entry = self._entries[key]
         file = self._files[entry.shard]
         file.seek(entry.offset)
         file.write(b"x" * (entry.size // 2))
         file.flush()
         step()
-        write(self, key, tensor, part)
+        write(self, key, tensor, index)
 
     write = CheckpointWriter.write
     CheckpointWriter.write = half  # type: ignore[method-assign]

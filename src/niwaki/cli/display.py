@@ -128,7 +128,7 @@ class Display(Screen):
     def stopped(self, done: int, blocks: int) -> None:
         self.__exit__()
         Console(stderr=True, highlight=False).print(
-            f"{done} of {blocks} blocks are done and stay; the same command goes on behind them",
+            f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them",
             soft_wrap=True,
         )
 
@@ -261,7 +261,7 @@ class TableDisplay(Screen):
     def paused(self, done: int, missing: int) -> None:
         self.__exit__()
         Console(stderr=True, highlight=False).print(
-            f"{done} of {done + missing} runs are done and stay{self._stopped}; the same command does the others",
+            f"{done} of {done + missing} runs are done and kept{self._stopped}; repeat the command to do the others",
             soft_wrap=True,
         )
 

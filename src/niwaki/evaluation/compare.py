@@ -18,7 +18,6 @@ from niwaki.files import locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver
 from niwaki.models.checkpoint import Checkpoint, locate_model
-from niwaki.models.output import fingerprint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
@@ -287,7 +286,7 @@ def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str,
     shown = ", ".join(f"{size(found)} of {text}" for text, found in heldout.items())
     dtype = str(streamed.dtype).removeprefix("torch.")
     return {
-        "model": entry(fingerprint(streamed.checkpoint), model),
+        "model": entry(streamed.checkpoint.fingerprint(), model),
         "calibration": entry(windows.fingerprint(), f"{size(windows)} of {windows.source}"),
         "texts": entry({text: found.fingerprint() for text, found in heldout.items()}, shown),
         "device": entry(streamed.device.type, streamed.device.type),

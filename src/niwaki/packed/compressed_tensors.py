@@ -14,7 +14,7 @@ from niwaki.files import output_errors, write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
-from niwaki.models.output import check_output, fingerprint, workplace
+from niwaki.models.output import carry_over, check_output, workplace
 from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
@@ -59,10 +59,10 @@ def export(model: str | Path, out: str | Path) -> None:
     packed = {matrix.key: matrix for matrix in streamed.matrices()}
     verify_grid(path, streamed.matrices(), grid)
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
-    with workplace(target, {"export": fingerprint(checkpoint)}, resume=False) as place:
+    with workplace(target, {"export": checkpoint.fingerprint()}, resume=False) as place:
         if not place.journal.complete:
             place.clear([])
-            place.carry_over(checkpoint)
+            carry_over(checkpoint, place.directory)
             _write(checkpoint, packed, grid, place.directory)
             for name in ("niwaki.json", "README.md"):
                 _correct(place.directory / name, stored_as_usual(grid))

@@ -26,7 +26,7 @@ from niwaki.models.checkpoint import (
     read_tensor,
 )
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Workplace, check_output, fingerprint, workplace
+from niwaki.models.output import Workplace, carry_over, check_output, workplace
 from niwaki.models.scales import FILE as SCALES
 from niwaki.models.scales import read_scales
 from niwaki.models.shards import Shards
@@ -117,7 +117,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     headers = {shard: read_header(path / shard) for shard in checkpoint.shards}
     count = sum(map(len, headers.values()))
     sizes: Sizes | None = None
-    with workplace(target, {"pack": fingerprint(checkpoint)}, resume=False) as place:
+    with workplace(target, {"pack": checkpoint.fingerprint()}, resume=False) as place:
         if not place.journal.complete:
             place.clear([])
             _carry_over(place, checkpoint)
@@ -177,7 +177,7 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
     progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = PackedCheckpoint(path)
-    with workplace(target, {"unpack": fingerprint(checkpoint)}, resume=False) as place:
+    with workplace(target, {"unpack": checkpoint.fingerprint()}, resume=False) as place:
         if place.journal.complete:
             place.move()
             return
@@ -300,7 +300,7 @@ def _text(path: Path) -> str:
 
 def _carry_over(place: Workplace, checkpoint: Checkpoint) -> None:
     """Everything but weights, and the scales of weights on a grid, which are like weights to others."""
-    place.carry_over(checkpoint)
+    carry_over(checkpoint, place.directory)
     scales, target = checkpoint.path / SCALES, place.directory / SCALES
     if scales.exists():
         with output_errors(place.directory):

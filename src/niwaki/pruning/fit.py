@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import NumericalError
-from niwaki.models.block import DecoderBlock
+from niwaki.models.block import DecoderBlock, cut_sub_blocks
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.models.training import projected, smallest_weight, trainable
 from niwaki.pruning.effort import Effort
 from niwaki.records.record import FitRecord
 
@@ -53,7 +54,7 @@ def fit(
         block: The pruned block.
         states: Its inputs. Not changed.
         targets: What its outputs should be, of all samples, or of the first ones to fit it to these. In batches for the
-            same parts as ``states``. With their ``inner`` if sub-blocks are fitted apart. Not changed.
+            same parts as ``states``. With their ``sub_outputs`` if sub-blocks are fitted apart. Not changed.
         effort: How long, and with which rate.
         world: The processes of which each has some of the states; a step takes one batch of each.
         done: Called after each batch, see :func:`batches`.
@@ -64,10 +65,10 @@ def fit(
         NumericalError: the error is not finite.
     """
     began = time.perf_counter()
-    parts = targets.parts(tokens_per_part(effort, world))
+    parts = targets.minibatches(tokens_per_part(effort, world))
     held, rest = _divided(min(world.collected(len(parts))))
     order = torch.Generator().manual_seed(block.index)
-    with block.training(effort.norms) as parameters:
+    with trainable(block, effort.norms) as parameters:
         # Vectors are fitted as a whole.
         masks = [value != 0 if value.ndim > 1 else torch.ones_like(value).bool() for value in parameters]
         optimizer = torch.optim.Adam(
@@ -77,14 +78,14 @@ def fit(
             eps=1e-16,  # relative errors of large blocks have gradients far below the usual 1e-8
             fused=True,
         )  # fmt: skip
-        wanted = targets.inner if effort.apart else [targets.hidden]
-        mine = [sum(float(y.part(*parts[i]).double().square().sum()) for i in held) for y in wanted]
+        wanted = targets.sub_outputs if effort.apart else [targets.hidden]
+        mine = [sum(float(y.samples(*parts[i]).double().square().sum()) for i in held) for y in wanted]
         powers = [max(sum(power), 1e-30) for power in zip(*world.collected(mine), strict=True)]
 
         def squares(i: int) -> Tensor:
-            with block.apart(effort.apart) as answers:
-                answer = block.run(states.hidden.part(*parts[i]), targets)
-            dense = [y.part(*parts[i]).float() for y in wanted]
+            with cut_sub_blocks(block.module, block.matrices if effort.apart else []) as answers:
+                answer = block.run(states.hidden.samples(*parts[i]), targets)
+            dense = [y.samples(*parts[i]).float() for y in wanted]
             found = [
                 (answer.reshape(y.shape).float() - y).square() / power
                 for answer, y, power in zip(answers if effort.apart else [answer], dense, powers, strict=True)
@@ -93,7 +94,7 @@ def fit(
 
         def error() -> float:
             mine = 0.0
-            with block.projected(on_grid):
+            with projected(block, on_grid):
                 for i in held:
                     with torch.no_grad():  # in float64 a few huge activations do not hide the rest
                         mine += float(squares(i).sum(dtype=torch.float64))
@@ -112,7 +113,7 @@ def fit(
         for step in range(steps):
             if step % len(rest) == 0:
                 epoch = torch.randperm(len(rest), generator=order).tolist()
-            with block.projected(on_grid), torch.enable_grad():
+            with projected(block, on_grid), torch.enable_grad():
                 squares(rest[epoch[step % len(rest)]]).sum().backward()
             gradients = [_gradient(value) for value in parameters]
             world.sum(gradients)
@@ -131,8 +132,8 @@ def fit(
                 for old, value in zip(kept, parameters, strict=True):
                     old.copy_(value.detach())
         for old, value, mask in zip(kept, parameters, masks, strict=True):
-            value.data = _off_zero(old, mask, block.smallest) if value.ndim > 1 else old
-        with block.projected(on_grid):
+            value.data = _off_zero(old, mask, smallest_weight(block)) if value.ndim > 1 else old
+        with projected(block, on_grid):
             rounded = [value.data for value in parameters]
         for value, data in zip(parameters, rounded, strict=True):
             value.data = data
@@ -151,7 +152,7 @@ def passes(states: HiddenStates, targets: HiddenStates, effort: Effort) -> float
 
 def batches(states: HiddenStates, targets: HiddenStates, effort: Effort, world: World) -> int:
     """How many batches pass through the block in a fit."""
-    held, rest = _divided(len(targets.parts(tokens_per_part(effort, world))))
+    held, rest = _divided(len(targets.minibatches(tokens_per_part(effort, world))))
     steps = _steps(len(rest), passes(states, targets, effort))
     return len(held) * (1 + math.ceil(steps / len(rest))) + steps
 

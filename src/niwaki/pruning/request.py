@@ -13,7 +13,6 @@ from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_so
 from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.device import device_name
-from niwaki.models.output import fingerprint
 from niwaki.models.processes import World
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
@@ -154,11 +153,11 @@ class Request:
         """By name, all that has to be the same for a run to resume, or for processes to share one."""
         mask_from = self.mask_from
         if self.mask_model:
-            mask_from = fingerprint(Checkpoint(locate_model(self.mask_model)))
+            mask_from = Checkpoint(locate_model(self.mask_model)).fingerprint()
         heldout = texts.only
         chosen = self.chosen(len(model.blocks))
         return {
-            "model": fingerprint(model.checkpoint),
+            "model": model.checkpoint.fingerprint(),
             "mask_from": mask_from,
             "solver": repr(self.solver),
             "effort": repr(self.effort),

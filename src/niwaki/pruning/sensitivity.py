@@ -13,6 +13,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
+from niwaki.models.training import input_gradient
 
 #: Path of a parameter, and which expert's part of it; None outside of experts.
 _Part = tuple[str, int | None]
@@ -52,7 +53,7 @@ def sensitivities(
     the last to the first that has matrices to prune one more forward and one backward pass, which leaves out the
     gradients of weights and so takes as much. Memory: one block, its activations and their gradients for one batch,
     and on the CPU the hidden states before each of those blocks, (samples, length, width) in the model's dtype for
-    each. They go to a file where the model's room has not enough left; all is given back in the end.
+    each. They go to a file where the model's budget has not enough left; all is freed at the end.
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.
@@ -80,12 +81,12 @@ def sensitivities(
     # Drawn for all processes, of which each takes its own.
     draws = torch.rand(sum(counts), tokens.shape[1], generator=torch.Generator().manual_seed(seed))
     draws = draws.split(counts)[world.rank]
-    with model.room.lent() as room:
-        states = model.embed(tokens, room=room)
+    with model.budget.lent() as budget:
+        states = model.embed(tokens, budget=budget)
         kept: list[SpillList] = []
         for block in model.stream():
             if block.index >= first:
-                kept.append(SpillList(room))
+                kept.append(SpillList(budget))
                 for hidden in states.hidden:
                     kept[-1].append(hidden.cpu())
             block.advance(states, done)
@@ -94,8 +95,8 @@ def sensitivities(
             squares = _Squares(block, model.device)
             for i, hidden in enumerate(kept.pop()):
                 squares.scale = 4.0 ** exponents[i]
-                gradient = block.pull(
-                    hidden.to(model.device), states.hidden[i], states, squares.inputs, squares.outputs
+                gradient = input_gradient(
+                    block, hidden.to(model.device), states.hidden[i], states, squares.inputs, squares.outputs
                 )
                 states.hidden[i], change = _normalised(gradient, f"block {block.index}")
                 exponents[i] += change

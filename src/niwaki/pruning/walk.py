@@ -29,6 +29,7 @@ from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
+from niwaki.models.training import trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit, tokens_per_part
 from niwaki.pruning.masks import PatternOf, named
@@ -103,8 +104,8 @@ class Walk:
         dense = model.embed(held.tokens) if held and measure == "both" else None
         pruned = model.embed(held.tokens) if held and measure != "none" else None
         clock.lap("capture")
-        if model.room.outside:
-            self._note(f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
+        if spilled := model.budget.file.size:
+            self._note(f"{spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         done = self._journal.blocks
         for block in model.stream():
             if block.index >= stop and not held:
@@ -198,7 +199,7 @@ class Walk:
         for matrix in matrices:
             stored = block.empty(matrix)
             if self._writer:
-                stored.copy_(self._writer.read(matrix.key, matrix.part))
+                stored.copy_(self._writer.read(matrix.key, matrix.index))
             block.put(matrix, self._world.send(stored, 0))
         for name, key in block.vectors.items() if vectors and matrices else ():
             value = block.vector(name)
@@ -215,7 +216,7 @@ class Walk:
         effort, progress, clock = self._effort, self._progress, self.clock
         experts: list[_Counts] = []
         if origin:
-            block.keep()
+            block.keep_original()
         for group in block.groups(states) if effort.groups else [block.matrices]:
             progress.stage(block.index, "capture", len(states.hidden))
             grams = block.input_grams(
@@ -237,15 +238,15 @@ class Walk:
         self._note_loans(block, experts)
         if origin and (effort.epochs or not last):
             with block.original():
-                block.advance(origin, inner=effort.fits_apart)
+                block.advance(origin, sub_outputs=effort.fits_apart)
             clock.lap("advance")
         if origin and effort.epochs:
             progress.stage(block.index, "fit", batches(states, origin, effort, self._world))
             on_grid = self._nearest if self._grid else None
             self.record.fits.append(fit(block, states, origin, effort, self._world, progress.step, on_grid))
-            for key, part, stored in block.trained(effort.norms):
+            for key, index, stored in trained_weights(block, effort.norms):
                 if self._writer:
-                    self._writer.write(key, stored, part)
+                    self._writer.write(key, stored, index)
             clock.lap("fit")
 
     def _solve_all(self, block: DecoderBlock, grams: list[InputGram]) -> None:
@@ -312,11 +313,11 @@ class Walk:
         if not block.released:
             block.put(matrix, stored)
         if self._writer:
-            self._writer.write(matrix.key, stored, matrix.part)
+            self._writer.write(matrix.key, stored, matrix.index)
         if scales is not None:
             self._scales[matrix.name] = scales
             if self._writer:
-                self._writer.write(scale_key(matrix), scales, matrix.part)
+                self._writer.write(scale_key(matrix), scales, matrix.index)
         zeros = stored.numel() - int(stored.count_nonzero())
         self._journal.zeros[matrix.key] = self._journal.zeros.get(matrix.key, 0) + zeros
         self._note_damping(done)
@@ -364,7 +365,7 @@ class Walk:
                 problem = LayerProblem(problem.W.div_(weights), gram)
                 solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
             error, stats, scales = _error(problem, solution, rows), solution.stats, None
-            stored_as = block.dtype(matrix)
+            stored_as = block.stored_dtype(matrix)
             if self._grid:  # the weights themselves are on it, not what importance makes of them
                 kept = int(solution.W.count_nonzero())
                 solution, scales = onto_grid(problem, solution, self._grid, scale_dtype(stored_as))

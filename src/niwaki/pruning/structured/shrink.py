@@ -21,7 +21,8 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.device import device_name, peak_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.output import Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.models.model_config import write_config
+from niwaki.models.output import Workplace, carry_over, check_output, workplace
 from niwaki.models.perplexity import perplexity
 from niwaki.models.processes import World
 from niwaki.models.shards import Shards
@@ -118,7 +119,7 @@ def shrink(
         notes=[*streamed.notes, *texts.notes],
     )
     asked = {
-        "model": fingerprint(checkpoint),
+        "model": checkpoint.fingerprint(),
         "solver": record.solver,
         "calibration": windows.fingerprint(),
         "text": held and held.fingerprint(),
@@ -196,7 +197,7 @@ class _Run:
         kept = [index for index in range(depth) if index not in removed]
         outside, blocks = tensors_of_blocks(model)
         place.clear([])
-        record.notes += place.carry_over(model.checkpoint)
+        record.notes += carry_over(model.checkpoint, place.directory)
         write_config(directory, configuration(model, kept, self.cuts), record)
         check_structure(model, directory, kept, self.cuts)
         shards = Shards(directory)
