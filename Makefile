@@ -7,6 +7,8 @@
 PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
+# A process for each core, with one thread each; who has nothing left to do takes over from others.
+PARALLEL = -n auto --dist worksteal
 
 # pip, not uv: see constraints.txt.
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -28,10 +30,10 @@ check: setup
 	BIN=$(BIN) scripts/check
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 quick: setup
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'not slow'
 
 # In dist/, checked and tried. For Linux with a C++ compiler.
 dist:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from niwaki.cli.comparing import _seconds
 from rich.console import Console
 from transformers import AutoTokenizer
 

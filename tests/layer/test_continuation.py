@@ -11,6 +11,7 @@ from torch import Tensor
 from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import ADMM, Continuation, continuation
+from support.covering import covered
 from support.problems import geometric_mean, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 24, 32
@@ -94,6 +95,7 @@ def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, a
     return best
 
 
+@covered
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize(
     "solver",

@@ -14,6 +14,7 @@ from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import ADMM, SOLVERS, Continuation, MaskThenUpdate, Solver, SparseGPT, continuation
 from niwaki.models.processes import World
+from support.covering import covered
 from support.problems import generator, lowest_go_in_matrix, make_problem, normal
 from support.threads import in_threads
 
@@ -57,6 +58,7 @@ each_kind = pytest.mark.parametrize("kind", ["random", "tied", "last rows"])
 # Patterns
 
 
+@covered
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each_size
 @each_kind
@@ -79,6 +81,7 @@ def test_answers_are_those_of_the_whole(pattern: Pattern, dtype: torch.dtype, ki
     in_each(size, ROWS, work)
 
 
+@covered
 @each_size
 @each_kind
 @each_pattern
@@ -94,6 +97,7 @@ def test_half_way_there(pattern: Pattern, kind: str, size: int) -> None:
     in_each(size, ROWS, work)
 
 
+@covered
 @each_size
 @each_kind
 @each_pattern
@@ -111,6 +115,7 @@ def test_runs_of_columns(pattern: Pattern, kind: str, size: int) -> None:
     in_each(size, ROWS, work)
 
 
+@covered
 @each_size
 @each_kind
 @each_pattern

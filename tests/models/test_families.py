@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
 from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model
 from support.runs import Untouched, raw, tensors, zeros
+from support.scripts import run_script
 from support.streams import save_starved
 
 ROOT = Path(__file__).parents[2]
@@ -359,6 +358,4 @@ def test_what_counts_as_the_same_argument() -> None:
 
 
 def test_the_table_in_the_documentation_is_the_one_of_the_code() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "models_table.py"), "--check"]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    assert not run_script(ROOT / "scripts" / "models_table.py", "--check")

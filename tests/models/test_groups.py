@@ -19,7 +19,8 @@ from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable
-from support.models import CASES, linear_inputs, random_tokens, reference, save_model
+from support.covering import covered
+from support.models import EACH_CASE, linear_inputs, random_tokens, reference, save_model
 from support.streams import assert_clean, materialised, memory, prune, save_starved, stream_of
 
 SAMPLES, LENGTH = 5, 20
@@ -115,7 +116,10 @@ def test_groups_where_some_experts_have_no_tokens(tmp_path: Path, tokens: Tensor
 
 @pytest.mark.parametrize(
     ("case", "room"),
-    [*((case, False) for case in CASES), *((case, True) for case in ("llama", "mixtral", "gpt2"))],
+    [
+        *(pytest.param(*case.values, False, marks=case.marks) for case in EACH_CASE),
+        *((case, True) for case in ("llama", "mixtral", "gpt2")),
+    ],
 )
 def test_inputs_in_two_models(tmp_path: Path, tokens: Tensor, case: str, room: bool) -> None:
     """Against hooks on a whole dense and a whole pruned model; the first group of each block is pruned before."""
@@ -256,6 +260,7 @@ def test_inputs_that_are_written_over(tmp_path: Path) -> None:
 # Original weights
 
 
+@covered
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("keeps", [False, True])
@@ -329,6 +334,7 @@ def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, 
 # Training
 
 
+@covered
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("case", ["llama biases", "mixtral"])

@@ -26,6 +26,7 @@ from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import DIRECT, SparseLinear
 from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack, unpacked
+from support.covering import covered
 from support.sparse import sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,6 +79,7 @@ def test_bytes_of_scales_count() -> None:
     assert packed.nbytes == 20 * 24 + values + 21 * 8 + 20 * 3 * 4
 
 
+@covered
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 8, 63, 64, 65, 200])
 @pytest.mark.parametrize("sparsity", SPARSITIES)
@@ -109,6 +111,7 @@ def test_whole_numbers_come_back_bit_for_bit(groups: int) -> None:
     assert same_bits(kernels.expand(packed, 3, 11), W[3:11])
 
 
+@covered
 @pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [8, 64, 100, 320])

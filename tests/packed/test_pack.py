@@ -33,7 +33,7 @@ from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
 from support.models import (
-    CASES,
+    each_case,
     edit_json,
     is_pruned,
     message,
@@ -67,7 +67,7 @@ def same_files(a: Path, b: Path) -> bool:
     return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
     sizes = niwaki.pack(model, tmp_path / "packed")

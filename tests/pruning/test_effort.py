@@ -28,7 +28,8 @@ from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
-from support.models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
+from support.covering import covered
+from support.models import decoder_blocks, each_case, is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
 
@@ -123,7 +124,7 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
 # What comes of it
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""
     model = save_model(tmp_path / "model", case)
@@ -211,6 +212,7 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
         assert f"{len(poor)} of 8 inputs" in note
 
 
+@covered
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("computing", ["half", "float32"])
 @pytest.mark.parametrize("norms", ["false", "true"])

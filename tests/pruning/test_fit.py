@@ -24,7 +24,7 @@ from niwaki.models.training import trainable, trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit
 from niwaki.records.record import FitRecord
-from support.models import CASES, decoder_blocks, message, random_tokens, reference, save_model
+from support.models import EACH_CASE, decoder_blocks, message, random_tokens, reference, save_model
 from support.streams import prune, save_starved, stream_of
 
 LENGTH = 12
@@ -505,7 +505,7 @@ def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None
     close(weights(model), {name: value.detach() for name, value in layer.named_parameters()})
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if " " not in case])
+@pytest.mark.parametrize("case", [case for case in EACH_CASE if " " not in str(case.values[0])])
 def test_every_family_apart(tmp_path: Path, case: str) -> None:
     """Attention and MLP are found; masks stay; the same twice."""
     directory, found = save_model(tmp_path / "model", case), []

@@ -17,7 +17,7 @@ from niwaki.pruning.own_text import steps, synthesize
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from support.arguments import arguments
-from support.models import CASES, edit_json, message, random_tokens, reference, save_model
+from support.models import each_case, edit_json, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors
 from support.streams import assert_clean, stream_of
 from support.threads import in_threads
@@ -37,7 +37,7 @@ def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
     return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = stream_of(save_model(tmp_path / "model", case))
     state, done = torch.get_rng_state(), []

@@ -37,6 +37,7 @@ from niwaki.reports.from_model import extras, generate, mask_pictures, png
 from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
 from niwaki.reports.page import render, report, write
 from niwaki.reports.tables import Exhibit, Section
+from support.covering import covered
 from support.models import message, reference, save_model_with_tokenizer
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
@@ -701,6 +702,7 @@ def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     }
 
 
+@covered
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 390])
