@@ -35,7 +35,7 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, U
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.output import Workplace
 from niwaki.pruning.structured import shrink as shrinking
-from niwaki.pruning.structured.units import Part
+from niwaki.pruning.structured.units import UnitParameter
 from niwaki.records.record import MatrixRecord, Record
 from test_cli import SMALL
 
@@ -658,17 +658,17 @@ def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytes
 
 def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of other units have the right shapes."""
-    without = Part.without
+    without = UnitParameter.without
 
-    def wrong(part: Part, value: Tensor, kept: Tensor) -> Tensor:
+    def wrong(part: UnitParameter, value: Tensor, kept: Tensor) -> Tensor:
         return without(part, value, kept if part.dimension == 1 else kept.roll(1))
 
-    monkeypatch.setattr(Part, "without", wrong)
+    monkeypatch.setattr(UnitParameter, "without", wrong)
     source = save_model(tmp_path / "model")
     before = listing(tmp_path)
     for options in ({"heads": 0.5}, {"neurons": 0.5}):
         said = message(lambda options=options: run(source, tmp_path / "out", **options), OutputError)  # type: ignore[misc]
-        assert "answers otherwise" in said
+        assert "hidden states differ" in said
     assert listing(tmp_path) == before
 
 

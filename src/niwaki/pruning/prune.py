@@ -30,7 +30,8 @@ from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
 from niwaki.pruning.fit import COPIES
 from niwaki.pruning.masks import described, patterns_of, wanted_pattern
-from niwaki.pruning.walk import Walk
+from niwaki.pruning.solve import Method
+from niwaki.pruning.walk import Session, Walk
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record, versions
@@ -229,7 +230,8 @@ def prune(
                     f"going on behind the first {journal.blocks} of {len(streamed.blocks)} blocks, where an "
                     "earlier run was stopped; these run again for their outputs"
                 )
-            run = Walk(streamed, solver, effort, pattern_of, grid, memory, record, progress, clock, world, journal)
+            session = Session(record, progress, clock, world, journal, memory)
+            run = Walk(streamed, Method(solver, effort, pattern_of, grid), session)
             if place:
                 _write(run, place, streamed, grid, shares, measure)
             else:
@@ -252,7 +254,7 @@ def _write(
     measure: Measure,
 ) -> None:
     """The walk over the blocks and all that is written."""
-    record, clock, journal, checkpoint = run.record, run.clock, place.journal, model.checkpoint
+    record, clock, journal, checkpoint = run.session.record, run.session.clock, place.journal, model.checkpoint
     added = places(checkpoint, model.matrices(), grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
     with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as writer:

@@ -37,7 +37,7 @@ from niwaki.pruning.structured.configuration import (
     configuration,
     tensors_of_blocks,
 )
-from niwaki.pruning.structured.units import Cut, heads_cut, neurons_cut
+from niwaki.pruning.structured.units import Removal, head_removal, neuron_removal
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record, StructureRecord, versions
@@ -105,7 +105,9 @@ def shrink(
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
         raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can go")
-    cuts = [make(streamed, part) for make, part in ((heads_cut, heads), (neurons_cut, neurons)) if part]
+    removals = [
+        make(streamed, fraction) for make, fraction in ((head_removal, heads), (neuron_removal, neurons)) if fraction
+    ]
     length, note = streamed.window_length(length)
     notes = [*streamed.notes, *([note] if note else [])]
     measure: Measure = "both" if text_samples else "none"
@@ -115,7 +117,7 @@ def shrink(
     for tokens in (windows.tokens, *([held.tokens] if held else [])):
         streamed.check(tokens)
     gone = [f"{blocks} of {depth} blocks"] if blocks else []
-    gone += [f"{100 * cut.count / cut.units:.3g} % of the {cut.kind} of each block" for cut in cuts]
+    gone += [f"{100 * one.count / one.units:.3g} % of the {one.kind} of each block" for one in removals]
     record = Record(
         command=command,
         model=str(model),
@@ -126,7 +128,8 @@ def shrink(
         calibration=windows.described(),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
-        flops=(depth - blocks) * sum(flops(*cut.sites[0].matrix.shape, removed=cut.size * cut.count) for cut in cuts),
+        flops=(depth - blocks)
+        * sum(flops(*one.blocks[0].matrix.shape, removed=one.size * one.count) for one in removals),
         versions=versions(),
         notes=notes,
     )
@@ -144,7 +147,7 @@ def shrink(
         if place.journal.complete:  # it was stopped just before it had its name
             record = Record.from_json(place.journal.record)
         else:
-            _Run(streamed, cuts, record, clock, progress).write(place, windows, held, blocks)
+            _Run(streamed, removals, record, clock, progress).write(place, windows, held, blocks)
         place.move()
     progress.end(record)
     return record
@@ -189,7 +192,7 @@ def lowest(scores: Sequence[float], count: int) -> list[int]:
 @dataclass
 class _Run:
     model: StreamedModel
-    cuts: list[Cut]
+    removals: list[Removal]
     record: Record
     clock: Clock
     progress: Progress
@@ -198,7 +201,7 @@ class _Run:
         """All that is computed and written, up to the point where only the name is missing."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
         depth = len(model.blocks)
-        self.progress.begin(record, depth, (depth - count) * len(self.cuts))
+        self.progress.begin(record, depth, (depth - count) * len(self.removals))
         if held:
             self._measure("before", model, held)
         influence = influences(model, model.embed(windows.tokens), self.progress) if count else []
@@ -208,8 +211,8 @@ class _Run:
         outside, blocks = tensors_of_blocks(model)
         place.clear([])
         record.notes += place.carry_over(model.checkpoint)
-        write_config(directory, configuration(model, kept, self.cuts), record)
-        check_structure(model, directory, kept, self.cuts)
+        write_config(directory, configuration(model, kept, self.removals), record)
+        check_structure(model, directory, kept, self.removals)
         shards = Shards(directory)
         shards.write(_shard(0, len(kept)), {key: model.checkpoint.read(key) for key in outside})
         record.structure = StructureRecord({}, 0.0, influence, removed)
@@ -236,14 +239,14 @@ class _Run:
     def _walk(self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards) -> HiddenStates:
         """Removes and writes; the states behind the last block of the large model, with zeros for what is gone."""
         tokens = windows.tokens
-        if not self.cuts:  # only to know what the outputs should be
+        if not self.removals:  # only to know what the outputs should be
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
         states = self.model.embed(tokens)
         for block in self.model.stream():
             if block.index in kept:
                 tensors = {key: self.model.checkpoint.read(key) for key in blocks[block.index]}
-                for cut in self.cuts:
-                    self._remove(block, cut, states, tensors)
+                for removal in self.removals:
+                    self._remove(block, removal, states, tensors)
                 number = kept.index(block.index)
                 renamed = {blocks[block.index][key].format(number): value for key, value in tensors.items()}
                 shards.write(_shard(1 + number, len(kept)), renamed)
@@ -256,38 +259,38 @@ class _Run:
                 break
         return states
 
-    def _remove(self, block: DecoderBlock, cut: Cut, states: HiddenStates, tensors: dict[str, Tensor]) -> None:
-        """Removes the units of ``cut`` from ``tensors``, and puts zeros into ``block`` for them."""
-        site, structure = cut.sites[block.index], self.record.structure
-        matrix = site.matrix
+    def _remove(self, block: DecoderBlock, removal: Removal, states: HiddenStates, tensors: dict[str, Tensor]) -> None:
+        """Removes units from ``tensors``, and puts zeros into ``block`` for them."""
+        units, structure = removal.blocks[block.index], self.record.structure
+        matrix = units.matrix
         self.progress.stage(block.index, "capture", len(states.hidden))
         (inputs,) = block.input_grams(states, self.progress.step, matrices=[matrix])
         self.clock.lap("capture")
         self.progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
         with named(matrix):
-            found = remove_units(LayerProblem(block.weight(matrix), inputs.H), cut.size, cut.count)
-            tensors[matrix.key] = block.stored(matrix, found.W)
+            solution = remove_units(LayerProblem(block.weight(matrix), inputs.H), removal.size, removal.count)
+            tensors[matrix.key] = block.stored(matrix, solution.W)
         block.put(matrix, tensors[matrix.key])
-        for part in site.parts:
-            key = self.model.layout.key(f"{self.model.path}.{block.index}.{part.name}")
-            tensors[key] = part.without(tensors[key].cpu(), found.kept)
+        for parameter in units.parameters:
+            key = self.model.layout.key(f"{self.model.path}.{block.index}.{parameter.name}")
+            tensors[key] = parameter.without(tensors[key].cpu(), solution.kept)
         assert structure is not None
-        gone = structure.heads if cut.kind == "heads" else structure.neurons
-        gone.append((~found.kept).nonzero().squeeze(1).tolist())
+        removed = structure.heads if removal.kind == "heads" else structure.neurons
+        removed.append((~solution.kept).nonzero().squeeze(1).tolist())
         rows, columns = matrix.shape
-        done = MatrixRecord(
+        record = MatrixRecord(
             block.index,
             matrix.name,
-            (rows, columns - cut.size * cut.count),
+            (rows, columns - removal.size * removal.count),
             0.0,
-            found.error,
+            solution.error,
             time.perf_counter() - began,
             inputs.tokens,
-            {"damping_asked": DAMPING, "damping": found.damping},
+            {"damping_asked": DAMPING, "damping": solution.damping},
         )
-        self.record.matrices.append(done)
-        self.progress.solved(done)
+        self.record.matrices.append(record)
+        self.progress.solved(record)
         self.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
