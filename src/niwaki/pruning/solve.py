@@ -13,41 +13,23 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.layer.dense_targets import dense_targets
-from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.layer.grid import scale_dtype
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution, relative
 from niwaki.layer.rounding import flops, onto_grid
-from niwaki.layer.solvers import Solver
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.pruning.effort import Effort
 from niwaki.pruning.masks import PatternOf, named
 from niwaki.pruning.plan import Plan
+from niwaki.pruning.request import Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
 
 #: Of the dense targets, relative to the unit diagonal of H.
 _RIDGE = 0.01
-
-
-@dataclass(frozen=True)
-class Method:
-    """What is done to a model's weights.
-
-    Attributes:
-        solver: Solves each matrix.
-        effort: What is done for the model as a whole.
-        pattern_of: The pattern of each matrix, where no plan gives it another.
-        grid: What the remaining weights are rounded to.
-    """
-
-    solver: Solver
-    effort: Effort
-    pattern_of: PatternOf
-    grid: Grid | None = None
 
 
 class Solved(NamedTuple):
@@ -62,10 +44,11 @@ class Solved(NamedTuple):
 class BlockSolver:
     """Solves the matrices of one block after the other; all processes call it alike."""
 
-    method: Method
-    plan: Plan
+    request: Request
+    pattern_of: PatternOf
     world: World
     progress: Progress
+    plan: Plan = field(default_factory=Plan)
     #: The scales of the present block's matrices, by name.
     _scales: dict[str, Tensor] = field(default_factory=dict)
 
@@ -113,9 +96,9 @@ class BlockSolver:
 
     def nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
         """(out, in), W on the grid of ``matrix``, which is of the block solved last, with the same zeros."""
-        assert self.method.grid is not None
+        assert self.request.grid is not None
         scales = self._scales[matrix.name]
-        return self.method.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+        return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def _keep(self, matrix: Matrix, solved: Solved, keep: Callable[[Matrix, Solved], None]) -> None:
         if solved.scales is not None:
@@ -127,7 +110,7 @@ class BlockSolver:
         record = self.world.told(solved and solved.record, source)
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
-        grid = self.method.grid
+        grid = self.request.grid
         if not grid:
             return Solved(stored, None, record)
         rows, columns = matrix.shape
@@ -137,19 +120,19 @@ class BlockSolver:
         return Solved(stored, self.world.send(scales, source), record)
 
     def _pattern(self, matrix: Matrix) -> Pattern:
-        return self.plan.pattern(matrix, self.method.pattern_of(matrix))
+        return self.plan.pattern(matrix, self.pattern_of(matrix))
 
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         rows, columns = matrix.shape
-        if rows < self.world.size or not self.method.solver.rows_apart:
+        if rows < self.world.size or not self.request.solver.rows_apart:
             return None
         if self._pattern(matrix).among(self.world.rows(rows)) is None:
             return None
         return self._flops(math.ceil(rows / self.world.size), columns)
 
     def _flops(self, rows: int, columns: int) -> float:
-        return self.method.solver.flops(rows, columns) + (flops(rows, columns) if self.method.grid else 0.0)
+        return self.request.solver.flops(rows, columns) + (flops(rows, columns) if self.request.grid else 0.0)
 
     def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> Solved:
         """The whole matrix, also where this process has only some ``rows`` of it."""
@@ -157,7 +140,7 @@ class BlockSolver:
         with named(matrix):
             W = rows.own(block.weight(matrix))
             if inputs.cross is not None:
-                W = dense_targets(W, gram, inputs.cross, self.method.effort.dense_targets, _RIDGE)
+                W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
             weights = self.plan.importance.get((matrix.block, matrix.name))
             if weights is not None:
                 weights = rows.own(weights).unsqueeze(1).to(W.device)
@@ -170,15 +153,15 @@ class BlockSolver:
                 assert among is not None
                 # With a monitor solvers may ask the pattern more often, and only the first process has one.
                 pattern, monitor = among, None
-            solution = self.method.solver(problem, pattern, monitor)
+            solution = self.request.solver(problem, pattern, monitor)
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
                 solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
             error, stats, scales = _error(problem, solution, rows), solution.stats, None
             stored_as = block.dtype(matrix)
-            if self.method.grid:  # the weights themselves are on it, not what importance makes of them
+            if self.request.grid:  # the weights themselves are on it, not what importance makes of them
                 kept = int(solution.W.count_nonzero())
-                solution, scales = onto_grid(problem, solution, self.method.grid, scale_dtype(stored_as))
+                solution, scales = onto_grid(problem, solution, self.request.grid, scale_dtype(stored_as))
                 lost = rows.total(kept - int(solution.W.count_nonzero()))
                 stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
                 scales = rows.joined(scales).to(scale_dtype(stored_as))

@@ -21,35 +21,32 @@ from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
-from niwaki.options import Measure
 from niwaki.pruning.fit import batches, fit, tokens_per_part
+from niwaki.pruning.masks import PatternOf
 from niwaki.pruning.own_text import steps, synthesize
 from niwaki.pruning.plan import Plan, plan
-from niwaki.pruning.solve import BlockSolver, Method, Solved
+from niwaki.pruning.request import Request
+from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Perplexity, Record
 
 
 @dataclass
-class Session:
+class Log:
     """What a run keeps track of.
 
     Attributes:
         record: What was done.
-        progress: What is called as the run proceeds.
+        progress: Called as the run proceeds.
         clock: Seconds by stage.
-        world: The processes.
-        journal: How far an earlier run came.
-        memory: Bytes that the process may use.
+        journal: What an earlier run has done.
     """
 
     record: Record
     progress: Progress
     clock: Clock
-    world: World
     journal: Journal
-    memory: int | None = None
 
     def note(self, text: str) -> None:
         """Adds a note to the record, unless it has it from an earlier run that this one resumes."""
@@ -68,13 +65,18 @@ class Streams(NamedTuple):
 
 
 class Walk:
-    """The walk over the blocks of ``model``, whose matrices are pruned by ``method``."""
+    """The walk over the blocks of ``model``.
 
-    def __init__(self, model: StreamedModel, method: Method, session: Session) -> None:
-        self.session = session
+    Attributes:
+        log: What it keeps track of.
+    """
+
+    def __init__(self, model: StreamedModel, request: Request, pattern_of: PatternOf, world: World, log: Log) -> None:
+        self.log = log
         self._model = model
-        self._method = method
-        self._solver = BlockSolver(method, Plan(), session.world, session.progress)
+        self._request = request
+        self._world = world
+        self._solver = BlockSolver(request, pattern_of, world, log.progress)
         self._writer: CheckpointWriter | None = None
         self._place: Workplace | None = None
 
@@ -82,26 +84,24 @@ class Walk:
         self,
         windows: Windows,
         heldout: Windows | None,
-        measure: Measure,
         writer: CheckpointWriter | None = None,
         place: Workplace | None = None,
     ) -> None:
         """Prunes all blocks; the first process has a ``writer``, and a ``place`` for the journal."""
-        model, session = self._model, self.session
-        progress, clock = session.progress, session.clock
+        model, log, progress, clock = self._model, self.log, self.log.progress, self.log.clock
         self._writer, self._place = writer, place
-        done = session.journal.blocks
+        done = log.journal.blocks
         stop = model.matrices()[-1].block + 1
-        progress.begin(session.record, len(model.blocks) if heldout else stop, len(model.matrices()))
+        progress.begin(log.record, len(model.blocks) if heldout else stop, len(model.matrices()))
         self._solver.plan = self._planned(windows)
         if self._solver.plan.synthetic is not None:
-            own = session.world.share(self._solver.plan.synthetic)
+            own = self._world.share(self._solver.plan.synthetic)
             windows = dataclasses.replace(windows, tokens=torch.cat([windows.tokens, own]))
         clock.lap("plan")
-        streams = self._embedded(windows, heldout, measure)
+        streams = self._embedded(windows, heldout)
         clock.lap("capture")
         if model.room.outside:
-            session.note(f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
+            log.note(f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break
@@ -124,10 +124,10 @@ class Walk:
             clock.lap("advance")
         self._measure(streams, heldout)
 
-    def _embedded(self, windows: Windows, heldout: Windows | None, measure: Measure) -> Streams:
+    def _embedded(self, windows: Windows, heldout: Windows | None) -> Streams:
         """The inputs of the first block, as far as they are needed."""
-        effort, embed = self._method.effort, self._model.embed
-        part = tokens_per_part(effort, self.session.world) if effort.epochs else None
+        effort, measure, embed = self._request.effort, self._request.measure, self._model.embed
+        part = tokens_per_part(effort, self._world) if effort.epochs else None
         tokens, dense_tokens = self._divided(windows.tokens)
         calibration = embed(tokens, part)
         calibration_dense = embed(dense_tokens, part) if effort.dense else None
@@ -137,29 +137,22 @@ class Walk:
 
     def _divided(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(``tokens`` in an order that begins with those for which the dense model's states are needed, these)."""
-        share = self._method.effort.epochs
-        if self._method.effort.dense_targets or not 0 < share < 1:
+        share = self._request.effort.epochs
+        if self._request.effort.dense_targets or not 0 < share < 1:
             return tokens, tokens
         order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
         return tokens[order], tokens[order[: max(1, round(share * len(tokens)))]]
 
     def _planned(self, windows: Windows) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
-        session, method, place = self.session, self._method, self._place
-        if not method.effort.plans:
+        effort, log, place = self._request.effort, self.log, self._place
+        if not effort.plans:
             return Plan()
-        if session.journal.blocks:
-            return session.world.told(Plan.load(place.plan) if place else Plan())
-        made = plan(
-            self._model,
-            method.effort,
-            method.pattern_of,
-            windows.tokens,
-            session.record.tf32,
-            session.world,
-            session.progress,
-        )
-        if method.effort.synthetic:
+        if log.journal.blocks:
+            return self._world.told(Plan.load(place.plan) if place else Plan())
+        pattern_of, tf32 = self._solver.pattern_of, log.record.tf32
+        made = plan(self._model, effort, pattern_of, windows.tokens, tf32, self._world, log.progress)
+        if effort.synthetic:
             made = dataclasses.replace(made, synthetic=self._synthesized(windows))
         if place:
             made.save(place.plan)
@@ -167,16 +160,15 @@ class Walk:
 
     def _synthesized(self, windows: Windows) -> Tensor | None:
         """Text of the dense model's own for all processes, if there is memory for it."""
-        model, session = self._model, self.session
-        world, progress, memory = session.world, session.progress, session.memory
+        model, world, log, memory = self._model, self._world, self.log, self._request.compute.budget
         given = sum(world.collected(len(windows.tokens)))
-        count = max(world.size, round(self._method.effort.synthetic * given))
+        count = max(world.size, round(self._request.effort.synthetic * given))
         mine = math.ceil(count / world.size)
-        progress.stage(0, "synthesis", steps(model, windows.tokens.shape[1], mine, memory))
-        text = synthesize(model, windows.tokens, count, memory, world, progress.step)
-        session.record.calibration["synthetic"] = 0 if text is None else count
+        log.progress.stage(0, "synthesis", steps(model, windows.tokens.shape[1], mine, memory))
+        text = synthesize(model, windows.tokens, count, memory, world, log.progress.step)
+        log.record.calibration["synthetic"] = 0 if text is None else count
         if text is None:
-            session.note(
+            log.note(
                 f"the dense model wrote no text to calibrate on: its {model.size / 2**30:,.1f} GiB do not fit in "
                 "memory; more --samples of real text do as well"
             )
@@ -188,14 +180,14 @@ class Walk:
         ``streams.calibration_dense``, the inputs of the dense block, become its outputs, unless this is the last block
         and nothing needs them.
         """
-        effort, session = self._method.effort, self.session
-        progress, clock, world = session.progress, session.clock, session.world
+        effort, log, world = self._request.effort, self.log, self._world
+        progress, clock = log.progress, log.clock
         states, dense = streams.calibration, streams.calibration_dense
         if dense:
             block.keep()
         progress.stage(block.index, "capture", len(states.hidden))
         targets = dense if effort.dense_targets else None
-        grams = block.input_grams(states, progress.step, world, session.record.tf32, dense=targets)
+        grams = block.input_grams(states, progress.step, world, log.record.tf32, dense=targets)
         clock.lap("capture")
         borrowed = _borrowed(block, grams)
         progress.stage(block.index, "solve", len(block.matrices))
@@ -205,15 +197,15 @@ class Walk:
             self._restore(block)
         clock.lap("write")
         if borrowed:
-            session.note(borrowed)
+            log.note(borrowed)
         if dense and (effort.epochs or not last):
             with block.original():
                 block.advance(dense)
             clock.lap("advance")
         if dense and effort.epochs:
             progress.stage(block.index, "fit", batches(states, dense, effort, world))
-            on_grid = self._solver.nearest if self._method.grid else None
-            session.record.fits.append(fit(block, states, dense, effort, world, progress.step, on_grid))
+            on_grid = self._solver.nearest if self._request.grid else None
+            log.record.fits.append(fit(block, states, dense, effort, world, progress.step, on_grid))
             for key, part, stored in block.trained(False):
                 if self._writer:
                     self._writer.write(key, stored, part)
@@ -221,8 +213,8 @@ class Walk:
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
         """Writes a matrix that was solved, and records it."""
-        session, (stored, scales, record) = self.session, solved
-        session.progress.solved(record)
+        log, (stored, scales, record) = self.log, solved
+        log.progress.solved(record)
         if not block.released:
             block.put(matrix, stored)
         if self._writer:
@@ -230,14 +222,14 @@ class Walk:
             if scales is not None:
                 self._writer.write(scale_key(matrix), scales, matrix.part)
         zeros = stored.numel() - int(stored.count_nonzero())
-        session.journal.zeros[matrix.key] = session.journal.zeros.get(matrix.key, 0) + zeros
+        log.journal.zeros[matrix.key] = log.journal.zeros.get(matrix.key, 0) + zeros
         self._note_damping(record)
-        session.record.matrices.append(record)
+        log.record.matrices.append(record)
 
     def _note_damping(self, matrix: MatrixRecord) -> None:
         asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
         if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
-            self.session.note(
+            self.log.note(
                 f"block {matrix.block} {matrix.name}: damping raised from {asked:g} to {used:g}, "
                 "because the Gram matrix is close to singular"
             )
@@ -248,30 +240,30 @@ class Walk:
             stored = block.empty(matrix)
             if self._writer:
                 stored.copy_(self._writer.read(matrix.key, matrix.part))
-            block.put(matrix, self.session.world.send(stored, 0))
+            block.put(matrix, self._world.send(stored, 0))
 
     def _save(self, blocks: int) -> None:
         """Makes sure that a stopped run can be resumed after so many ``blocks``."""
-        session = self.session
+        log = self.log
         if self._writer and self._place:
             self._writer.sync()
-            session.record.seconds = dict(session.clock.seconds)
-            self._place.save(blocks=blocks, record=session.record.to_json())
-        session.clock.lap("write")
+            log.record.seconds = dict(log.clock.seconds)
+            self._place.save(blocks=blocks, record=log.record.to_json())
+        log.clock.lap("write")
 
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
-        model, session = self._model, self.session
+        model, log = self._model, self.log
         weights = sum(math.prod(matrix.shape) for matrix in model.matrices())
-        session.record.sparsity = sum(session.journal.zeros.values()) / weights
+        log.record.sparsity = sum(log.journal.zeros.values()) / weights
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
-                losses = session.world.joined(model.losses(states))
+                losses = self._world.joined(model.losses(states))
                 perplexity = Perplexity.of(losses, heldout.source, heldout.origin)
-                session.record.perplexity[when] = dataclasses.asdict(perplexity)
-        session.clock.lap("perplexity")
-        peaks = session.world.collected(peak_memory(model.device))
-        session.record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}
+                log.record.perplexity[when] = dataclasses.asdict(perplexity)
+        log.clock.lap("perplexity")
+        peaks = self._world.collected(peak_memory(model.device))
+        log.record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}
 
 
 def _borrowed(block: DecoderBlock, grams: list[InputGram]) -> str:

@@ -1,0 +1,422 @@
+"""What a run looks like: a faked one, on a faked clock."""
+
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from niwaki.cli import display as module
+from niwaki.cli.display import Display, summary
+from niwaki.pruning.effort import EFFORTS
+from niwaki.records.record import FitRecord, MatrixRecord, Record
+from niwaki.records.wording import duration, operations
+
+NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+SHARES = {"capture": 3.0, "solve": 5.0, "advance": 1.0}
+BATCHES = 4
+
+
+class Clock:
+    """Seconds pass when it is told so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+def record(**changes: object) -> Record:
+    values: dict[str, object] = {
+        "command": "",
+        "model": "models/tiny",
+        "method": "wanda",
+        "solver": "Wanda()",
+        "pattern": "2:4",
+        "mask_from": None,
+        "calibration": {"samples": 4, "sequence_length": 16, "source": "some.txt"},
+        "device": "cpu (2 threads)",
+        "dtype": "float32",
+        "notes": ["noted before"],
+        **changes,
+    }
+    return Record(**values)  # type: ignore[arg-type]
+
+
+def console(terminal: bool, width: int = 100) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        color_system="standard" if terminal else None,
+    )
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+class Watched(Display):
+    """Keeps what the bar shows after each event."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, "pruning")
+        self.shown: list[tuple[float, str, str, str]] = []
+
+    def _draw(self) -> None:
+        super()._draw()
+        if self._bar.tasks:
+            task = self._bar.tasks[0]
+            self.shown.append((task.completed, task.description, task.fields["left"], task.fields["detail"]))
+
+
+def play(display: Display, clock: Clock, finished: Record, blocks: int = 3) -> None:
+    """A run whose stages take as long as SHARES say, with a note in the second block."""
+    display.begin(finished, blocks, len(NAMES))
+    for block in range(blocks):
+        for stage, seconds in SHARES.items():
+            steps = len(NAMES) if stage == "solve" else BATCHES
+            if stage == "advance" and block == blocks - 1:
+                display.stage(block, stage, steps)
+                continue
+            display.stage(block, stage, steps)
+            for step in range(steps):
+                if stage == "solve":
+                    for inner in (1, 2):
+                        clock.now += seconds / steps / 3
+                        display.solving(NAMES[step], inner, 2, 0.5 / inner)
+                    solved = MatrixRecord(block, NAMES[step], (8, 8), 0.5, 0.01 * (block + 1), seconds / steps, 64, {})
+                    display.solved(solved)
+                    finished.matrices.append(solved)
+                    clock.now += seconds / steps / 3
+                else:
+                    clock.now += seconds / steps
+                display.step()
+        if block == 1:
+            display.note("damping raised from 0.1 to 0.2")
+    finished.sparsity = 0.5
+    finished.seconds = {"capture": 9.0, "solve": 15.0, "check": 0.01, "total": 26.0}
+    finished.peak_memory = {"resident": 300 * 2**20}
+    finished.perplexity["after"] = {
+        "value": 12.345,
+        "standard_error": 0.678,
+        "tokens": 12345,
+        "context": 2048,
+        "windows": 6,
+        "text": "some.txt",
+    }
+    display.end(finished)
+
+
+def test_the_bar_only_moves_forwards(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        play(display, clock, record())
+    completed = [shown[0] for shown in display.shown]
+    assert completed == sorted(completed)
+    assert completed[0] < 0.05
+    assert 0.8 < completed[-1] <= 1.0
+    assert len(set(completed)) > 25
+    # From the second block on it knows how the time is shared out: after 3 of 9 seconds a third of a block.
+    at_capture = [s[0] for s in display.shown if s[1] == "block 2/3" and s[3] == "inputs"]
+    assert at_capture[-1] == pytest.approx((1 + 3 / 9) / 3)
+
+
+def test_the_time_left(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        play(display, clock, record())
+    first = [shown for shown in display.shown if shown[1] == "block 1/3"]
+    assert {left for _, _, left, _ in first} == {""}  # nothing to go by yet
+    later = [shown for shown in display.shown if shown[1] in ("block 2/3", "block 3/3")]
+    assert len(later) > 20
+    for completed, _, left, _ in later:
+        # Stages take the same time in each block here, so it can be right to a matrix, 1.7 seconds.
+        assert int(left.removesuffix(" s left")) == pytest.approx(27 * (1 - completed), abs=2)
+    # Two blocks of 9 seconds, less the first batch of 0.75 s; and one.
+    assert later[0][2] == "17 s left"
+    assert "8 s left" in [left for _, description, left, _ in later if description == "block 3/3"]
+
+
+def test_a_look_at_the_dense_model_before(clock: Clock) -> None:
+    """It has a bar of its own, and is no part of the time that blocks are expected to take."""
+    display = Watched(console(True))
+    finished = record()
+    begin = display.begin
+
+    def planned(*given: Any) -> None:
+        begin(*given)
+        for block, stage in ((0, "sensitivity"), (0, "allocation"), (1, "allocation")):
+            display.stage(block, stage, 10)
+            for _ in range(10):
+                clock.now += 7.0
+                display.step()
+
+    display.begin = planned  # type: ignore[method-assign, assignment]
+    with display:
+        play(display, clock, finished, blocks=2)
+    planning = [shown for shown in display.shown if shown[1] == "planning"]
+    assert {shown[3] for shown in planning} == {"which outputs matter", "what zeros cost"}
+    assert {shown[2] for shown in planning} == {""}
+    first, second = ([s[0] for s in planning if s[3] == d] for d in ("which outputs matter", "what zeros cost"))
+    assert sorted(set(first)) == pytest.approx([step / 10 for step in range(1, 11)])
+    assert sorted(set(second)) == pytest.approx([step / 20 for step in range(1, 21)])
+    assert (first, second) == (sorted(first), sorted(second))
+    # Blocks are as if nothing had been before them.
+    alone = Watched(console(True))
+    with alone:
+        play(alone, clock, record(), blocks=2)
+    blocks, expected = ([s for s in d.shown if s[1].startswith("block")] for d in (display, alone))
+    assert blocks == expected
+
+
+def test_what_the_solver_says(clock: Clock) -> None:
+    display = Watched(console(True))
+    with display:
+        play(display, clock, record())
+    details = [shown[3] for shown in display.shown]
+    assert "self_attn.q_proj 1/2 error 0.5" in details
+    assert "mlp.down_proj 2/2 error 0.25" in details
+    assert any(re.fullmatch(r"self_attn\.o_proj error 0\.02", detail) for detail in details)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
+    where = console(terminal)
+    with Display(where, "pruning") as display:
+        play(display, clock, record(flops=3.21e12, effort=repr(EFFORTS["balanced"])))
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
+    for expected in (
+        "models/tiny: 3 blocks with 3 matrices, 2:4",
+        "Wanda()",
+        "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
+        "solving: 3.2 Tflop",
+        "effort: balanced (allocation loss, importance 0.5, epochs 0.4)",
+        "note: noted before",
+        "note: damping raised from 0.1 to 0.2",
+    ):
+        assert sum(line.strip() == expected for line in lines) == 1, expected
+    blocks = [line.split() for line in lines if re.fullmatch(r" +\d+ +\d+\.\d( +0\.\d{4}){3}", line.rstrip())]
+    assert blocks == [
+        ["0", "9.0", "0.0100", "0.0100", "0.0100"],
+        ["1", "9.0", "0.0200", "0.0200", "0.0200"],
+        ["2", "8.0", "0.0300", "0.0300", "0.0300"],
+    ]
+    assert any(line.split() == ["block", "seconds", "q_proj", "o_proj", "down_proj"] for line in lines)
+    # The note comes with its block, not at the end.
+    order = [i for i, line in enumerate(lines) if "damping raised" in line or "0.0300" in line]
+    assert "damping raised" in lines[order[0]]
+    assert any("12.35 ± 0.68" in line for line in lines)
+
+
+def test_a_file_gets_no_bar_and_no_colours(clock: Clock) -> None:
+    where = console(False)
+    with Display(where, "pruning") as display:
+        assert not display.wants_steps
+        play(display, clock, record())
+    assert "\x1b" not in text(where)
+    assert "\r" not in text(where)
+    assert "━" not in text(where)
+    assert "left" not in text(where)
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(clock: Clock) -> None:
+    where = console(True)
+    with Display(where, "pruning") as display:
+        assert display.wants_steps
+        play(display, clock, record())
+    assert "━" in text(where)
+    assert text(where).count("\x1b[?25l") == text(where).count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
+    where = console(True)
+    display = Display(where, "pruning")
+
+    def run() -> None:
+        with display:
+            display.begin(record(), 3, 3)
+            display.stage(0, "capture", 4)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert text(where).count("\x1b[?25h") == 1
+    display.__exit__()  # once is enough, twice does no harm
+
+
+def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
+    """They were done by an earlier run, or stay as they are."""
+    where, run = console(False), record()
+    with Display(where, "pruning") as display:
+        display.begin(run, 4, 2)
+        for block in range(4):
+            for stage, seconds in SHARES.items():
+                display.stage(block, stage, 1)
+                clock.now += seconds
+                if stage == "solve" and block in (1, 2):
+                    display.solved(MatrixRecord(block, NAMES[0], (8, 8), 0.5, 0.01 * block, 5.0, 64, {}))
+                display.step()
+        run.seconds = {"total": 36.0}
+        display.end(run)
+    lines = [line.split() for line in text(where).splitlines()]
+    start = lines.index(["block", "seconds", "q_proj"])
+    assert lines[start - 1][0] == "relative"
+    assert lines[start + 1 : start + 3] == [["1", "9.0", "0.0100"], ["2", "9.0", "0.0200"]]
+    assert lines[start + 3][0] == "zeros"
+    assert sum(line[:1] == ["block"] for line in lines) == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_stays_of_a_run_that_ends_early(clock: Clock, terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    where = console(terminal)
+    with Display(where, "pruning") as display:
+        display.begin(record(), 32, 3)
+        display.stage(0, "capture", 4)
+        before = text(where).replace("\x1b", "")
+        display.stopped(7, 32)
+        if not terminal:
+            assert text(where) == before
+    assert capsys.readouterr().err == ("7 of 32 blocks are done and stay; the same command goes on behind them\n")
+    assert text(where).count("\x1b[?25h") == terminal  # the bar is gone, and the cursor back
+
+
+@pytest.mark.parametrize("odd", ["[/red] x [bold]", ":m: :smile:", "[link=x]y", "100 %"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_are_shown_as_they_are(clock: Clock, odd: str, terminal: bool) -> None:
+    where = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None, emoji=False)
+    run = record(
+        model=odd,
+        calibration={"samples": 4, "sequence_length": 16, "source": odd},
+        notes=[odd],
+        pattern=f"the mask of {odd}",
+    )
+    with Display(where, "pruning") as display:
+        display.begin(run, 1, 1)
+        display.stage(0, "solve", 1)
+        display.solving(NAMES[0], 1, 1, 0.5)
+        run.perplexity["before"] = {
+            "value": 2.0,
+            "standard_error": 0.1,
+            "tokens": 10,
+            "context": 8,
+            "windows": 2,
+            "text": odd,
+        }
+        run.seconds = {"total": 1.0}
+        display.end(run)
+    shown = text(where)
+    assert shown.count(odd) == 5
+
+
+def test_long_lines_of_a_log_are_not_broken(clock: Clock) -> None:
+    where = console(False, width=40)
+    with Display(where, "pruning") as display:
+        display.begin(record(model="a very long name of a model " * 5), 1, 1)
+        display.note("word " * 50)
+    assert max(map(len, text(where).splitlines())) > 200
+
+
+def test_a_run_without_perplexity_or_error(clock: Clock) -> None:
+    run = record()
+    run.matrices = [MatrixRecord(0, "mlp.up_proj", (8, 8), 0.5, 0.0, 1.0, 64, {})]
+    run.seconds = {"total": 1.0}
+    where = console(False)
+    where.print(summary(run))
+    assert "perplexity" not in text(where)
+    assert re.search(r"^error +0 of", text(where), re.M)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0 s"),
+        (0.4, "0 s"),
+        (45.2, "45 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (12 * 60, "12 min"),
+        (89 * 60, "89 min"),
+        (90 * 60, "1 h 30 min"),
+        (3 * 3600 + 5 * 60, "3 h 05 min"),
+        (3 * 3600 - 1, "3 h 00 min"),
+        (100 * 3600, "100 h 00 min"),
+    ],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("flops", "shown"),
+    [
+        (0, "0 flop"),
+        (999, "999 flop"),
+        (1000, "1.0 kflop"),
+        (2.34e6, "2.3 Mflop"),
+        (99.94e9, "99.9 Gflop"),
+        (99.96e9, "100 Gflop"),
+        (999.4e9, "999 Gflop"),
+        (999.6e9, "1.0 Tflop"),
+        (3.21e12, "3.2 Tflop"),
+        (4.5e15, "4.5 Pflop"),
+        (4.5e18, "4.5 Eflop"),
+        (1.25e22, "12500 Eflop"),
+    ],
+)
+def test_operations(flops: float, shown: str) -> None:
+    assert operations(flops) == shown
+
+
+def test_the_summary() -> None:
+    run = record()
+    run.sparsity = 0.6
+    run.matrices = [MatrixRecord(0, "mlp.up_proj", (8, 8), 0.6, e, 1.0, 64, {}) for e in (0.01, 0.04)]
+    run.seconds = {"prepare": 0.01, "solve": 1.25, "total": 1.5}
+    run.peak_memory = {"resident": 300 * 2**20, "device": 5 * 2**30}
+    for when, value in (("before", 10.0), ("after", 11.5)):
+        run.perplexity[when] = {
+            "value": value,
+            "standard_error": 0.25,
+            "tokens": 1234567,
+            "context": 2048,
+            "windows": 6,
+            "text": "held",
+        }
+    where = console(False, width=160)
+    where.print(summary(run))
+    rows = [re.split(" {2,}", line.strip()) for line in text(where).splitlines()]
+    assert rows == [
+        ["zeros", "60.00 % of 2 matrices"],
+        ["error", "0.02 of the output's square (geometric mean over matrices)"],
+        ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
+        ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
+        ["seconds", "1.5 (solve 1.2)"],
+        ["peak memory", "300 MiB resident, 5,120 MiB device"],
+    ]
+
+
+def test_the_summary_of_more_effort() -> None:
+    finished = record(seconds={"total": 1.0})
+    for name, sparsity in (("q_proj", 0.25), ("k_proj", 0.75)):
+        finished.matrices.append(MatrixRecord(0, name, (8, 8), sparsity, 0.01, 1.0, 64, {}))
+    for before, after in ((0.25, 0.125), (0.75, 0.375)):
+        finished.fits.append(FitRecord(0, before, after, 2, 1.0))
+    finished.sparsity = 0.5
+    shown = console(False)
+    shown.print(summary(finished))
+    assert "50.00 % of 2 matrices, 25.0 to 75.0 % in one" in text(shown)
+    assert "error of blocks' outputs 0.5 to 0.25 (mean, on held-out samples)" in text(shown)
