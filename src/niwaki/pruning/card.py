@@ -13,7 +13,7 @@ from niwaki.pruning.effort import described
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 
-#: The dense model's own card, which the new one takes the place of.
+#: The dense model's own card, which the new one replaces.
 BASE_CARD = "README.base.md"
 
 
@@ -79,11 +79,10 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
         f"| calibration | {counted(record.calibration['samples'], 'window')} of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
-        *([f"| besides | {record.own_text} |"] if record.own_text else []),
+        *([f"| also | {record.own_text} |"] if record.own_text else []),
         *(
             [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
-            if record.matrices
-            else []
+            * bool(record.matrices)
         ),
     ]
     for when, measured in record.perplexity.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ def fit(
     and decrease linearly to 0. Some batches are held out (of one batch alone, itself); the weights are those of the
     epoch with the lowest error there, or the original ones if none is better. No weight becomes zero.
 
-    Cost: per epoch a forward and a backward pass of the block for all batches, the latter as much as two of the
-    former; memory of five float32 copies of the weights and of the activations of a batch.
+    Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
+    weights and of the activations of a batch.
 
     Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
 
@@ -56,22 +57,22 @@ def fit(
         effort: How long, and with which rate.
         world: The processes, each of which has some of the states; a step takes one batch of each.
         done: Called after each batch, see :func:`batches`.
-        on_grid: Where the weights are on a grid. The block computes with rounded weights, in the end too; steps change
-            weights that are not rounded, with the gradients of the rounded ones.
+        on_grid: Where the weights are on a grid. The block then computes with rounded weights, whose gradients change
+            weights that are not rounded.
 
     Raises:
         NumericalError: the error is not finite.
     """
     began = time.perf_counter()
     objective = _Objective(block, states, targets, effort, world, done, on_grid)
+    rest = objective.rest
     order = torch.Generator().manual_seed(block.index)
     with block.training(False) as parameters:
         masks = [value != 0 for value in parameters]
         optimizer = _optimizer(parameters, masks, effort.rate)
         best = before = objective.error()
         kept, at = [value.detach().clone() for value in parameters], 0.0
-        rest = objective.rest
-        steps = _steps(len(rest), passes(states, targets, effort))
+        steps = _steps(len(rest), states, targets, effort)
         for step in range(steps):
             if step % len(rest) == 0:
                 epoch = torch.randperm(len(rest), generator=order).tolist()
@@ -102,36 +103,31 @@ def fit(
     return FitRecord(block.index, before, best, at, time.perf_counter() - began)
 
 
+@dataclass
 class _Objective:
-    """The squared error of a block's outputs, relative to the squared outputs of the dense block that are held out.
+    """The squared error of a block's outputs, relative to the squared outputs of the dense block that are held out."""
 
-    Attributes:
-        rest: The numbers of the batches to fit to.
-    """
+    block: DecoderBlock
+    states: HiddenStates
+    targets: HiddenStates
+    effort: Effort
+    world: World
+    done: Callable[[], None]
+    on_grid: OnGrid | None
 
-    def __init__(
-        self,
-        block: DecoderBlock,
-        states: HiddenStates,
-        targets: HiddenStates,
-        effort: Effort,
-        world: World,
-        done: Callable[[], None],
-        on_grid: OnGrid | None,
-    ) -> None:
-        self._block, self._states, self._targets = block, states, targets
-        self._effort, self._world, self._done, self._on_grid = effort, world, done, on_grid
-        self._parts = targets.parts(tokens_per_part(effort, world))
-        self._held, self.rest = _divided(min(world.collected(len(self._parts))))
+    def __post_init__(self) -> None:
+        self._parts = self.targets.parts(tokens_per_part(self.effort, self.world))
+        #: The batches that are held out, and those to fit to.
+        self._held, self.rest = _divided(min(self.world.collected(len(self._parts))))
         power = sum(float(self._target(i).double().square().sum()) for i in self._held)
-        self._power = max(sum(world.collected(power)), 1e-30)
+        self._power = max(sum(self.world.collected(power)), 1e-30)
 
     def _target(self, i: int) -> Tensor:
-        return self._targets.hidden.part(*self._parts[i])
+        return self.targets.hidden.part(*self._parts[i])
 
     def squares(self, i: int) -> Tensor:
         """What each output of batch ``i`` contributes."""
-        answer = self._block.run(self._states.hidden.part(*self._parts[i]), self._targets)
+        answer = self.block.run(self.states.hidden.part(*self._parts[i]), self.targets)
         wanted = self._target(i).float()
         return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
 
@@ -142,26 +138,26 @@ class _Objective:
             NumericalError: it is not finite.
         """
         error = 0.0
-        with self._block.projected(self._on_grid):
+        with self.block.projected(self.on_grid):
             for i in self._held:
                 with torch.no_grad():  # in float64 a few huge activations do not hide the rest
                     error += float(self.squares(i).sum(dtype=torch.float64))
-                self._done()
-        error = sum(self._world.collected(error))
+                self.done()
+        error = sum(self.world.collected(error))
         if not math.isfinite(error):
             raise NumericalError(
-                f"block {self._block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
-                f"rate={self._effort.rate:g}, or --dtype float32"
+                f"block {self.block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
+                f"rate={self.effort.rate:g}, or --dtype float32"
             )
         return error
 
 
 def _optimizer(parameters: list[nn.Parameter], masks: list[Tensor], rate: float) -> torch.optim.Adam:
     """Each parameter with its own "rate"."""
-    groups = [
-        {"params": [value], "rate": rate * _root_mean_square(value, mask)}
-        for value, mask in zip(parameters, masks, strict=True)
-    ]
+    groups = []
+    for value, mask in zip(parameters, masks, strict=True):
+        mean_square = float(value.detach().square().sum(dtype=torch.float64)) / max(1, int(mask.count_nonzero()))
+        groups.append({"params": [value], "rate": rate * math.sqrt(mean_square)})
     # Relative errors of large blocks have gradients far below the usual epsilon, 1e-8.
     return torch.optim.Adam(groups, lr=0.0, eps=1e-16, fused=True)
 
@@ -171,31 +167,23 @@ def tokens_per_part(effort: Effort, world: World) -> int:
     return max(1, effort.batch // world.size)
 
 
-def passes(states: HiddenStates, targets: HiddenStates, effort: Effort) -> float:
-    """How often a fit goes over ``targets``: once if these are only some of the samples of ``states``."""
-    return 1.0 if sum(map(len, targets.tokens)) < sum(map(len, states.tokens)) else effort.epochs
-
-
 def batches(states: HiddenStates, targets: HiddenStates, effort: Effort, world: World) -> int:
     """How many batches pass through the block in a fit."""
     held, rest = _divided(len(targets.parts(tokens_per_part(effort, world))))
-    steps = _steps(len(rest), passes(states, targets, effort))
+    steps = _steps(len(rest), states, targets, effort)
     return len(held) * (1 + math.ceil(steps / len(rest))) + steps
 
 
-def _steps(count: int, epochs: float) -> int:
-    return max(1, round(epochs * count))
+def _steps(count: int, states: HiddenStates, targets: HiddenStates, effort: Effort) -> int:
+    """How many steps a fit to ``count`` batches takes: all batches once if these are only some of the samples."""
+    some = sum(map(len, targets.tokens)) < sum(map(len, states.tokens))
+    return max(1, round((1.0 if some else effort.epochs) * count))
 
 
 def _divided(count: int) -> tuple[list[int], list[int]]:
     """(batches that are held out, batches to fit to); of one batch alone both are the same."""
     held = list(range(0, count, _HELD))
     return held, [i for i in range(count) if i % _HELD] or held
-
-
-def _root_mean_square(value: Tensor, mask: Tensor) -> float:
-    weights = int(mask.count_nonzero())
-    return math.sqrt(float(value.detach().square().sum(dtype=torch.float64)) / max(1, weights))
 
 
 def _gradient(value: nn.Parameter) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def steps(model: StreamedModel, length: int, count: int, budget: int | None = No
 
 
 def _prompt(length: int) -> int:
-    """Tokens of a window that are given."""
+    """Tokens per window that are from the given text."""
     return max(1, round(length * _PROMPT))
 
 
@@ -106,10 +107,8 @@ class _Counter(StoppingCriteria):
 def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None]) -> Tensor:
     """(samples, length) on the CPU, that begin with ``prompts``."""
     # A cache that does not grow takes half the time, but not all models can use it.
-    try:
+    with contextlib.suppress(*_REFUSALS):
         return _generated(whole, prompts, length, done, "static")
-    except _REFUSALS:
-        pass
     try:
         return _generated(whole, prompts, length, done, "dynamic")
     except _REFUSALS as error:

@@ -101,11 +101,11 @@ def plan(
 ) -> Plan:
     """Examines the dense model as far as ``effort`` needs it.
 
-    ``allocation="loss"``: the zeros of all matrices go where the model's loss is expected to grow least. Of each matrix
-    some rows are pruned to several sparsities, and the squared errors of their outputs are weighted by how
-    sensitive the loss is to them (the diagonal of the Fisher information, see :mod:`.sensitivity`); a curve
-    through these points says what the next zero costs. "error" uses errors relative to the squared outputs instead,
-    "owl" the share of outliers in each block (Yin et al. 2024).
+    ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
+    pruned to several sparsities, and the squared errors of their outputs are weighted by how sensitive the loss is to
+    them (the diagonal of the Fisher information, see :mod:`.sensitivity`); a curve through these points says what the
+    next zero costs. "error" uses errors relative to the squared outputs instead, "owl" the share of outliers in each
+    block (Yin et al. 2024).
 
     Only patterns that can have another sparsity (:meth:`Pattern.at`) take part.
 

@@ -39,19 +39,15 @@ def sensitivities(
     token raises the loss by g_o v / 2 per token.
 
     The sums are over all tokens of all processes. For an expert they are over the tokens routed to it, divided by the
-    number of all tokens: one that is rarely used has small values, and an unused one zeros. Where several matrices
-    share one product, such as the gate and up of an expert, each has its own rows.
+    number of all tokens: one that is rarely used has small values, and an unused one zeros.
 
     Labels depend on ``seed`` and a sample's place among those of all processes only, up to rounding. On a GPU
-    gradients of attention and of experts are summed in no fixed order, so the last digits may differ between runs.
-    Gradients are normalised by a power of two before each block, so that small ones are not 0 in float16. The last
-    norm, the head and the loss are computed in float32 whatever the blocks run in.
+    gradients of attention and of experts are summed in no fixed order, so the last digits may differ between runs. The
+    last norm, the head and the loss are computed in float32 whatever the blocks run in.
 
-    Cost: all weights are read twice. One forward pass, the head forwards and backwards, and from the last block to the
-    first one that has matrices to prune one more forward and one backward pass without gradients of weights, which
-    takes as much. Memory: one block, its activations and their gradients for one batch, and on the CPU the inputs of
-    those blocks, (samples, length, width) each in the model's dtype. What exceeds the model's memory budget goes to a
-    file.
+    Cost: all weights are read twice; two forward passes and a backward pass without gradients of weights, which takes
+    as much as one of them. Memory: one block, its activations and their gradients for one batch, and on the CPU the
+    inputs of all blocks, in the model's dtype. What exceeds the model's memory budget goes to a file.
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.
@@ -149,11 +145,7 @@ def _labels(p: Tensor, draws: Tensor) -> Tensor:
 
 
 def _normalised(gradient: Tensor, where: str) -> tuple[Tensor, int]:
-    """(gradient / 2^exponent, whose largest magnitude is from 0.5 to 1; the exponent).
-
-    Raises:
-        NumericalError: it is NaN or infinite.
-    """
+    """(gradient / 2^exponent, the exponent): of a magnitude up to 1, because small ones would be 0 in float16."""
     largest = float(gradient.abs().max())
     _check(math.isfinite(largest), where)
     exponent = math.frexp(largest)[1]
@@ -201,12 +193,7 @@ class _Squares:
             sums.add_(rows.double().square_().sum(dim=0), alpha=self.scale)
 
     def finish(self, world: World, tokens: int) -> dict[str, Tensor]:
-        """(out,) for each matrix: the means over ``tokens``, those of all processes.
-
-        Raises:
-            NumericalError: a gradient was NaN or infinite.
-            UnsupportedModelError: a parameter had none.
-        """
+        """(out,) for each matrix: the means over ``tokens``, those of all processes."""
         for parameter, _ in self._sums:
             if parameter not in self._seen:
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
@@ -222,6 +209,7 @@ class _Squares:
 
 
 def _check(finite: bool, where: str) -> None:
+    """Raises NumericalError for gradients of ``where`` that are not ``finite``."""
     if not finite:
         raise NumericalError(
             f"{where}: gradients are NaN or infinite on the calibration text; try --dtype float32, or another text"

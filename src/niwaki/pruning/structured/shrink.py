@@ -32,12 +32,7 @@ from niwaki.pruning import card
 from niwaki.pruning.masks import named
 from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.session import current_session
-from niwaki.pruning.structured.configuration import (
-    check_outputs,
-    check_structure,
-    configuration,
-    tensors_of_blocks,
-)
+from niwaki.pruning.structured.configuration import check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.pruning.structured.units import Removal, head_removal, neuron_removal
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
@@ -59,8 +54,8 @@ def shrink(
 ) -> Record:
     """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
 
-    Blocks go first, those of the lowest influence (:func:`influences`). Then, block by block and with the inputs
-    that what is left before it gives, heads and neurons go whose absence costs the outputs of o_proj and down_proj
+    First the blocks of lowest influence (:func:`influences`) are removed. Then, block by block with the inputs from the
+    smaller blocks before it, those heads and neurons whose absence costs the outputs of o_proj and down_proj
     least, and these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`). All else stays.
 
     Args:
@@ -68,7 +63,7 @@ def shrink(
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         blocks: How many decoder blocks to remove.
         neurons: Fraction of the MLP neurons of each block to remove.
-        heads: Fraction of the attention heads of each block to remove; those that share keys and values go together.
+        heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``memory`` are not used.
@@ -96,20 +91,20 @@ def shrink(
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
-        raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can go")
+        raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
     removals = [
         make(streamed, fraction) for make, fraction in ((head_removal, heads), (neuron_removal, neurons)) if fraction
     ]
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     windows, held = texts.calibration, texts.only
-    gone = [f"{blocks} of {depth} blocks"] if blocks else []
-    gone += [f"{100 * one.count / one.units:.3g} % of the {one.kind} of each block" for one in removals]
+    pattern = [f"{blocks} of {depth} blocks"] if blocks else []
+    pattern += [f"{100 * one.count / one.units:.3g} % of the {one.kind} of each block" for one in removals]
     record = Record(
         command=session.command,
         model=str(model),
         method="shrink",
         solver=f"Shrink(blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g})",
-        pattern=", ".join(gone),
+        pattern=", ".join(pattern),
         mask_from=None,
         calibration=windows.described(calibration.seed),
         device=device_name(streamed.device, World()),
@@ -131,7 +126,7 @@ def shrink(
     }
     clock.lap("prepare")
     with products(tf32=False), workplace(out_path, asked, restart) as place:
-        if place.journal.complete:  # it was stopped just before it had its name
+        if place.journal.complete:  # it was interrupted just before it was moved into place
             record = Record.from_json(place.journal.record)
         else:
             _Run(streamed, removals, record, clock, progress, measurement.before).write(place, windows, held, blocks)
@@ -143,14 +138,14 @@ def shrink(
 def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
     """The influence of each block: 1 - the mean cosine of its input and output over the tokens.
 
-    Cost: a forward pass; ``states``, the inputs of the first block, are those behind the last block then.
+    Cost: a forward pass, in which ``states``, the inputs of the first block, become the outputs of the last one.
 
     Reference: ShortGPT, arXiv 2403.03853, eq. 1. Differences: none known.
 
     Raises:
         NumericalError: a block's outputs are not finite.
     """
-    found = []
+    influence = []
     for block in model.stream():
         progress.stage(block.index, "influence", len(states.hidden))
         total, tokens = 0.0, 0
@@ -167,12 +162,12 @@ def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -
             raise NumericalError(
                 f"block {block.index}: its outputs are NaN or infinite on the calibration text; try --dtype float32"
             )
-        found.append(1 - total / tokens)
-    return found
+        influence.append(1 - total / tokens)
+    return influence
 
 
 def lowest(scores: Sequence[float], count: int) -> list[int]:
-    """The ``count`` blocks of lowest score, in ascending order; of equal ones the first."""
+    """The ``count`` blocks with the lowest scores, in ascending order; of equal ones the first."""
     return sorted(sorted(range(len(scores)), key=lambda index: scores[index])[:count])
 
 
@@ -186,7 +181,7 @@ class _Run:
     before: bool
 
     def write(self, place: Workplace, windows: Windows, held: Windows | None, count: int) -> None:
-        """All that is computed and written, up to the point where only the name is missing."""
+        """Computes and writes everything; then the directory only has to be moved into place."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
         depth = len(model.blocks)
         self.progress.begin(record, depth, (depth - count) * len(self.removals))
@@ -212,12 +207,9 @@ class _Run:
         clock.lap("check")
         if held:
             self._measure("after", smaller, held)
-        sizes = [_sizes(found.checkpoint, outside) for found in (model, smaller)]
-        record.structure = dataclasses.replace(
-            record.structure,
-            parameters={"before": sum(sizes[0]), "after": sum(sizes[1])},
-            removed=1 - sizes[1][1] / sizes[0][1],
-        )
+        before, after = (_sizes(one.checkpoint, outside) for one in (model, smaller))
+        parameters, removed_share = {"before": sum(before), "after": sum(after)}, 1 - after[1] / before[1]
+        record.structure = dataclasses.replace(record.structure, parameters=parameters, removed=removed_share)
         record.peak_memory = peak_memory(model.device)
         card.write(directory, record)
         record.seconds = {**clock.seconds, "total": clock.total()}
@@ -225,9 +217,9 @@ class _Run:
         place.save(record=record.to_json(), complete=True)
 
     def _walk(self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards) -> HiddenStates:
-        """Removes and writes; the states behind the last block of the large model, with zeros for what is gone."""
+        """Removes and writes; the large model's outputs after the last block, with zeros for what was removed."""
         tokens = windows.tokens
-        if not self.removals:  # only to know what the outputs should be
+        if not self.removals:  # some samples are enough to know what the outputs should be
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
         states = self.model.embed(tokens)
         for block in self.model.stream():
@@ -266,34 +258,27 @@ class _Run:
         assert structure is not None
         removed = structure.heads if removal.kind == "heads" else structure.neurons
         removed.append((~solution.kept).nonzero().squeeze(1).tolist())
-        rows, columns = matrix.shape
-        record = MatrixRecord(
-            block.index,
-            matrix.name,
-            (rows, columns - removal.size * removal.count),
-            0.0,
-            solution.error,
-            time.perf_counter() - began,
-            inputs.tokens,
-            {"damping_asked": DAMPING, "damping": solution.damping},
-        )
+        shape = (matrix.shape[0], matrix.shape[1] - removal.size * removal.count)
+        stats: dict[str, float | int | str] = {"damping_asked": DAMPING, "damping": solution.damping}
+        seconds = time.perf_counter() - began
+        record = MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, inputs.tokens, stats)
         self.record.matrices.append(record)
         self.progress.solved(record)
         self.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
-        found = perplexity(model, held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
-        self.record.perplexity[name] = dataclasses.asdict(found)
+        measured = perplexity(model, held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
+        self.record.perplexity[name] = dataclasses.asdict(measured)
         self.clock.lap("perplexity")
 
 
 def _shard(number: int, blocks: int) -> str:
-    """The file of a block, from 1, or of all that is outside of blocks, 0."""
+    """The file of a block, from 1, or of everything outside blocks, 0."""
     return f"model-{1 + number:05}-of-{1 + blocks:05}.safetensors"
 
 
 def _sizes(checkpoint: Checkpoint, outside: Sequence[str]) -> tuple[int, int]:
-    """Parameters (outside of blocks, in blocks)."""
-    found = {key: math.prod(entry.shape) for key, entry in checkpoint.entries.items()}
-    others = sum(found[key] for key in outside)
-    return others, sum(found.values()) - others
+    """Parameters (outside blocks, in blocks)."""
+    sizes = {key: math.prod(entry.shape) for key, entry in checkpoint.entries.items()}
+    others = sum(sizes[key] for key in outside)
+    return others, sum(sizes.values()) - others

@@ -88,7 +88,7 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
         raise _refused(model, "neurons", f"its configuration has no entry for their number, {width}")
     count = round(fraction * width)
     if not 0 < count < width:
-        raise UsageError(f"--neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can go")
+        raise UsageError(f"--neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
     return Removal("neurons", 1, width, count, dict.fromkeys(names, width - count), blocks)
 
 
@@ -119,7 +119,7 @@ def head_removal(model: StreamedModel, fraction: float) -> Removal:
     count = round(fraction * groups)
     allowed = [n for n in range(1, groups) if _accepted(model.config, config(n))]
     if not allowed:
-        raise _refused(model, "heads", f"none of its {groups} {unit} can be spared")
+        raise _refused(model, "heads", f"none of its {groups} {unit} can be removed")
     if count not in allowed:
         raise UsageError(
             f"--heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
