@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +81,7 @@ def shrink(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("shrink")
     compute.only("shrink", "device", "dtype")
-    for name, fraction in (("--neurons", neurons), ("--heads", heads)):
-        if not 0 <= fraction < 1:
-            raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
-    if not (blocks or neurons or heads):
-        raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
+    _check_amounts(blocks, neurons, heads)
     source_path = locate_model(str(model))
     out_path = check_output(source_path, Path(out))
     checkpoint = Checkpoint(source_path)
@@ -97,33 +94,22 @@ def shrink(
     ]
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     windows, held = texts.calibration, texts.only
-    pattern = [f"{blocks} of {depth} blocks"] if blocks else []
-    pattern += [f"{100 * one.count / one.units:.3g} % of the {one.kind} of each block" for one in removals]
+    parameters = f"blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g}"
     record = Record(
         command=session.command,
         model=str(model),
         method="shrink",
-        solver=f"Shrink(blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g})",
-        pattern=", ".join(pattern),
+        solver=f"Shrink({parameters})",
+        pattern=_described(removals, blocks, depth),
         mask_from=None,
         calibration=windows.described(calibration.seed),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
-        flops=(depth - blocks)
-        * sum(flops(*one.blocks[0].matrix.shape, removed=one.size * one.count) for one in removals),
+        flops=(depth - blocks) * sum(_flops(removal) for removal in removals),
         versions=versions(),
         notes=[*streamed.notes, *texts.notes],
     )
-    asked = {
-        "model": fingerprint(checkpoint),
-        "solver": record.solver,
-        "calibration": windows.fingerprint(),
-        "text": held and held.fingerprint(),
-        **({} if measurement.before else {"measure": "after"}),
-        "device": streamed.device.type,
-        "dtype": record.dtype,
-        "versions": record.versions,
-    }
+    asked = _fingerprint(streamed, texts, measurement, record)
     clock.lap("prepare")
     with products(tf32=False), workplace(out_path, asked, restart) as place:
         if place.journal.complete:  # it was interrupted just before it was moved into place
@@ -133,6 +119,38 @@ def shrink(
         place.move()
     progress.end(record)
     return record
+
+
+def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, record: Record) -> dict[str, Any]:
+    """By name, all that has to be the same for a run that was complete to be moved into place."""
+    return {
+        "model": fingerprint(model.checkpoint),
+        "solver": record.solver,
+        "calibration": texts.calibration.fingerprint(),
+        "text": texts.only and texts.only.fingerprint(),
+        **({} if measurement.before else {"measure": "after"}),
+        "device": model.device.type,
+        "dtype": record.dtype,
+        "versions": record.versions,
+    }
+
+
+def _check_amounts(blocks: int, neurons: float, heads: float) -> None:
+    for name, fraction in (("--neurons", neurons), ("--heads", heads)):
+        if not 0 <= fraction < 1:
+            raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
+    if not (blocks or neurons or heads):
+        raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
+
+
+def _described(removals: Sequence[Removal], blocks: int, depth: int) -> str:
+    shares = [f"{100 * one.count / one.units:.3g} % of the {one.kind} of each block" for one in removals]
+    return ", ".join([*([f"{blocks} of {depth} blocks"] if blocks else []), *shares])
+
+
+def _flops(removal: Removal) -> float:
+    """Of a block."""
+    return flops(*removal.blocks[0].matrix.shape, removed=removal.size * removal.count)
 
 
 def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
