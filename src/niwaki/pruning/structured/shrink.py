@@ -92,6 +92,7 @@ def shrink(
     removals = [
         make(streamed, fraction) for make, fraction in ((head_removal, heads), (neuron_removal, neurons)) if fraction
     ]
+    progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     windows, held = texts.calibration, texts.only
     parameters = f"blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g}"

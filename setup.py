@@ -1,0 +1,38 @@
+"""The native library, for every Python; all else is in pyproject.toml."""
+
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+# Plain C functions, loaded by ctypes. Where they cannot be compiled, niwaki installs without them and uses torch
+# (niwaki.packed.kernels).
+KERNELS = Extension(
+    "niwaki._kernels",
+    ["src/native/kernels.cpp"],
+    extra_compile_args=["-std=c++17", "-O3", "-g0"],
+    extra_link_args=["-pthread"],
+    language="c++",
+    optional=True,
+)
+
+
+class BuildLibrary(build_ext):
+    """Names the library with the suffix that all Pythons of a platform look for."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Such as niwaki/_kernels.so."""
+        return str(Path(*fullname.split("."))) + EXTENSION_SUFFIXES[-1]
+
+
+class BuildWheel(bdist_wheel):
+    """For one platform and all Pythons."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Such as py3-none-linux_x86_64."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(ext_modules=[KERNELS], cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel})
