@@ -14,7 +14,7 @@ from niwaki.records.parameters import in_words
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 
-#: The dense model's own card, which the new one takes the place of.
+#: The dense model's own card, which the new one replaces.
 BASE_CARD = "README.base.md"
 
 
@@ -83,8 +83,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| own text | {record.own_text} |"] if record.own_text else []),
         *(
             [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
-            if record.matrices
-            else []
+            * bool(record.matrices)
         ),
     ]
     for when, measured in record.perplexity.items():

@@ -113,8 +113,7 @@ class FitRecord:
 
     Attributes:
         block: Its number, from 0.
-        before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs; where
-            sub-blocks were fitted apart, the sum of theirs.
+        before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
         after: The same in the end.
         epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
         seconds: That it took.
