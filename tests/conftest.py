@@ -1,13 +1,18 @@
-"""Shared by all tests; numerical problems are made in problems.py."""
+"""Shared by all tests; helpers are in support/, numerical problems in support/problems.py."""
 
 import os
 
+# One thread for each process of tests: the matrices are tiny, and there is a process for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before torch is imported: with spinning OpenMP threads, one other busy process on the machine makes
 # small products 30 times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import pytest
 import torch
 from hypothesis import settings
+
+pytest.register_assert_rewrite("support")
 
 # Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late.
 if not torch.cuda.is_available():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,7 +25,6 @@ T = TypeVar("T")
 Order = Literal["first", "random"]
 #: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
 TF32 = Literal["auto", "always", "never"]
-Measure = Literal["both", "after", "none"]
 #: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
 Text: TypeAlias = "str | os.PathLike[str] | Windows | Tensor"
 
@@ -72,31 +71,42 @@ class Measurement:
     Where one is wanted a text alone will do: ``measurement="wikitext2"``.
 
     Attributes:
-        text: As in :class:`Calibration`; None for the calibration text after the calibration windows, or for WikiText-2
-            where there is no calibration.
+        text: As in :class:`Calibration`; None, or the calibration text itself, for what follows the calibration windows
+            in that text. Without a calibration None is WikiText-2. For comparisons also several texts.
         samples: The first N windows of it; 0 measures nothing. None for the usual number: 16 for prune and shrink,
-            256 of the calibration text for compare, all of the text otherwise.
+            256 of what follows the calibration windows for compare, all of the text otherwise.
         length: Tokens in a window; None for as many as in those of the calibration.
-        before: Whether to measure the dense model too.
+        before: Whether prune and shrink measure the dense model too.
 
     Raises:
         UsageError: a number is not valid.
     """
 
-    text: Text | None = None
+    text: Text | Sequence[str] | None = None
     samples: int | None = None
     length: int | None = None
     before: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", _name_of(self.text))
+        text = tuple(dict.fromkeys(self.text)) if isinstance(self.text, list | tuple) else _name_of(self.text)
+        object.__setattr__(self, "text", text)
         if self.samples is not None and self.samples < 0:
             raise UsageError(f"samples must be 0 or more; got {self.samples}")
 
     @classmethod
-    def of(cls, value: Measurement | Text | None) -> Measurement:
+    def of(cls, value: Measurement | Text | Sequence[str] | None) -> Measurement:
         """``value``, or the one with this text and the usual rest."""
         return value if isinstance(value, Measurement) else cls(value)
+
+    @property
+    def texts(self) -> tuple[Text | None, ...]:
+        """All of its texts, of which most measurements have one."""
+        return self.text if isinstance(self.text, tuple) else (self.text,)
+
+    def only_text(self, caller: str) -> None:
+        """Raises UsageError where there are several texts, or none."""
+        if len(self.texts) != 1:
+            raise UsageError(f"{caller} measures one text at a time; got {len(self.texts)}")
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,12 @@ class Compute:
         """``memory`` in bytes."""
         assert not isinstance(self.memory, str)
         return self.memory
+
+    def only(self, caller: str, *names: str) -> None:
+        """Raises UsageError where something besides the fields ``names`` was chosen, which ``caller`` does not use."""
+        for field in dataclasses.fields(self):
+            if field.name not in names and getattr(self, field.name) != field.default:
+                raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 
@@ -17,6 +20,16 @@ def command_line() -> str:
     return shlex.join(["niwaki", *sys.argv[1:]])
 
 
+def names(text: str) -> list[str]:
+    """Those of a list such as "wanda, continuation"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def written(path: Path) -> None:
+    """Says where the result is."""
+    out.print(f"written to {path}", soft_wrap=True, markup=False)
+
+
 def quiet_libraries() -> None:
     """What libraries print about themselves would tear the progress bar apart."""
     from transformers.utils import logging as transformers_logging
@@ -25,3 +38,13 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     for name in ("huggingface_hub", "datasets"):  # each retry of a hub out of reach is a line
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def in_session() -> Iterator[None]:
+    """What is done within knows the command line; torch and transformers are imported, which takes seconds."""
+    quiet_libraries()
+    from niwaki.pruning.session import session
+
+    with session(command_line()):
+        yield

@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from niwaki.cli.screen import Screen
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import CAPTION, Cell, Comparison, listed
-from niwaki.records.progress import Progress, TableProgress
 from niwaki.records.record import MatrixRecord, Perplexity, Record
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import counted, duration, kind, operations, short
@@ -38,14 +38,15 @@ _DETAILS = {
 }
 
 
-class Display(Progress):
+class Display(Screen):
     """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
 
     The time left comes from how long the parts of the last
     block took, so there is none before the first block is done.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, what: str) -> None:
+        super().__init__(what)
         self._console = console
         self.wants_steps = console.is_terminal
         self._bar = bars.Progress(
@@ -68,10 +69,8 @@ class Display(Progress):
         self._solved: list[MatrixRecord] = []
         self._names: list[str] = []
 
-    def __enter__(self) -> Display:
-        return self
-
     def __exit__(self, *_: object) -> None:
+        super().__exit__()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -94,6 +93,7 @@ class Display(Progress):
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()
         if self._console.is_terminal:
+            self.stop_spinner()
             self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
             self._live = Live(self._bar, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -141,6 +141,7 @@ class Display(Progress):
     def _line(self, text: str, style: str | None = None) -> None:
         """A line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
         self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+        self.said()
 
     def _close_stage(self) -> None:
         if self._stage:
@@ -170,55 +171,50 @@ class Display(Progress):
         shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
         self._line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
 
+    def describe(self) -> str:
+        if not self._blocks:
+            return super().describe()
+        where, fraction, left = self._where()
+        return ", ".join(filter(None, [where, f"{100 * fraction:.0f} %", left, self._detail]))
+
+    def _where(self) -> tuple[str, float, str]:
+        """Where the run is, how much of it is done, and the time left."""
+        part = min(1.0, self._done / max(1, self._steps))
+        if self._planning:
+            of_all = self._stage in ("sensitivity", "synthesis")
+            return "planning", part if of_all else (self._block + part) / self._blocks, ""
+        done = sum(self._shares[: len(self._spent)]) + sum(self._shares[len(self._spent) :][:1]) * part
+        fraction, left = (self._block + done) / self._blocks, ""
+        if self._block > 0:
+            left = f"{duration((time.monotonic() - self._began) * (1 - fraction) / fraction)} left"
+        return f"block {self._block + 1}/{self._blocks}", fraction, left
+
     def _draw(self) -> None:
         now = time.monotonic()
-        if self._live is None or now - self._drawn < 0.1:
+        if now - self._drawn < 0.1:
             return
         self._drawn = now
-        if self._planning:
-            part = min(1.0, self._done / max(1, self._steps))
-            of_all = self._stage in ("sensitivity", "synthesis")
-            fraction = part if of_all else (self._block + part) / self._blocks
-            self._bar.update(self._task, completed=fraction, description="planning", left="", detail=self._detail)
-            return
-        part = sum(self._shares[: len(self._spent)])
-        part += sum(self._shares[len(self._spent) :][:1]) * min(1.0, self._done / max(1, self._steps))
-        fraction = (self._block + part) / self._blocks
-        left = ""
-        if self._block > 0:
-            left = f"{duration((now - self._began) * (1 - fraction) / fraction)} left"
-        self._bar.update(
-            self._task,
-            completed=fraction,
-            description=f"block {self._block + 1}/{self._blocks}",
-            left=left,
-            detail=self._detail,
-        )
+        self.show()
+        if self._live is not None:
+            where, fraction, left = self._where()
+            self._bar.update(self._task, completed=fraction, description=where, left=left, detail=self._detail)
 
 
-class TableDisplay(TableProgress):
+class TableDisplay(Screen):
     """Draws a comparison: a line for each run as it is done, on a terminal one for the run on its way, and the tables.
 
     The time left is that of like runs: those of the same method if there are any.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, what: str) -> None:
+        super().__init__(what)
         self._console = console
-        self._status = console.status("reading")
         self._notes: set[str] = set()
         self._what = self._where = ""
         self._blocks = 0
         self._began = time.monotonic()
         self._expected: Sequence[float] = ()
         self._stopped = ""
-
-    def __enter__(self) -> TableDisplay:
-        if self._console.is_terminal:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
 
     def table(self, comparison: Comparison, runs: int) -> None:
         calibration = comparison.calibration
@@ -232,7 +228,7 @@ class TableDisplay(TableProgress):
         number = f"run {done + 1} of {runs}: " if pattern else ""
         self._what, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
         self._began = time.monotonic()
-        self._draw()
+        self.show()
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._blocks = blocks
@@ -242,14 +238,14 @@ class TableDisplay(TableProgress):
     def stage(self, block: int, name: str, steps: int) -> None:
         self._where = f"planning, block {block + 1}" if name in _PLANNING else f"block {block + 1}"
         self._where += f" of {self._blocks}"
-        self._draw()
+        self.show()
 
     def step(self) -> None:
-        self._draw()
+        self.show()
 
-    def measured(self, block: int, blocks: int) -> None:
-        self._where = f"measuring, block {block} of {blocks}"
-        self._draw()
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        self._where = f"{what} {done} of {count}" if count else what
+        self.show()
 
     def note(self, text: str) -> None:
         if text not in self._notes:  # runs have most of them in common
@@ -282,13 +278,14 @@ class TableDisplay(TableProgress):
 
     def _line(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+        self.said()
 
-    def _draw(self) -> None:
+    def describe(self) -> str:
         left = ""
         if self._expected and self._expected[0] > 0:
             now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
             left = f"about {duration(now + sum(self._expected[1:]))} left"
-        self._status.update(Text(", ".join(part for part in (self._what, self._where, left) if part)))
+        return ", ".join(part for part in (self._what or self._doing, self._where, left) if part)
 
 
 def summary(record: Record) -> Table:

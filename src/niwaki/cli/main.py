@@ -17,14 +17,19 @@ from rich.console import Console
 from rich.text import Text
 
 import niwaki
+from niwaki.cli.bench import bench
 from niwaki.cli.common import out
-from niwaki.cli.comparing import compare, demo
-from niwaki.cli.evaluating import evaluate
-from niwaki.cli.exporting import export
-from niwaki.cli.packing import pack, unpack
-from niwaki.cli.pruning import prune, shrink
-from niwaki.cli.running import bench, generate
-from niwaki.cli.showing import inspect, report, solvers
+from niwaki.cli.compare import compare
+from niwaki.cli.demo import demo
+from niwaki.cli.evaluate import evaluate
+from niwaki.cli.export import export
+from niwaki.cli.generate import generate
+from niwaki.cli.inspect import inspect
+from niwaki.cli.pack import pack, unpack
+from niwaki.cli.prune import prune
+from niwaki.cli.report import report
+from niwaki.cli.shrink import shrink
+from niwaki.cli.solvers import solvers
 from niwaki.errors import NiwakiError
 
 app = typer.Typer(

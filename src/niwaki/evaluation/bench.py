@@ -7,7 +7,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch
 
 from niwaki.errors import NiwakiError, UsageError, WorkerError
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.device import most_resident
+from niwaki.models.device import find_device, most_resident
+from niwaki.options import Compute
 from niwaki.packed import kernels
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load
 from niwaki.packed.pack import pack, unpack
+from niwaki.pruning.session import current_session
+from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.records.speed import Speed, SpeedRecord
 
@@ -30,10 +33,8 @@ def bench(
     prompt: int = 128,
     tokens: int = 32,
     repeats: int = 3,
-    device: str = "auto",
-    dtype: str = "auto",
-    command: str = "",
-    say: Callable[[str], None] = lambda _: None,
+    compute: Compute | str = Compute(),
+    progress: Progress | None = None,
 ) -> SpeedRecord:
     """Measures a pruned model, dense and packed, each in a process of its own.
 
@@ -44,10 +45,9 @@ def bench(
         prompt: Tokens of the prompt, drawn at random.
         tokens: Tokens to write behind it.
         repeats: How often; medians count.
-        device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
-        dtype: What is computed in, as for :func:`niwaki.load`.
-        command: For the record.
-        say: Is told what is going on.
+        compute: The device, alone or as a :class:`~niwaki.options.Compute`, with a dtype as for :func:`niwaki.load`;
+            ``tf32`` and ``memory`` are not used.
+        progress: Receives how it goes.
 
     Raises:
         UsageError: nothing can be packed, or a number is out of its range.
@@ -55,37 +55,39 @@ def bench(
     """
     if min(prompt, tokens - 1, repeats) < 1:
         raise UsageError("a prompt has 1 token or more, 2 or more are written, 1 time or more often")
+    compute, progress = Compute.of(compute), progress or Progress()
+    compute.only("bench", "device", "dtype")
     path = locate_model(str(model))
-    with _both(path, say) as (dense, packed):
+    with _both(path, progress) as (dense, packed):
         speeds = []
         for name, directory in (("dense", dense), ("packed", packed)):
-            say(f"measuring the {name} model")
-            speeds.append(_measured(directory, prompt, tokens, repeats, device, dtype))
+            progress.status(f"measuring the {name} model")
+            speeds.append(_measured(directory, prompt, tokens, repeats, compute.device, compute.dtype))
     return SpeedRecord(
         str(model),
         prompt,
         tokens,
         repeats,
-        device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"),
+        str(find_device(compute.device)),
         torch.get_num_threads(),
         kernels.describe(),
-        command,
+        current_session().command,
         speeds,
         versions(),
     )
 
 
 @contextlib.contextmanager
-def _both(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, Path]]:
+def _both(path: Path, progress: Progress) -> Iterator[tuple[Path, Path]]:
     """(the dense model, the packed one)."""
     with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
         other = Path(scratch) / path.name
         if (path / INDEX).exists():
-            say("unpacking")
+            progress.status("unpacking")
             unpack(path, other)
             yield other, path
         else:
-            say("packing")
+            progress.status("packing")
             pack(path, other)
             yield path, other
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import decimal
 import re
 import shutil
 import tempfile
@@ -16,21 +15,20 @@ from pathlib import Path
 from niwaki.errors import NiwakiError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import locked, output_errors, write_json
-from niwaki.layer.patterns import Pattern, parse_pattern
+from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, make_solver
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.output import fingerprint
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, load_tokenizer, read_windows
+from niwaki.models.text import Texts, Windows
+from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, make_effort
 from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
+from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
-from niwaki.records.progress import TableProgress
+from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
-
-#: Windows behind those of the calibration, where the same text is measured on and nobody says how many.
-WINDOWS_BEHIND = 256
 
 
 def compare(
@@ -38,36 +36,23 @@ def compare(
     out: str | Path | None = None,
     *,
     solvers: str | Solver | Sequence[str | Solver] = METHODS,
-    sparsities: str | float | Sequence[str | float] = PATTERNS,
+    patterns: str | float | Sequence[str | float] = PATTERNS,
     effort: str = PLAIN_EFFORT,
-    calibration: str = "c4",
-    samples: int = 128,
-    length: int | None = None,
-    texts: str | Sequence[str] = ("wikitext2",),
-    text_samples: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    memory: int | None = None,
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | Sequence[str] = "wikitext2",
+    compute: Compute | str = Compute(),
     keep: bool = False,
     budget: float | None = None,
-    command: str = "",
-    progress: TableProgress | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
-    """Prunes ``model`` by every method to every sparsity and measures the perplexity of each result.
+    """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
 
     ``out`` gets compare.json, compare.csv and compare.md, written anew after each cell, and in ``records`` the whole
-    record of each run. The same call goes on where an earlier one was stopped, in the middle of a run behind its last
-    finished block; a call with other methods or sparsities adds to what is there.
+    record of each run. An interrupted call resumes when it is repeated, in the middle of a run after its last finished
+    block; a call with other methods or patterns adds to what is there. Each cell is what a single ``prune`` and
+    ``evaluate`` give, to the bit; only the peak memory in a record is that of the whole process so far.
 
-    Texts are read and turned into tokens once, and the dense model is measured once. Nothing else is shared: each
-    method's pruned blocks make the inputs of the next, so that only in the first block all have the same Gram
-    matrices, one capture in as many as the model has blocks (10 % of a run of the embedded model, which has 6; 2 %
-    with 32). What "balanced" finds out about the dense model could be (11 % of its runs), and is not. Results are
-    read back from their files to be measured, which takes 0.5 % of the measuring: these are what a user will load.
-    Each cell is what a single ``prune`` and ``evaluate`` give, to the bit; only the peak memory in a record is that
-    of the whole process so far.
-
-    Of solvers, sparsities and texts one alone needs no list.
+    Of solvers, patterns and texts one alone needs no list.
 
     Args:
         model: A directory or hub id.
@@ -75,115 +60,62 @@ def compare(
             and versions. By default nothing is kept.
         solvers: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort of their own
             as in "continuation@best:epochs=3"; or solvers, which go by the name of their class in small letters.
-        sparsities: Fractions such as 0.6, "0.6" or "60 %", for which each solver takes the pattern of its paper, and
-            patterns such as "2:4" or "per-row:0.6". All methods have their turn at the first one, then at the next.
+        patterns: Fractions of zeros such as 0.6, "0.6" or "60 %", for which each solver takes the pattern of its paper,
+            and patterns such as "2:4" or "per-row:0.6". All methods have their turn at the first one, then at the next.
         effort: For solvers that have none of their own.
-        calibration: A text; see :mod:`niwaki.models.text`.
-        samples: Windows of ``calibration``.
-        length: Tokens in a window, of all texts; by default 2,048, or what the model has positions for if fewer.
-        texts: Texts to measure on. One that is also ``calibration`` is measured on behind the calibration windows.
-        text_samples: Windows of each of ``texts``; by default all, and 256 behind the calibration windows.
-        device: As in :func:`niwaki.prune`.
-        dtype: Likewise.
-        memory: Likewise.
+        calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
+        measurement: The texts to measure on, alone or as a :class:`~niwaki.options.Measurement`; by default WikiText-2.
+            One that is also the calibration text is measured on after the calibration windows.
+        compute: As in :func:`niwaki.prune`.
         keep: Whether the pruned models stay, in ``models``: of the cells that this call does.
-        budget: Seconds, from the call on. A cell is only started if it will end before by the time of the slowest of
-            its method's cells, or of all where there is none of its method yet; of the very first one nothing is
-            known, and it is started. Those that do not fit are left out, so that faster methods may still have their
-            turn; ``missing`` has them.
-        command: The command line, for the records.
-        progress: Is told how it goes.
+        budget: Seconds, from the call on. A cell is started only if it will end before by the time of the slowest of
+            its method's cells, or of all where its method has none yet; the very first one is always started. Those
+            that do not fit are left out, so that faster methods may still have their turn; ``missing`` has them.
+        progress: Receives how it goes.
 
     Returns:
         All that is in ``out``, also from earlier calls; ``rows()`` is for pandas.
 
     Raises:
-        UsageError: before anything is computed, if a name, a sparsity or a number is none, a pattern does not fit the
-            model's matrices, or ``out`` has something else.
+        UsageError: before anything is computed, if a name, a pattern or a number is not valid, a pattern does not fit
+            the model's matrices, or ``out`` has something else.
         NiwakiError: see :mod:`niwaki.errors`. The cells that are done stay.
     """
     began = time.monotonic()
-    progress = progress or TableProgress()
-    texts = [texts] if isinstance(texts, str) else list(dict.fromkeys(texts))
-    solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
-    sparsities = [sparsities] if isinstance(sparsities, str | float | int) else sparsities
-    runs = _runs(solvers, sparsities, effort)
-    fewest = samples if text_samples is None else min(samples, text_samples)
-    if fewest < 1:
-        raise UsageError(f"samples must be 1 or more; got {fewest}")
+    progress = progress or Progress()
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    if measurement.text is None:
+        measurement = dataclasses.replace(measurement, text="wikitext2")
+    if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)) or measurement.samples == 0:
+        raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
     if budget is not None and not budget > 0:
         raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
     if keep and out is None:
         raise UsageError("pruned models are kept in a directory; give one")
+    solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
+    patterns = [patterns] if isinstance(patterns, str | float | int) else patterns
+    runs = _runs(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
-    streamed = StreamedModel(checkpoint, device, dtype)
+    streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     for run in runs:
         patterns_of(run.wanted, None, streamed)
-    length, _ = streamed.window_length(length)
     if out is not None:
         out = Path(out).expanduser().resolve()
         _check(out, checkpoint.path)
-    windows, held = _read(checkpoint.path, calibration, samples, length, texts, text_samples)
-    for tokens in (windows.tokens, *(found.tokens for found in held.values())):
-        streamed.check(tokens)
+    progress.status("reading texts")
+    texts = Texts.read(streamed, calibration, measurement)
     asked = Comparison(
         model=str(model),
-        calibration=windows.described(),
-        texts=texts,
+        calibration=texts.calibration.described(calibration.seed),
+        texts=list(texts.heldout),
         missing=[run.key for run in runs],
-        fingerprint=_fingerprint(str(model), streamed, windows, held),
-        command=command,
+        fingerprint=_fingerprint(str(model), streamed, texts),
+        command=current_session().command,
         versions=versions(),
     )
-    work = _Work(model, windows, held, device, dtype, memory, command, progress)
     with _place(out) as place:
-        comparison = _joined(place, asked)
-        spent = comparison.seconds
-        runs = [run for run in runs if not _is_done(run, comparison, place)]
-        left_out: list[tuple[str, str]] = []
-        count = 0
-
-        def save() -> None:
-            done = comparison.done()
-            comparison.missing = [key for key in comparison.missing if key not in done]
-            comparison.seconds = spent + time.monotonic() - began
-            comparison.save(place)
-
-        progress.table(comparison, len(runs))
-        try:
-            if comparison.cells:
-                save()  # with what is asked for now
-            else:
-                progress.run("dense", "", 0, len(runs), [])
-                perplexity, measuring = work.measured(checkpoint.path)
-                comparison.cells.append(Cell("dense", "", 0.0, perplexity, measuring=measuring))
-                save()
-                progress.done(comparison.cells[0])
-            for i, run in enumerate(runs):
-                expected = [_expected(other.key[0], comparison.cells) for other in runs[i:]]
-                if budget is not None and time.monotonic() - began + expected[0] > budget:
-                    left_out.append(run.key)
-                    continue
-                progress.run(*run.key, count, len(runs) - len(left_out), expected)
-                with _named(run):
-                    cell = work.cell(run, place)
-                comparison.cells.append(cell if out else dataclasses.replace(cell, record=None))
-                save()
-                if not keep:
-                    with output_errors(place):
-                        shutil.rmtree(place / run.model)
-                count += 1
-                progress.done(comparison.cells[-1])
-        except BaseException:
-            if comparison.cells and out:
-                progress.paused(len(comparison.cells) - 1, len(comparison.missing))
-            raise
-        finally:
-            with contextlib.suppress(OSError):
-                (place / "models").rmdir()  # unless something is in it
-        save()
-    progress.finished(comparison, left_out)
-    return comparison
+        work = _Work(model, texts, compute, progress, place, out is not None, keep)
+        return work.compare(_joined(place, asked), runs, began, budget)
 
 
 @dataclass(frozen=True)
@@ -191,7 +123,7 @@ class _Run:
     """A cell that was asked for."""
 
     key: tuple[str, str]  # of the cell
-    method: str  # of the record
+    given: str | Solver
     solver: Solver
     effort: Effort
     wanted: Pattern
@@ -214,38 +146,81 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Work:
-    """How each cell is made; see :func:`compare` for what all this is."""
+    """How cells are made; see :func:`compare` for what all this is."""
 
     dense: str | Path
-    windows: Windows
-    held: dict[str, Windows]
-    device: str
-    dtype: str
-    memory: int | None
-    command: str
-    progress: TableProgress
+    texts: Texts
+    compute: Compute
+    progress: Progress
+    place: Path
+    lasting: bool  # whether the place is
+    keep: bool
 
-    def cell(self, run: _Run, place: Path) -> Cell:
+    def compare(self, comparison: Comparison, runs: list[_Run], began: float, budget: float | None) -> Comparison:
+        """Adds the cells of ``runs`` that are not there to ``comparison``, and writes it after each."""
+        place, progress, spent = self.place, self.progress, comparison.seconds
+        runs = [run for run in runs if not _is_done(run, comparison, place)]
+        left_out: list[tuple[str, str]] = []
+        count = 0
+
+        def save() -> None:
+            done = comparison.done()
+            comparison.missing = [key for key in comparison.missing if key not in done]
+            comparison.seconds = spent + time.monotonic() - began
+            comparison.save(place)
+
+        progress.table(comparison, len(runs))
+        try:
+            if comparison.cells:
+                save()  # with what is asked for now
+            else:
+                progress.run("dense", "", 0, len(runs), [])
+                perplexity, measuring = self.measured(locate_model(str(self.dense)))
+                comparison.cells.append(Cell("dense", "", 0.0, perplexity, measuring=measuring))
+                save()
+                progress.done(comparison.cells[0])
+            for i, run in enumerate(runs):
+                expected = [_expected(other.key[0], comparison.cells) for other in runs[i:]]
+                if budget is not None and time.monotonic() - began + expected[0] > budget:
+                    left_out.append(run.key)
+                    continue
+                progress.run(*run.key, count, len(runs) - len(left_out), expected)
+                with _named(run):
+                    cell = self.cell(run)
+                comparison.cells.append(cell if self.lasting else dataclasses.replace(cell, record=None))
+                save()
+                if not self.keep:
+                    with output_errors(place):
+                        shutil.rmtree(place / run.model)
+                count += 1
+                progress.done(comparison.cells[-1])
+        except BaseException:
+            if comparison.cells and self.lasting:
+                progress.paused(len(comparison.cells) - 1, len(comparison.missing))
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                (place / "models").rmdir()  # unless something is in it
+        save()
+        progress.finished(comparison, left_out)
+        return comparison
+
+    def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
-        pruned = place / run.model
+        pruned = self.place / run.model
         record = _finished(pruned) or prune(
             self.dense,
             pruned,
-            solver=run.solver,
-            method=run.method,
+            run.wanted,
+            solver=run.given,
             effort=run.effort,
-            pattern=run.wanted,
-            calibration=self.windows,
-            length=self.windows.tokens.shape[1],
-            measure="none",
-            device=self.device,
-            dtype=self.dtype,
-            memory=self.memory,
-            command=self.command,
+            calibration=self.texts.calibration,
+            measurement=Measurement(samples=0),
+            compute=self.compute,
             progress=self.progress,
         )
         perplexity, measuring = self.measured(pruned)
-        write_json(place / run.record, record.to_json(), sync=True)
+        write_json(self.place / run.record, record.to_json(), sync=True)
         stages = dict(record.seconds)
         seconds = stages.pop("total")
         return Cell(*run.key, record.sparsity, perplexity, seconds, record.mean_error, stages, measuring, run.record)
@@ -254,27 +229,20 @@ class _Work:
         """Perplexities by text, and the seconds that they took."""
         began = time.monotonic()
         found = {
-            text: evaluate(
-                path,
-                windows,
-                device=self.device,
-                dtype=self.dtype,
-                memory=self.memory,
-                done=self.progress.measured,
-            )
-            for text, windows in self.held.items()
+            text: evaluate(path, windows, compute=self.compute, progress=self.progress)
+            for text, windows in self.texts.heldout.items()
         }
         return found, time.monotonic() - began
 
 
-def _runs(solvers: Sequence[str | Solver], sparsities: Sequence[str | float], effort: str) -> list[_Run]:
+def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float], effort: str) -> list[_Run]:
     """All cells, pattern by pattern.
 
     Raises:
-        UsageError: a name or a sparsity is none, or two different solvers have the same name.
+        UsageError: a name or a pattern is not valid, or two different solvers have the same name.
     """
     found: dict[tuple[str, str], _Run] = {}
-    for sparsity in sparsities:
+    for column in patterns:
         for given in solvers:
             if isinstance(given, Solver):
                 name, own, solver = type(given).__name__.lower(), "", given
@@ -282,28 +250,20 @@ def _runs(solvers: Sequence[str | Solver], sparsities: Sequence[str | float], ef
                 name, _, own = given.strip().partition("@")
                 solver = make_solver(name)
             used = own or effort
-            pattern, wanted = _pattern(sparsity, solver)
+            pattern, wanted = _column(column), make_pattern(column, solver.default_pattern)
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", pattern)
-            run = _Run(key, name, solver, make_effort(used), wanted)
+            run = _Run(key, given if isinstance(given, Solver) else name, solver, make_effort(used), wanted)
             if found.setdefault(key, run) != run:
                 raise UsageError(f"two solvers are called {key[0]!r}: {found[key].solver} and {solver}")
     if not found:
-        raise UsageError("say which solvers and which sparsities to compare, such as wanda and 0.5")
+        raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
     return list(found.values())
 
 
-def _pattern(given: str | float, solver: Solver) -> tuple[str, Pattern]:
-    """The name of a column, and the pattern of a solver in it."""
-    text = str(given).strip()
-    try:  # in decimals, so that 0.333 and 33.3 % are the same
-        share = decimal.Decimal(text.removesuffix("%").strip())
-    except decimal.InvalidOperation:
-        pattern = parse_pattern(text)
-        return str(pattern), pattern
-    if text.endswith("%"):
-        share /= 100
-    wanted = solver.default_pattern(float(share))
-    return f"{(100 * share).normalize():f} %", wanted
+def _column(given: str | float) -> str:
+    """The name of a pattern's column, such as "60 %"."""
+    share = fraction(given)
+    return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
 
 
 def _check(out: Path, source: Path) -> None:
@@ -314,29 +274,7 @@ def _check(out: Path, source: Path) -> None:
         raise UsageError(f"{out} exists and has no comparison to go on with; choose another directory")
 
 
-def _read(
-    path: Path, calibration: str, samples: int, length: int, texts: list[str], text_samples: int | None
-) -> tuple[Windows, dict[str, Windows]]:
-    """The windows to calibrate on, and those to measure on by text."""
-    tokenizer = load_tokenizer(path)
-    spare = (text_samples or WINDOWS_BEHIND) if calibration in texts else 0
-    whole = read_windows(calibration, tokenizer, length, samples, spare=spare)
-    windows = dataclasses.replace(whole, tokens=whole.tokens[:samples])
-    held = {}
-    for text in texts:
-        if text != calibration:
-            held[text] = read_windows(text, tokenizer, length, text_samples)
-        elif len(whole.tokens) > samples:
-            source = f"the text behind the calibration windows of {text}"
-            held[text] = Windows(whole.tokens[samples:], source)
-        else:
-            raise UsageError(f"{text} has nothing behind the calibration windows to measure on; try another text")
-    return windows, held
-
-
-def _fingerprint(
-    model: str, streamed: StreamedModel, windows: Windows, held: dict[str, Windows]
-) -> dict[str, dict[str, str]]:
+def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str, dict[str, str]]:
     """All that has to be the same for cells to compare."""
 
     def size(found: Windows) -> str:
@@ -345,12 +283,13 @@ def _fingerprint(
     def entry(identity: object, shown: str) -> dict[str, str]:
         return {"identity": str(identity), "shown": shown}
 
-    texts = ", ".join(f"{size(found)} of {text}" for text, found in held.items())
+    windows, heldout = texts.calibration, texts.heldout
+    shown = ", ".join(f"{size(found)} of {text}" for text, found in heldout.items())
     dtype = str(streamed.dtype).removeprefix("torch.")
     return {
         "model": entry(fingerprint(streamed.checkpoint), model),
         "calibration": entry(windows.fingerprint(), f"{size(windows)} of {windows.source}"),
-        "texts": entry({text: found.fingerprint() for text, found in held.items()}, texts),
+        "texts": entry({text: found.fingerprint() for text, found in heldout.items()}, shown),
         "device": entry(streamed.device.type, streamed.device.type),
         "dtype": entry(dtype, dtype),
         **{name: entry(version, version) for name, version in versions().items()},

@@ -1,58 +1,63 @@
-"""Perplexity, a block at a time."""
+"""The perplexity of a model directory."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from niwaki.errors import UsageError
+from niwaki.layer.tf32 import products
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, load_tokenizer, read_windows
+from niwaki.models.text import Windows, as_windows, load_tokenizer, read_windows
+from niwaki.options import Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
+from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity
 
 
 def evaluate(
     model: str | Path,
-    text: str | Windows = "wikitext2",
+    measurement: Measurement | Text = "wikitext2",
     *,
-    length: int | None = None,
-    samples: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    memory: int | None = None,
-    done: Callable[[int, int], None] = lambda *_: None,
+    compute: Compute | str = Compute(),
+    progress: Progress | None = None,
 ) -> Perplexity:
-    """The perplexity of the model in a directory (or hub id), dense or pruned, on a text.
+    """The perplexity of the model in a directory (or hub id), dense, pruned or packed, on a text.
+
+    One decoder block is in memory at a time.
 
     Args:
         model: A directory or a hub id.
-        text: A text, see :mod:`niwaki.models.text`, or windows of one, which ``length`` and ``samples`` say
-            nothing about then.
-        length: Tokens in a window; by default 2,048, or what the model has positions for if fewer.
-        samples: The first so many windows; by default all of the text.
-        device: As in :func:`niwaki.prune`.
-        dtype: As in :func:`niwaki.prune`.
-        memory: As in :func:`niwaki.prune`.
-        done: Called as done(blocks, of) after each block.
+        measurement: The text, alone or as a :class:`~niwaki.options.Measurement`; by default all of WikiText-2's test
+            text, in windows of 2,048 tokens, or the model's positions if fewer.
+        compute: The device, alone or as a :class:`~niwaki.options.Compute`.
+        progress: Receives how it goes.
 
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
     """
+    measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
+    measurement.only_text("evaluate")
+    if measurement.samples == 0:
+        raise UsageError("samples must be 1 or more; got 0")
     checkpoint = open_checkpoint(locate_model(str(model)))
-    with contextlib.closing(MemoryBudget()) as room:
-        streamed = StreamedModel(checkpoint, device, dtype, room)
-        if isinstance(text, str):
-            length, _ = streamed.window_length(length)
-            text = read_windows(text, load_tokenizer(checkpoint.path), length, samples)
-        elif not isinstance(text, Windows):
-            raise UsageError(f"one text at a time, or windows of it; got {text!r}")
-        if memory is not None:
-            # Besides a block's weights as much again for its activations.
-            room.limit(max(0, memory - resident() - 2 * streamed.block_size))
-        return perplexity(streamed, text, done)
+    with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
+        streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
+        (text,) = measurement.texts
+        if isinstance(text, Windows | Tensor):
+            windows = as_windows(text)
+        else:
+            length, _ = streamed.window_length(measurement.length)
+            name = "wikitext2" if text is None else str(text)
+            windows = read_windows(name, load_tokenizer(checkpoint.path), length, measurement.samples)
+        streamed.check(windows.tokens)
+        if compute.budget is not None:
+            # In addition to a block's weights the same number again for its activations.
+            budget.limit(max(0, compute.budget - resident() - 2 * streamed.block_size))
+        return perplexity(streamed, windows, lambda done, count: progress.status("measuring, block", done, count))

@@ -5,17 +5,55 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from niwaki.errors import CheckpointError, UsageError, first_line
+from niwaki.models.checkpoint import locate_model
+from niwaki.models.text import load_tokenizer
+from niwaki.options import Compute
+from niwaki.packed.load import load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 _log = logging.getLogger(__name__)
+
+
+def generate(
+    model: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    compute: Compute | str = Compute(),
+    say: Callable[[str], None] | None = None,
+) -> str:
+    """What the model in a directory (or hub id), dense, pruned or packed, writes after ``prompt``.
+
+    Args:
+        model: A directory or a hub id. All of it has to fit in memory.
+        prompt: Some text.
+        tokens: Write at most N tokens.
+        temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
+        seed: For what is drawn.
+        compute: The device, alone or as a :class:`~niwaki.options.Compute`, with a dtype as for :func:`niwaki.load`;
+            ``tf32`` and ``memory`` are not used.
+        say: Receives each piece of the text as soon as it is certain.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    compute = Compute.of(compute)
+    compute.only("generate", "device", "dtype")
+    check(prompt, tokens, temperature)
+    tokenizer = load_tokenizer(locate_model(str(model)))
+    loaded = load(model, compute.device, compute.dtype)
+    return continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
 
 
 def check(prompt: str, tokens: int, temperature: float) -> None:

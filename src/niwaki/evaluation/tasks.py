@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -37,8 +38,10 @@ from niwaki.errors import (
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.text import load_tokenizer
+from niwaki.options import Compute
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load
+from niwaki.records.progress import Progress
 
 #: The questions that ship with niwaki: files in its directory ``data``.
 SHIPPED = {"which-follows": "which-follows.jsonl"}
@@ -114,9 +117,8 @@ def evaluate_tasks(
     tasks: str | Sequence[str],
     *,
     limit: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    progress: bool = False,
+    compute: Compute | str = Compute(),
+    progress: Progress | None = None,
 ) -> TaskScores:
     """Scores of the model in a directory (or hub id), dense or pruned, on tasks. All of it has to fit into memory.
 
@@ -124,9 +126,8 @@ def evaluate_tasks(
         model: A directory, a hub id or "demo".
         tasks: See the module's docstring; one or several.
         limit: Only the first so many questions of each task.
-        device: As in :func:`niwaki.prune`.
-        dtype: As in :func:`niwaki.prune`.
-        progress: Whether the harness shows its progress bars.
+        compute: The device, alone or as a :class:`~niwaki.options.Compute`; ``tf32`` and ``memory`` are not used.
+        progress: Receives how it goes; on a terminal the harness shows its own bars then.
 
     Raises:
         UnknownNameError: no such task.
@@ -138,10 +139,14 @@ def evaluate_tasks(
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not tasks:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
+    compute = Compute.of(compute)
+    compute.only("evaluate_tasks", "device", "dtype")
     evaluate, version = _harness()
-    with _quiet(progress):
+    if progress:
+        progress.status("asking questions")
+    with _quiet(progress is not None and sys.stderr.isatty()):
         built = _build(_distinct(tasks))
-        lm = _load(str(model), device, dtype)
+        lm = _load(str(model), compute.device, compute.dtype)
         try:
             found = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
         except Exception as error:  # of any library, in any of thousands of tasks

@@ -47,11 +47,11 @@ class Journal:
     complete: bool = False
 
 
-def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
+def check_output(source: Path, out: Path) -> Path:
     """``out`` as an absolute path, after a look at whether it can be written at the end of the run.
 
     Raises:
-        UsageError: it is not empty, or inside the model's directory, or the record's file cannot be one.
+        UsageError: it is not empty, or inside the model's directory.
     """
     out = out.expanduser().resolve()
     directory, journal = _places(out)
@@ -63,8 +63,6 @@ def check_output(source: Path, out: Path, record_to: Path | None) -> Path:
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
-    if record_to is not None:
-        check_record(record_to)
     return out
 
 

@@ -77,6 +77,16 @@ class World:
             dist.all_gather_object(found, value)
         return found
 
+    def check_same(self, asked: dict[str, Any]) -> None:
+        """Raises UsageError where the processes were not asked for the same."""
+        for rank, other in enumerate(self.collected(asked)):
+            differing = [name for name in asked if asked[name] != other[name]]
+            if differing:
+                raise UsageError(
+                    f"process {rank} was asked for another run than process {self.rank}: they differ in "
+                    f"{', '.join(differing)}"
+                )
+
     def told(self, value: T, source: int = 0) -> T:
         """What process ``source`` has as ``value``."""
         return self.collected(value)[source]

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.models.text_sources import _data_set, _described, _is_file, _pieces, read_text
-from niwaki.options import Measure, Order
+from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from niwaki.models.streamed import StreamedModel
 
 
 #: First guess at the number of characters that hold a token; more are read where it is too low.
@@ -198,43 +200,116 @@ def _random_windows(
     return ids
 
 
-def read_texts(
-    model: Path,
-    calibration: str | Tensor | Windows,
-    samples: int,
-    length: int,
-    order: Order,
-    seed: int,
-    text: str | Tensor | None,
-    text_samples: int,
-    measure: Measure,
-    notes: list[str],
-) -> tuple[Windows, Windows | None]:
-    """The windows to calibrate on and those to measure perplexity on; see :func:`prune` for the arguments.
+#: Windows after those of the calibration, where the same text is measured on and nobody says how many.
+WINDOWS_AFTER = 256
 
-    What a reader should know goes to ``notes``.
+
+@dataclass(frozen=True)
+class Texts:
+    """All windows of a run.
+
+    Attributes:
+        calibration: To calibrate on.
+        heldout: To measure perplexity on, by name of the text.
+        notes: What a reader should know of them.
     """
-    tokenizer = load_tokenizer(model) if isinstance(calibration, str) or isinstance(text, str) else None
-    spare = text_samples if measure != "none" and text is None else 0
-    if isinstance(calibration, Windows):
-        windows = calibration
-    elif isinstance(calibration, Tensor):
-        windows = Windows(calibration, "given tokens")
-    else:
-        assert tokenizer is not None
-        windows = read_windows(calibration, tokenizer, length, samples, spare=spare, order=order, seed=seed)
-        windows, rest = (
-            dataclasses.replace(windows, tokens=windows.tokens[:samples]),
-            windows.tokens[samples:],
-        )
-        if spare and len(rest):
-            return windows, Windows(rest, f"the text behind the calibration windows of {calibration}", order)
-    if measure == "none":
-        return windows, None
+
+    calibration: Windows
+    heldout: dict[str, Windows]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls, model: StreamedModel, calibration: Calibration, measurement: Measurement, usual: int | None = None
+    ) -> Texts:
+        """Reads them, and checks that ``model`` takes them.
+
+        Args:
+            model: Its tokenizer and number of positions count.
+            calibration: What to calibrate on.
+            measurement: What to measure on.
+            usual: How many windows of a text where the measurement does not say; a text may have fewer. None for all
+                of it, and then a text has to have as many as the measurement says.
+
+        Raises:
+            CalibrationError: a text is not available, or too short.
+            UsageError: a window has more tokens than the model has positions, or a text has nothing after the
+                calibration windows.
+        """
+        text = calibration.text
+        own = None if isinstance(text, str) else as_windows(text)
+        notes = []
+        if own is not None and calibration.length is None:
+            length = own.tokens.shape[1]
+        else:
+            length, note = model.window_length(calibration.length)
+            notes += [note] if note else []
+        count = usual if measurement.samples is None else measurement.samples
+        texts = () if count == 0 else measurement.texts
+        after = [each is None or (isinstance(text, str) and isinstance(each, str) and each == text) for each in texts]
+        names = [text, *(each for each, follows in zip(texts, after, strict=True) if not follows)]
+        tokenizer = load_tokenizer(model.checkpoint.path) if any(isinstance(name, str) for name in names) else None
+        if own is not None:
+            windows, rest = own, own.tokens[:0]
+        else:
+            assert tokenizer is not None
+            windows = read_windows(
+                str(text),
+                tokenizer,
+                length,
+                calibration.samples,
+                spare=(count or WINDOWS_AFTER) if any(after) else 0,
+                order=calibration.order,
+                seed=calibration.seed,
+            )
+            rest = windows.tokens[calibration.samples :]
+            windows = dataclasses.replace(windows, tokens=windows.tokens[: calibration.samples])
+        heldout = {}
+        for each, follows in zip(texts, after, strict=True):
+            if not follows:
+                name = each if isinstance(each, str) else ""
+                heldout[name] = _heldout(each, tokenizer, measurement.length or length, count, usual is not None)
+            elif len(rest):
+                if measurement.length not in (None, length):
+                    raise UsageError("what follows the calibration windows is measured in windows of their length")
+                heldout[str(text)] = Windows(
+                    rest, f"the text after the calibration windows of {text}", calibration.order
+                )
+            elif each is None:
+                notes.append(
+                    "perplexity was not measured: no text was given and the calibration text has no more of it"
+                )
+            else:
+                raise UsageError(f"{each} has nothing after the calibration windows to measure on; try another text")
+        for each in (windows, *heldout.values()):
+            model.check(each.tokens)
+        return cls(windows, heldout, tuple(notes))
+
+    @property
+    def only(self) -> Windows | None:
+        """The windows to measure on, where there is one text or none."""
+        return next(iter(self.heldout.values()), None)
+
+
+def _heldout(
+    text: object, tokenizer: PreTrainedTokenizerBase | None, length: int, count: int | None, fewer: bool
+) -> Windows:
+    if not isinstance(text, str):
+        return as_windows(text)
+    assert tokenizer is not None
+    if fewer and count:
+        return read_windows(text, tokenizer, length, 1, spare=count - 1)
+    return read_windows(text, tokenizer, length, count)
+
+
+def as_windows(text: object) -> Windows:
+    """Of windows or tokens that were given.
+
+    Raises:
+        UsageError: it is neither.
+    """
     if isinstance(text, Tensor):
-        return windows, Windows(text, "given tokens")
-    if text is not None:
-        assert tokenizer is not None
-        return windows, read_windows(text, tokenizer, length, 1, spare=text_samples - 1)
-    notes.append("perplexity was not measured: no text was given and the calibration text has no more of it")
-    return windows, None
+        return Windows(text, "given tokens")
+    if not isinstance(text, Windows):
+        raise UsageError(f"a text is a name, windows or a tensor of tokens; got {text!r}")
+    return text

@@ -45,7 +45,7 @@ def export(model: str | Path, out: str | Path) -> None:
         NiwakiError: see :mod:`niwaki.errors`.
     """
     path = locate_model(str(model))
-    target = check_output(path, Path(out), None)
+    target = check_output(path, Path(out))
     checkpoint = Checkpoint(path)
     pruning = checkpoint.config.get("pruning_config", {})
     if "quantization" not in pruning:

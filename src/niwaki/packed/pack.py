@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
+from niwaki.records.progress import Progress
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)
@@ -86,7 +87,7 @@ class Sizes:
         return found
 
 
-def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = lambda *_: None) -> Sizes:
+def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned model in directory ``model`` to ``out`` without its zeros.
 
     Each matrix that is smaller so is written as a mask and its values, everything else as it is. Of weights that
@@ -96,7 +97,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
     Args:
         model: A directory, a hub id, or "demo".
         out: A directory that does not exist or is empty.
-        done: Called as done(tensors, of) after each tensor.
+        progress: Receives how it goes.
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
@@ -107,7 +108,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
     path = locate_model(str(model))
     if (path / INDEX).exists():
         raise UsageError(f"{model} is packed already")
-    target = check_output(path, Path(out), None)
+    progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = Checkpoint(path)
     matrices: dict[str, list[Matrix]] = {}
     for matrix in StreamedModel(checkpoint, "cpu").matrices():
@@ -137,7 +138,7 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
                     tensors[key] = _stored(file, entries[key], W, parts, transposed)
                     written |= dict(zip(tensors[key].parts(key), parts, strict=True))
                     digest.update(raw(value if W is None else dense(W, tensors[key])))
-                    done(len(tensors), count)
+                    progress.status("packing, tensor", len(tensors), count)
                 shards.append(Shard(name, start[8:].decode(), keys, digest.hexdigest()))
                 _check_whole(path, shards[-1])
                 writer.write(file, written)
@@ -157,13 +158,13 @@ def pack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = 
     return Sizes.of(PackedCheckpoint(target)) if sizes is None else sizes
 
 
-def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] = lambda *_: None) -> None:
+def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
     """Writes the dense model that ``model`` was packed from to ``out``; its weight files are the same, byte for byte.
 
     Args:
         model: What :func:`pack` wrote.
         out: A directory that does not exist or is empty.
-        done: Called as done(tensors, of) after each tensor.
+        progress: Receives how it goes.
 
     Raises:
         UsageError: the model is not packed.
@@ -174,7 +175,7 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
     path = locate_model(str(model))
     if not (path / INDEX).exists():
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
-    target = check_output(path, Path(out), None)
+    progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = PackedCheckpoint(path)
     with workplace(target, {"unpack": fingerprint(checkpoint)}, resume=False) as place:
         if place.journal.complete:
@@ -199,7 +200,7 @@ def unpack(model: str | Path, out: str | Path, done: Callable[[int, int], None] 
                 with output_errors(place.directory), file.open("ab") as write:
                     write.write(raw(value))
                 count += 1
-                done(count, len(checkpoint.entries))
+                progress.status("unpacking, tensor", count, len(checkpoint.entries))
             if _sha256(file) != shard.sha256:
                 raise OutputError(f"{file} is not what it was before packing; was the disk full?")
         place.save(complete=True)

@@ -9,24 +9,12 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NiwakiError, PatternError, UsageError, WorkerError
-from niwaki.layer.patterns import Fixed, Pattern, Unstructured, parse_pattern
-from niwaki.layer.solvers import Solver
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 
 PatternOf = Callable[[Matrix], Pattern]
-
-
-def wanted_pattern(solver: Solver, sparsity: float | str | None, pattern: str | Pattern | None) -> Pattern | None:
-    """The pattern that was asked for; None if only a mask was."""
-    if sparsity is not None and pattern is not None:
-        raise UsageError("give a sparsity or a pattern, not both")
-    if isinstance(sparsity, str):
-        raise UsageError(f"a sparsity is a number such as 0.6; for {sparsity!r} say pattern={sparsity!r}")
-    if sparsity is not None:
-        return solver.default_pattern(sparsity)
-    return parse_pattern(pattern) if isinstance(pattern, str) else pattern
 
 
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:

@@ -29,7 +29,6 @@ from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
-from niwaki.options import Measure
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit, tokens_per_part
 from niwaki.pruning.masks import PatternOf, named
@@ -82,7 +81,7 @@ class Walk:
         self,
         windows: Windows,
         held: Windows | None,
-        measure: Measure,
+        measure: str,
         writer: CheckpointWriter | None = None,
         place: Workplace | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells about itself while it runs; imports no torch."""
+"""What is said while something runs; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from niwaki.records.record import MatrixRecord, Record
 
 
 class Progress:
-    """Is told how a run goes. This one ignores it; the command line has one that draws.
+    """Receives how anything that takes its time goes. This one ignores it; the command line has some that draw.
 
     Attributes:
         wants_steps: Whether to call ``solving``, for which solvers have to estimate their error.
@@ -17,11 +17,19 @@ class Progress:
 
     wants_steps = False
 
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        """What is being done now, such as "packing", and how far that is where it can be counted."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+
+    # Of a run, pruning or shrinking.
+
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        """A part of a block begins: "capture", "solve", "fit" or "advance", in so many steps.
+        """A part of a block begins: "capture", "solve", "fit" or "advance", in ``steps`` steps.
 
         Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block and a
         "synthesis", and of structured pruning an "influence" for each block; also there, a "perplexity" for each
@@ -37,36 +45,28 @@ class Progress:
     def solved(self, matrix: MatrixRecord) -> None:
         """A matrix is done."""
 
-    def note(self, text: str) -> None:
-        """Something that the user should know."""
-
     def stopped(self, done: int, blocks: int) -> None:
-        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call goes on with them."""
+        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call resumes after them."""
 
     def end(self, record: Record) -> None:
         """The output is in place."""
 
-
-class TableProgress(Progress):
-    """Is told how a comparison goes, and also how each of its runs does."""
+    # Of a comparison, which also calls those of its runs.
 
     def table(self, comparison: Comparison, runs: int) -> None:
         """All texts are read; ``comparison`` has what is there already, ``runs`` are to come."""
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
-        """A run begins, ``done`` of ``runs`` are behind it; the seconds that it and those after it will take.
+        """A run begins after ``done`` of ``runs``; the seconds that it and those after it will take.
 
         0 where nothing is known; no seconds at all for the dense model, which is measured before the runs.
         """
-
-    def measured(self, block: int, blocks: int) -> None:
-        """The text is through ``block`` of the ``blocks`` of the model that is being measured."""
 
     def done(self, cell: Cell) -> None:
         """A cell is done, and on disk."""
 
     def paused(self, done: int, missing: int) -> None:
-        """The comparison ends early with ``done`` runs on disk; the same call goes on with those that are missing."""
+        """The comparison ends early with ``done`` runs on disk; the same call does those that are missing."""
 
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
         """All is done but what the budget ``left_out``."""

@@ -15,7 +15,7 @@ from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.fixed import Fixed
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
-from niwaki.layer.patterns.parsing import parse_pattern
+from niwaki.layer.patterns.parsing import fraction, make_pattern, parse_pattern
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 __all__ = [
@@ -28,5 +28,7 @@ __all__ = [
     "Quota",
     "TransposableNM",
     "Unstructured",
+    "fraction",
+    "make_pattern",
     "parse_pattern",
 ]

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
+
+
+def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]) -> Pattern:
+    """The pattern that ``given`` says; for a fraction of zeros (:func:`fraction`) the one that ``usual`` makes.
+
+    Raises:
+        PatternError: it is neither, or its numbers are out of range.
+    """
+    if isinstance(given, Pattern):
+        return given
+    share = fraction(given)
+    return parse_pattern(str(given)) if share is None else usual(float(share))
+
+
+def fraction(given: float | str) -> Decimal | None:
+    """0.6, "0.6" or "60 %" as a decimal, so that 0.333 and 33.3 % are the same; None for everything else."""
+    text = str(given).strip()
+    try:
+        share = Decimal(text.removesuffix("%").strip())
+    except InvalidOperation:
+        return None
+    return share / 100 if text.endswith("%") else share
 
 
 def parse_pattern(text: str) -> Pattern:

@@ -26,11 +26,12 @@ from niwaki.models.perplexity import perplexity
 from niwaki.models.processes import World
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.models.text import Windows, read_texts
-from niwaki.options import Measure
+from niwaki.models.text import Texts, Windows
+from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
 from niwaki.pruning.masks import named
-from niwaki.pruning.prune import DEFAULT_TEXT_SAMPLES
+from niwaki.pruning.prune import USUAL_WINDOWS
+from niwaki.pruning.session import current_session
 from niwaki.pruning.structured.configuration import (
     check_outputs,
     check_structure,
@@ -50,15 +51,10 @@ def shrink(
     blocks: int = 0,
     neurons: float = 0.0,
     heads: float = 0.0,
-    calibration: str | Tensor | Windows = "c4",
-    samples: int = 128,
-    length: int | None = None,
-    text: str | Tensor | None = None,
-    text_samples: int = DEFAULT_TEXT_SAMPLES,
-    device: str = "auto",
-    dtype: str = "auto",
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
     restart: bool = False,
-    command: str = "",
     progress: Progress | None = None,
 ) -> Record:
     """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
@@ -74,15 +70,10 @@ def shrink(
         neurons: Fraction of the MLP neurons of each block to remove.
         heads: Fraction of the attention heads of each block to remove; those that share keys and values go together.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
-        samples: Windows of calibration text.
-        length: Tokens in a window.
-        text: What to measure perplexity on, before and after.
-        text_samples: How many windows of it; 0 for no perplexity.
-        device: Where blocks run.
-        dtype: What they run in.
-        restart: Discard what another run that was stopped has left for ``out``.
-        command: The command line, for the record.
-        progress: Is told how it goes.
+        measurement: What to measure perplexity on.
+        compute: Where blocks run; ``tf32`` and ``memory`` are not used.
+        restart: Discard what another interrupted run has left for ``out``.
+        progress: Receives how it goes.
 
     Returns:
         The record, which is also in ``out/niwaki.json``.
@@ -90,51 +81,47 @@ def shrink(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. Nothing is left behind then.
     """
-    clock, progress = Clock(), progress or Progress()
+    clock, progress, session = Clock(), progress or Progress(), current_session()
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text("shrink")
+    compute.only("shrink", "device", "dtype")
     for name, fraction in (("--neurons", neurons), ("--heads", heads)):
         if not 0 <= fraction < 1:
             raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
     if not (blocks or neurons or heads):
         raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
-    if samples < 1 or text_samples < 0:
-        raise UsageError(f"samples must be 1 or more; got {min(samples, text_samples)}")
     source_path = locate_model(str(model))
-    out_path = check_output(source_path, Path(out), None)
+    out_path = check_output(source_path, Path(out))
     checkpoint = Checkpoint(source_path)
-    streamed = StreamedModel(checkpoint, device, dtype)
+    streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
         raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can go")
     cuts = [make(streamed, part) for make, part in ((heads_cut, heads), (neurons_cut, neurons)) if part]
-    length, note = streamed.window_length(length)
-    notes = [*streamed.notes, *([note] if note else [])]
-    measure: Measure = "both" if text_samples else "none"
-    windows, held = read_texts(
-        source_path, calibration, samples, length, "first", 0, text, text_samples, measure, notes
-    )
-    for tokens in (windows.tokens, *([held.tokens] if held else [])):
-        streamed.check(tokens)
+    texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
+    windows, held = texts.calibration, texts.only
     gone = [f"{blocks} of {depth} blocks"] if blocks else []
     gone += [f"{100 * cut.count / cut.units:.3g} % of the {cut.kind} of each block" for cut in cuts]
     record = Record(
-        command=command,
+        command=session.command,
         model=str(model),
         method="shrink",
         solver=f"Shrink(blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g})",
         pattern=", ".join(gone),
         mask_from=None,
-        calibration=windows.described(),
+        calibration=windows.described(calibration.seed),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
         flops=(depth - blocks) * sum(flops(*cut.sites[0].matrix.shape, removed=cut.size * cut.count) for cut in cuts),
         versions=versions(),
-        notes=notes,
+        notes=[*streamed.notes, *texts.notes],
     )
     asked = {
         "model": fingerprint(checkpoint),
         "solver": record.solver,
         "calibration": windows.fingerprint(),
         "text": held and held.fingerprint(),
+        **({} if measurement.before else {"measure": "after"}),
         "device": streamed.device.type,
         "dtype": record.dtype,
         "versions": record.versions,
@@ -144,7 +131,7 @@ def shrink(
         if place.journal.complete:  # it was stopped just before it had its name
             record = Record.from_json(place.journal.record)
         else:
-            _Run(streamed, cuts, record, clock, progress).write(place, windows, held, blocks)
+            _Run(streamed, cuts, record, clock, progress, measurement.before).write(place, windows, held, blocks)
         place.move()
     progress.end(record)
     return record
@@ -193,13 +180,14 @@ class _Run:
     record: Record
     clock: Clock
     progress: Progress
+    before: bool
 
     def write(self, place: Workplace, windows: Windows, held: Windows | None, count: int) -> None:
         """All that is computed and written, up to the point where only the name is missing."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
         depth = len(model.blocks)
         self.progress.begin(record, depth, (depth - count) * len(self.cuts))
-        if held:
+        if held and self.before:
             self._measure("before", model, held)
         influence = influences(model, model.embed(windows.tokens), self.progress) if count else []
         clock.lap("influence")

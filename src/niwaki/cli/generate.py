@@ -1,0 +1,43 @@
+"""``niwaki generate``."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from niwaki.cli.common import in_session
+from niwaki.cli.options import Model, spread
+from niwaki.cli.screen import Screen
+from niwaki.options import Compute
+
+
+@spread(without=("tf32", "memory"))
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the model continues; of a long text the end.")],
+    tokens: Annotated[int, typer.Option(help="Write at most N tokens.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="For what is drawn.")] = 0,
+    compute: Compute = Compute(),
+) -> None:
+    """Write what MODEL, dense or packed, continues PROMPT with."""
+    with Screen(f"loading {model}") as screen, in_session():
+        from niwaki.evaluation.generate import generate as run
+
+        begin = iter([prompt])  # goes before the first piece: nothing is written where nothing is generated
+
+        def say(text: str) -> None:
+            screen.stop_spinner()
+            screen.said()
+            sys.stdout.write(next(begin, "") + text)
+            sys.stdout.flush()
+
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks
+        run(model, prompt, tokens=tokens, temperature=temperature, seed=seed, compute=compute, say=say)
+        say("\n")

@@ -1,0 +1,19 @@
+"""``niwaki inspect``."""
+
+from __future__ import annotations
+
+from niwaki.cli.common import in_session, out
+from niwaki.cli.display import inspection_tables
+from niwaki.cli.options import Model
+from niwaki.cli.screen import Screen
+
+
+def inspect(model: Model) -> None:
+    """Show what would be pruned in MODEL, and how sparse it is."""
+    with Screen(f"reading {model}"), in_session():
+        from niwaki.evaluation.inspect import inspect as run
+
+        matrices = list(run(model))
+    for table in inspection_tables(matrices):
+        out.print(table)
+        out.print()

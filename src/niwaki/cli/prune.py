@@ -1,0 +1,122 @@
+"""``niwaki prune``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from niwaki.cli.common import command_line, out, quiet_libraries, written
+from niwaki.cli.display import Display
+from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
+from niwaki.errors import UsageError
+from niwaki.files import write_json
+from niwaki.options import Calibration, Compute, Measurement, parse_range
+from niwaki.pruning.effort import usual_effort
+
+DEFAULT_SOLVER = "continuation"
+
+
+@spread()
+def prune(
+    model: Model,
+    output: Output,
+    solver: Annotated[
+        str | None,
+        typer.Option(
+            help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, "
+            "dsnot, swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
+    ] = None,
+    effort: Annotated[
+        str | None,
+        typer.Option(
+            help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; "
+            "with parameters as in best:epochs=3. \\[default: balanced; with --solver or --mask-from "
+            "fast, methods as they were published]"
+        ),
+    ] = None,
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="How zeros are shared out among matrices: uniform, or by loss, error or owl. \\[default: the effort's]"
+        ),
+    ] = None,
+    sparsity: Annotated[float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ..."),
+    ] = None,
+    mask_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern "
+            "swaps and dsnot refine the mask of a model; others keep it."
+        ),
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GRID",
+            help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, "
+            "int8 a scale for each row. With --sparsity 0 that alone.",
+        ),
+    ] = None,
+    calibration: Calibration = Calibration(),
+    measurement: Measurement = Measurement(),
+    compute: Compute = Compute(),
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two."),
+    ] = None,
+    record: RecordFile = None,
+    restart: Restart = False,
+) -> None:
+    """Prune MODEL and write the result to OUT. An interrupted run resumes when the command is repeated."""
+    if sparsity is not None and pattern is not None:
+        raise UsageError("give --sparsity or --pattern, not both")
+    chosen = None if blocks is None else parse_range(blocks)
+    method = ":".join([solver or DEFAULT_SOLVER, *_settings(settings or [])])
+    effort = effort or usual_effort(solver, mask_from)
+    if allocation is not None:
+        effort += f":allocation={allocation}"
+    with Display(out, f"pruning {model}") as display:
+        quiet_libraries()
+        from niwaki.models.output import check_record
+        from niwaki.models.processes import world
+        from niwaki.pruning.prune import prune as run
+        from niwaki.pruning.session import session
+
+        with world(compute.device) as (team, device), session(command_line(), team):
+            record = record and check_record(record)
+            result = run(
+                model,
+                output,
+                sparsity if pattern is None else pattern,
+                solver=method,
+                effort=effort,
+                mask_from=mask_from,
+                grid=quantize,
+                blocks=chosen,
+                calibration=calibration,
+                measurement=measurement,
+                compute=dataclasses.replace(compute, device=device),
+                restart=restart,
+                progress=display,
+            )
+            if record is not None and team.first:
+                write_json(record, result.to_json())
+    if team.first:
+        written(output)
+
+
+def _settings(pairs: list[str]) -> list[str]:
+    """Parameters as they are written after a name."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
+    return ["=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs]

@@ -1,0 +1,83 @@
+"""A sign of life: at once what is being done, and at least every 30 seconds how far it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TypeVar
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from niwaki.records.progress import Progress
+
+#: Seconds without a line after which a log gets one.
+INTERVAL = 30.0
+
+Self = TypeVar("Self", bound="Screen")
+
+
+class Screen(Progress):
+    """Says on standard error what is being done: a spinner on a terminal, lines in a log.
+
+    It is there before torch and transformers are imported, which takes seconds.
+
+    Args:
+        what: What is being done, such as "pruning demo".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._doing = what
+        self._console_of_errors = Console(stderr=True, highlight=False, emoji=False)
+        self._spinner: Status | None = None
+        self._ended = threading.Event()
+        self._last_line = time.monotonic()
+
+    def __enter__(self: Self) -> Self:
+        if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
+            return self
+        if self._console_of_errors.is_terminal:
+            self._spinner = self._console_of_errors.status(Text(self._doing))
+            self._spinner.start()
+        else:
+            self._heartbeat_line()
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.stop_spinner()
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        self._doing = f"{what} {done}/{count}" if count else what
+        self.show()
+
+    def describe(self) -> str:
+        """What is being done, in a line."""
+        return self._doing
+
+    def show(self) -> None:
+        """Brings the spinner up to date."""
+        if self._spinner is not None:
+            self._spinner.update(Text(self.describe()))
+
+    def stop_spinner(self) -> None:
+        """Removes it, for other things to be drawn."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+    def said(self) -> None:
+        """To be called after each line: a log gets no other soon."""
+        self._last_line = time.monotonic()
+
+    def _heartbeat_line(self) -> None:
+        self._console_of_errors.print(self.describe(), soft_wrap=True, markup=False)
+        self.said()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(max(0.0, self._last_line + INTERVAL - time.monotonic())):
+            if time.monotonic() >= self._last_line + INTERVAL:
+                self._heartbeat_line()

@@ -1,0 +1,41 @@
+"""What the command line knows of a run and a call from Python does not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from niwaki.models.processes import World
+
+
+@dataclass(frozen=True)
+class Session:
+    """Who asks, and who works.
+
+    Attributes:
+        command: The command line, for records; "" where niwaki was called from Python.
+        world: The processes that share the work, see :mod:`niwaki.models.processes`.
+    """
+
+    command: str = ""
+    world: World = field(default_factory=World)
+
+
+_session: ContextVar[Session] = ContextVar("session")
+
+
+def current_session() -> Session:
+    """The session that this call belongs to."""
+    return _session.get(None) or Session()
+
+
+@contextlib.contextmanager
+def session(command: str = "", world: World | None = None) -> Iterator[None]:
+    """A session for all calls within."""
+    token = _session.set(Session(command, world or World()))
+    try:
+        yield
+    finally:
+        _session.reset(token)

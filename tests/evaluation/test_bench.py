@@ -1,0 +1,131 @@
+"""What is measured and when, with a model and a clock that are made up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from niwaki.errors import WorkerError
+from niwaki.evaluation import bench as measuring
+from niwaki.records.speed import Speed
+from support.models import message, save_model
+
+
+class Clock:
+    """Seconds pass when work is waited for, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.now, self.work = 1000.0, 0.0
+
+    def wait(self, _: object) -> None:
+        self.now, self.work = self.now + self.work, 0.0
+
+
+class Model(nn.Module):
+    """Takes the first of ``prompts`` seconds for a prompt, then that of ``tokens`` for each token."""
+
+    device, dtype = torch.device("cpu"), torch.bfloat16
+
+    def __init__(self, clock: Clock, prompts: list[float], tokens: list[float]) -> None:
+        super().__init__()
+        self.clock, self.prompts, self.tokens = clock, prompts, tokens
+        self.shared = nn.Parameter(torch.zeros(10))
+        self.again = self.shared
+        self.register_buffer("values", torch.zeros(7, dtype=torch.int8))
+        self.lengths: list[int] = []
+        text = SimpleNamespace(vocab_size=9, max_position_embeddings=12)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def forward(
+        self, input_ids: Tensor, use_cache: bool, past_key_values: int = 0, logits_to_keep: int = 0
+    ) -> SimpleNamespace:
+        assert use_cache
+        if past_key_values:
+            assert input_ids.tolist() == [[past_key_values % 9]]  # what was most likely
+        else:
+            self.lengths.append(input_ids.shape[1])
+        self.clock.work += (self.tokens if past_key_values else self.prompts)[len(self.lengths) - 1]
+        length = past_key_values + input_ids.shape[1]
+        logits = torch.zeros(1, 1, 9)
+        logits[0, 0, length % 9] = 1
+        return SimpleNamespace(logits=logits, past_key_values=length)
+
+
+def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians, without the first time; each waited for."""
+    clock = Clock()
+    model = Model(clock, [100, 7, 5, 60], [50, 0.25, 0.5, 8])
+
+    def load(*given: object) -> Model:
+        assert given == (tmp_path, "cpu", "auto")
+        clock.work += 3
+        return model
+
+    monkeypatch.setattr(measuring, "load", load)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(measuring, "_wait", clock.wait)
+    monkeypatch.setattr(measuring, "most_resident", lambda: 123)
+    for name, size in (
+        ("a.safetensors", 10),
+        ("b.safetensors", 20),
+        ("packed.json", 5),
+        ("tokenizer.json", 7),
+    ):
+        (tmp_path / name).write_bytes(bytes(size))
+    found = measuring.measure(tmp_path, 8, 4, 3, "cpu", "auto")
+    assert found == Speed(
+        "packed",
+        "bfloat16",
+        30,
+        47,
+        123,
+        load=3,
+        first_token=7,
+        tokens_per_second=2,
+        slowest=0.125,
+        fastest=4,
+    )
+    assert model.lengths == [8] * 4
+    said = message(lambda: measuring.measure(tmp_path, 9, 4, 3, "cpu", "auto"))
+    assert said == "9 + 4 tokens are more than the 12 positions of the model"
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("auto", "cpu"), ("float16", "cpu"), ("auto", "cuda")])
+def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the dense model, then the packed one."""
+    dense, seen = save_model(tmp_path / "dense"), []
+
+    @contextlib.contextmanager
+    def both(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, Path]]:
+        yield path, path.with_name("packed")
+
+    def measured(*given: Any) -> Speed:
+        directory, *rest = given
+        assert rest == [8, 4, 3, device, dtype]
+        seen.append(directory.name)
+        return Speed(directory.name, dtype, 1, 1, 1, 1, 1, len(seen), 1, 1)
+
+    monkeypatch.setattr(measuring, "_both", both)
+    monkeypatch.setattr(measuring, "_measured", measured)
+    found = measuring.bench(dense, prompt=8, tokens=4, repeats=3, device=device, dtype=dtype)
+    assert seen == ["dense", "packed"]
+    assert [speed.tokens_per_second for speed in found.speeds] == [1, 2]
+    assert (found.prompt, found.tokens, found.repeats, found.device) == (8, 4, 3, device)
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": 0}, {"tokens": 1}, {"repeats": 0}])
+def test_numbers_out_of_range(wrong: dict[str, int]) -> None:
+    assert "2 or more are written" in message(lambda: measuring.bench("./nowhere", **wrong))  # type: ignore[arg-type]
+
+
+def test_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = message(lambda: measuring._measured(None, 1, 2, 1, "cpu", "auto"), WorkerError)  # type: ignore[arg-type]
+    assert said == "the process that measured None ended with status 1; is there enough memory?"
+    assert "Traceback" in capfd.readouterr().err

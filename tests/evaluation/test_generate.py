@@ -1,0 +1,204 @@
+"""Text from a model, against a loop of single tokens; and what can go wrong around it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, GenerationConfig
+
+from niwaki.cli import main as cli
+from niwaki.errors import CheckpointError
+from niwaki.evaluation.generate import continue_text
+from support.models import EMBEDDED, message, reference
+
+PROMPT = "The old man looked at"
+
+
+@pytest.fixture(scope="module")
+def given() -> tuple[Any, Any]:
+    return reference(EMBEDDED, torch.float32), AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@torch.no_grad()
+def likeliest(model: Any, ids: list[int], count: int) -> list[int]:
+    """``count`` tokens, each the most likely one after all before it."""
+    found = list(ids)
+    for _ in range(count):
+        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(ids) :]
+
+
+def inputs(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """What ``model`` is going to be given, each time."""
+    seen: list[list[list[int]]] = []
+    usual = model.generate
+
+    def generate(given: Any, **options: Any) -> Any:
+        seen.append(given.tolist())
+        return usual(given, **options)
+
+    monkeypatch.setattr(model, "generate", generate)
+    return seen
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_text_ends_where_the_model_says(given: tuple[Any, Any], several: bool) -> None:
+    """Chat models have other ends than their tokenizer's, and more than one."""
+    model, tokenizer = given
+    made = likeliest(model, tokenizer.encode(PROMPT), 12)
+    assert tokenizer.eos_token_id not in made
+    end = made[6]
+    own = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [own, end] if several else end
+    try:
+        text = continue_text(model, tokenizer, PROMPT, 12)
+        assert text == tokenizer.decode(made[: made.index(end) + 1])
+        model.generation_config.eos_token_id = None
+        assert continue_text(model, tokenizer, PROMPT, 12) == tokenizer.decode(made)
+    finally:
+        model.generation_config.eos_token_id = own
+
+
+def test_pieces_make_the_text(given: tuple[Any, Any]) -> None:
+    """Without the prompt; with as many tokens as were asked for."""
+    model, tokenizer = given
+    said: list[str] = []
+    text = continue_text(model, tokenizer, PROMPT, 7, say=said.append)
+    assert text == "".join(said) == tokenizer.decode(likeliest(model, tokenizer.encode(PROMPT), 7))
+    assert len(said) > 2
+
+
+def test_the_tokenizers_end_where_the_model_has_none(given: tuple[Any, Any]) -> None:
+    """It is no word of the text."""
+    model, tokenizer = given
+    made = likeliest(model, tokenizer.encode(PROMPT), 12)
+    own, other = model.generation_config.eos_token_id, AutoTokenizer.from_pretrained(EMBEDDED)
+    other.add_special_tokens({"eos_token": other.convert_ids_to_tokens(made[6])})
+    assert other.eos_token_id == made[6]
+    model.generation_config.eos_token_id = None
+    said: list[str] = []
+    try:
+        text = continue_text(model, other, PROMPT, 12, say=said.append)
+    finally:
+        model.generation_config.eos_token_id = own
+    assert text == "".join(said) == tokenizer.decode(made[: made.index(made[6])])
+
+
+def test_texts_begin_as_the_tokenizer_has_it(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = given
+    other = AutoTokenizer.from_pretrained(EMBEDDED)
+    other.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    seen = inputs(model, monkeypatch)
+    continue_text(model, other, PROMPT, 2)
+    assert seen == [[[0, *tokenizer.encode(PROMPT)]]]
+
+
+def test_of_a_long_prompt_the_end_counts(
+    given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As much of it as there are positions for, which is said."""
+    model, tokenizer = given
+    prompt = " ".join(str(number) for number in range(300))
+    ids = tokenizer.encode(prompt)
+    assert len(ids) > 256
+    seen = inputs(model, monkeypatch)
+    assert continue_text(model, tokenizer, prompt, 6) == tokenizer.decode(likeliest(model, ids[-250:], 6))
+    assert seen == [[ids[-250:]]]
+    assert f"of the {len(ids)} tokens of the prompt the last 250 are read" in caplog.text
+    caplog.clear()
+    continue_text(model, tokenizer, PROMPT, 2)
+    assert not caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("temperature", "seed"), [(1.0, 1), (2.5, 1), (2.5, 2)])
+def test_drawing(given: tuple[Any, Any], temperature: float, seed: int) -> None:
+    """From all of the vocabulary, whatever the model's own settings are, and without a trace."""
+    model, tokenizer = given
+    ids = tokenizer.encode(PROMPT)
+    generator = torch.Generator().manual_seed(seed)
+    made: list[int] = []
+    for _ in range(10):
+        logits = model(torch.tensor([ids + made])).logits[0, -1]
+        chances = (logits / temperature).softmax(0)
+        made.append(int(torch.multinomial(chances, 1, generator=generator)))
+    own = model.generation_config
+    settings = GenerationConfig(do_sample=True, top_k=2, repetition_penalty=0.1, eos_token_id=own.eos_token_id)
+    model.generation_config = settings
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    try:
+        text = continue_text(model, tokenizer, PROMPT, 10, temperature=temperature, seed=seed)
+        assert model.generation_config is settings
+        likely = continue_text(model, tokenizer, PROMPT, 10)
+    finally:
+        model.generation_config = own
+    assert text == tokenizer.decode(made)
+    assert likely == tokenizer.decode(likeliest(model, ids, 10))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "é", 0, 1, "no"), KeyError(1)])
+def test_errors_of_the_listener_are_its_own(given: tuple[Any, Any], error: Exception) -> None:
+    def say(text: str) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        continue_text(*given, PROMPT, 3, say=say)
+    assert caught.value is error
+
+
+def test_errors_of_the_model(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(*_: object, **__: object) -> None:
+        raise KeyError("cache")
+
+    monkeypatch.setattr(given[0], "generate", generate)
+    said = message(lambda: continue_text(*given, PROMPT, 3, say=print), CheckpointError)
+    assert said == "the model generates no text: 'cache'"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((PROMPT, "--temperature", "nan"), "the temperature 0 or more; got 100 and nan"),
+        ((PROMPT, "--temperature", "inf"), "got 100 and inf"),
+        ((PROMPT, "--temperature", "-1"), "got 100 and -1.0"),
+        ((PROMPT, "--tokens", "0"), "tokens are 1 or more"),
+        (("bad \udcff",), "the prompt 'bad \\udcff' is no valid Unicode text"),
+        ((PROMPT, "--tokens", "256"), "256 tokens are more than the 256 positions"),
+        (("",), "the prompt '' has no tokens"),
+    ],
+)
+def test_what_is_refused(
+    options: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without a word of the prompt; and what needs no model to see, before one is looked for."""
+    model = "demo" if options[-1] in ("", "256") else "./nowhere"
+    monkeypatch.setattr(sys, "argv", ["niwaki", "generate", model, *options])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = capsys.readouterr()
+    assert (left.value.code, shown.out) == (2, "")
+    assert said in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_a_reader_that_goes_away() -> None:
+    """As with ``| head -c 5``: no word about it."""
+    command = [str(Path(sys.executable).with_name("niwaki")), "generate", "demo", PROMPT, "--tokens", "200"]
+    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
+        assert ran.stdout is not None
+        assert ran.stderr is not None
+        assert ran.stdout.read(5) == b"The o"
+        ran.stdout.close()
+        assert ran.stderr.read() == b""
+        assert ran.wait(60) == 1

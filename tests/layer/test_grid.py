@@ -1,0 +1,394 @@
+"""Grids, and weights on a mask and a grid, against loops and brute force in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.errors import UsageError
+from niwaki.layer.grid import Grid, parse_grid, scale_dtype, usable
+from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.patterns import NM, Block, Pattern, PerRow, Unstructured
+from niwaki.layer.problem import Gram, LayerProblem, Solution
+from niwaki.layer.rounding import _fitted_scales, onto_grid
+from niwaki.layer.solvers import SOLVERS, Magnitude, Solver, make_solver
+from support.contract import CONTRACT
+from support.models import message
+from support.problems import KINDS, geometric_mean, gram, inputs, make_problem, normal, squared_error
+
+F32, F64 = torch.float32, torch.float64
+HALF = (torch.bfloat16, torch.float16)
+
+each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
+
+
+# Grids
+
+
+@pytest.mark.parametrize(
+    ("text", "grid"),
+    [("int4:128", Grid(4, 128)), ("int8", Grid(8)), (" int2:1 ", Grid(2, 1)), ("int4", Grid(4))],
+)
+def test_grids_by_name(text: str, grid: Grid) -> None:
+    assert parse_grid(text) == grid
+    assert str(grid) == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int1", "a grid has 2 to 8 bits; got 1"),
+        ("int16:8", "a grid has 2 to 8 bits; got 16"),
+        ("int4:0", "a scale is for 1 input or more; got groups of 0"),
+        *(
+            (text, f"{text!r} is no grid for weights; try int4:128, int4 or int8")
+            for text in ("", "4", "fp4", "int", "int4:", "int4:-8", "int4:8:8", "int4.5", "INT4", "int٤")
+        ),
+    ],
+)
+def test_grids_that_are_none(text: str, said: str) -> None:
+    assert message(lambda: parse_grid(text)) == said
+
+
+def test_groups_that_do_not_divide_the_inputs() -> None:
+    said = message(lambda: Grid(4, 128).check([128, 192, 512]))
+    assert said.startswith("192 inputs cannot be divided into groups of 128 that share a scale; try int4:64,")
+    assert said.endswith("or int4 for one scale for each row")
+    assert "try int8:3," in message(lambda: Grid(8, 7).groups(9))
+    assert "try int8:9," in message(lambda: Grid(8, 10).groups(9))
+    assert (Grid(4, 3).groups(9), Grid(4).groups(9)) == (3, 1)
+    Grid(4, 64).check([64, 192, 512])
+    Grid(4).check([5, 7])
+
+
+@pytest.mark.parametrize(("bits", "ends"), [(2, (-2, 1)), (4, (-8, 7)), (8, (-128, 127))])
+def test_the_ends(bits: int, ends: tuple[int, int]) -> None:
+    W = torch.tensor([[-1000.0, 1000.0, 0.2, -0.2]])
+    assert Grid(bits).codes(W, torch.ones(1, 1)).tolist() == [[*ends, 0, 0]]
+
+
+@each_half
+def test_what_a_consumer_finds(dtype: torch.dtype) -> None:
+    """Every code with scales of every mantissa, subnormal ones too: the product in that dtype; and codes come back."""
+    mantissas = 2 ** (8 if dtype == torch.bfloat16 else 11)
+    powers = (-135, -120, 0, 100) if dtype == torch.bfloat16 else (-24, -20, -10, 4)
+    grid = Grid(8)
+    codes = torch.arange(grid.lowest, grid.highest + 1).float().expand(mantissas // 2, -1)
+    for power in powers:
+        whole = torch.arange(mantissas // 2, mantissas).double() * 2.0 ** (power + 1) / mantissas
+        scales = whole.to(dtype)
+        scales = scales[scales > 0].unsqueeze(1)
+        q = codes[: len(scales)]
+        values = grid.values(q, scales.float(), dtype)
+        assert torch.equal(values.to(dtype), q.to(dtype) * scales)
+        assert torch.equal(values.to(dtype).float(), values)
+        assert torch.equal(grid.codes(values, scales.float()), q)
+        assert torch.equal(grid.project(values, scales.float(), dtype), values)
+
+
+def test_the_nearest_number() -> None:
+    grid, W = Grid(3, 4), normal(5, 8, seed=0)
+    scales = normal(5, 2, seed=1).abs() + 0.1
+    found = grid.project(W, scales, F64)
+    for i, j in itertools.product(range(5), range(8)):
+        s = float(scales[i, j // 4])
+        nearest = min((abs(q * s - float(W[i, j])), q * s) for q in range(-4, 4))
+        assert float(found[i, j]) == nearest[1]
+
+
+def test_zeros_stay_zeros() -> None:
+    W = normal(6, 8, seed=0).masked_fill(normal(6, 8, seed=1) > 0, 0.0)
+    W[:, :4] = 0
+    scales = Grid(4, 4).scales(W, torch.ones(8, dtype=F64), torch.bfloat16)
+    assert (scales[:, 0] == 1).all()
+    assert not Grid(4, 4).project(W, scales, torch.bfloat16)[W == 0].any()
+
+
+def test_no_more_zeros() -> None:
+    """The nearest number that is not 0, where a weight is not."""
+    grid, W = Grid(3, 4), normal(5, 8, seed=0).masked_fill(normal(5, 8, seed=1) > 0.5, 0.0)
+    scales = normal(5, 2, seed=2).abs() + 1.0
+    found = grid.project(W, scales, F64, same_zeros=True)
+    assert int((found != grid.project(W, scales, F64)).sum()) > 10
+    for i, j in itertools.product(range(5), range(8)):
+        w, s = float(W[i, j]), float(scales[i, j // 4])
+        nearest = min((abs(q * s - w), q * s) for q in range(-4, 4) if q)
+        assert float(found[i, j]) == (nearest[1] if w else 0.0)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_best_of_some_scales(bits: int) -> None:
+    """A loop over groups, ratios and weights."""
+    grid, W = Grid(bits, 4), normal(7, 12, seed=3)
+    importance = normal(12, seed=4).square()
+    found = grid.scales(W, importance, torch.bfloat16)
+    cut_off = 0
+    for i, k in itertools.product(range(7), range(3)):
+        group, weights = W[i, 4 * k : 4 * k + 4], importance[4 * k : 4 * k + 4]
+        errors: dict[float, float] = {}
+        for step in range(11):
+            s = float(group.abs().max()) / (2**bits - 1) * 2 * (1 - 0.05 * step)
+            s = float(torch.tensor(s, dtype=F64).to(torch.bfloat16))
+            values = [q * s for q in range(-(2 ** (bits - 1)), 2 ** (bits - 1))]
+            wrong = []
+            for w, h in zip(group.tolist(), weights.tolist(), strict=True):
+                nearest = min(values, key=lambda v, w=w: abs(v - w))  # type: ignore[misc]
+                wrong.append((float(torch.tensor(nearest, dtype=F64).to(torch.bfloat16)) - w) ** 2 * h)
+            errors.setdefault(s, math.fsum(wrong))
+        chosen = float(found[i, k])
+        assert errors[chosen] == pytest.approx(min(errors.values()), rel=1e-12)
+        cut_off += chosen < max(errors)
+    assert 5 < cut_off < 21
+
+
+def test_scales_that_are_too_small() -> None:
+    assert usable(torch.tensor([1e-9, 1.0, 1e-30]), torch.float16).tolist() == [1.0, 1.0, 1.0]
+    W = torch.full((2, 4), 1e-9)
+    scales = Grid(4).scales(W, torch.ones(4), torch.float16)
+    assert not Grid(4).project(W, scales, torch.float16).any()
+
+
+def test_scales_have_the_dtype_of_the_weights_up_to_float32() -> None:
+    assert [scale_dtype(d) for d in (*HALF, F32, F64)] == [*HALF, F32, F32]
+
+
+# On a mask and a grid
+
+
+def solved(problem: LayerProblem, pattern: Pattern, solver: str = "continuation") -> Solution:
+    return make_solver(solver)(problem, pattern)
+
+
+def row_errors(problem: LayerProblem, What: Tensor) -> list[float]:
+    H = problem.gram.H
+    return [squared_error(w[None], v[None], H) for w, v in zip(problem.W, What, strict=True)]
+
+
+def check(problem: LayerProblem, before: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
+    """What holds for whatever came before."""
+    W, H, given = problem.W.clone(), problem.gram.H.clone(), before.W.clone()
+    after, scales = onto_grid(problem, before, grid, dtype)
+    for changed, original in ((problem.W, W), (problem.gram.H, H), (before.W, given)):
+        assert torch.equal(changed, original)
+    assert torch.equal(after.mask, before.mask)
+    assert not after.W[~after.mask].any()
+    assert not (after.W.signbit() & (after.W == 0)).any()
+    assert after.W.dtype == scales.dtype == W.dtype
+    assert scales.shape == (len(W), 1 if grid.group is None else W.shape[1] // grid.group)
+    assert (scales > 0).all()
+    assert torch.equal(scales.to(dtype).to(W.dtype), scales)
+    q = after.W / scales.repeat_interleave(W.shape[1] // scales.shape[1], dim=1)
+    whole = q.round()
+    assert (whole - q).abs().max() < 0.5
+    assert whole.min() >= -(2 ** (grid.bits - 1))
+    assert whole.max() < 2 ** (grid.bits - 1)
+    full = scales.repeat_interleave(W.shape[1] // scales.shape[1], dim=1)
+    assert torch.equal((whole * full).to(dtype).to(W.dtype), after.W)
+    assert after.error == pytest.approx(problem.error(after.W), rel=1e-9, abs=1e-15)
+    assert after.stats == before.stats
+    # No row is worse than its weights rounded to the nearest.
+    first = grid.scales(before.W, H.diagonal(), dtype)
+    rounded = grid.project(before.W, first, dtype) * before.mask
+    for found, nearest in zip(row_errors(problem, after.W), row_errors(problem, rounded), strict=True):
+        assert found <= nearest * (1 + 1e-5) + 1e-12
+    return after, scales
+
+
+SHORT: dict[str, Solver] = {repr(solver): solver for solver, _ in CONTRACT}
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.6), NM(2, 4), Block(0.5, (1, 4))], ids=str)
+@pytest.mark.parametrize("solver", SHORT)
+def test_behind_every_solver(solver: str, pattern: Pattern) -> None:
+    promises = next(promises for s, promises in CONTRACT if repr(s) == solver)
+    if promises.refuses(pattern):
+        return
+    problem = make_problem(dtype=F32)
+    before = SHORT[solver](problem, pattern)
+    after, _ = check(problem, before, Grid(4, 8), torch.bfloat16)
+    zeros = int((after.W == 0).sum())
+    assert zeros >= int((~before.mask).sum()) == round(pattern.sparsity * after.W.numel())
+
+
+def test_every_solver_is_there() -> None:
+    assert {repr(solver) for solver in SOLVERS.values()} <= SHORT.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", [Grid(2, 4), Grid(4), Grid(8, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
+def test_whatever_the_inputs_are(kind: str, grid: Grid, dtype: torch.dtype) -> None:
+    problem = make_problem(kind, dtype=F32)
+    for sparsity in (0.0, 0.7):
+        check(problem, solved(problem, Unstructured(sparsity)), grid, dtype)
+
+
+@pytest.mark.parametrize("what", ["weights", "inputs"])
+def test_nothing_there(what: str) -> None:
+    problem = make_problem(dtype=F64)
+    W, H = problem.W, problem.gram.H
+    problem = LayerProblem(W * 0, H) if what == "weights" else LayerProblem(W, H * 0)
+    before = Magnitude()(problem, Unstructured(0.5))
+    after, scales = onto_grid(problem, before, Grid(4, 8), F64)
+    assert torch.equal(after.W, Grid(4, 8).project(before.W, scales, F64))
+
+
+def test_dead_inputs_are_rounded_to_the_nearest() -> None:
+    """With the first scales: those that are fitted later have the same whole numbers."""
+    problem = make_problem("dead input", dtype=F64)
+    before, grid = solved(problem, Unstructured(0.3), "magnitude"), Grid(4, 8)  # others prune them first
+    after, scales = check(problem, before, grid, F64)
+    dead = problem.gram.norm == 0
+    assert dead.any()
+    first = grid.scales(before.W, problem.gram.H.diagonal(), F64)
+    nearest = (before.W / first.repeat_interleave(8, dim=1)).round().clamp(-8, 7) * before.mask
+    found = (after.W / scales.repeat_interleave(8, dim=1)).round()
+    assert nearest[:, dead].count_nonzero() > 10
+    assert torch.equal(found[:, dead], nearest[:, dead])
+
+
+def test_rows_are_independent() -> None:
+    problem = make_problem(dtype=F64)
+    before = solved(problem, Unstructured(0.5))
+    whole, scales = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
+    for rows in (slice(0, 7), slice(7, 23)):
+        part = LayerProblem(problem.W[rows], problem.H)
+        given = Solution(before.W[rows], before.mask[rows], 0.0)
+        found, of_these = onto_grid(part, given, Grid(4, 8), torch.bfloat16)
+        assert torch.equal(found.W, whole.W[rows])
+        assert torch.equal(of_these, scales[rows])
+
+
+def test_strips_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(dtype=F64)
+    before = solved(problem, Unstructured(0.5))
+    whole, scales = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
+    monkeypatch.setattr("niwaki.layer.rounding._ROWS", 5)
+    found, in_strips = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
+    assert torch.equal(found.W, whole.W)
+    assert torch.equal(in_strips, scales)
+
+
+def test_the_scale_of_inputs_makes_no_difference() -> None:
+    problem = make_problem(dtype=F64)
+    before = solved(problem, Unstructured(0.5))
+    found = [
+        onto_grid(LayerProblem(problem.W, problem.gram.H * size), before, Grid(4, 8), torch.bfloat16)[0].W
+        for size in (1.0, 2.0**40, 2.0**-40)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def best_codes(w: Tensor, H: Tensor, kept: list[int], scales: Tensor, bits: int) -> float:
+    """The least error of a row, of all ways to choose its codes."""
+    codes = range(-(2 ** (bits - 1)), 2 ** (bits - 1))
+    choices = torch.tensor(list(itertools.product(codes, repeat=len(kept))), dtype=F64)
+    D = w.expand(len(choices), -1).clone()
+    D[:, kept] -= choices * scales[kept]
+    return float((D @ H).mul_(D).sum(dim=1).min())
+
+
+def test_it_comes_near_the_best_codes() -> None:
+    """Brute force over all codes of 6 kept weights of each row, with the scales that were found."""
+    grid, ratios, nearest = Grid(3, 4), [], []
+    for seed in range(3):
+        W, H = normal(8, 12, seed=seed), gram(inputs("correlated", 12, seed))
+        problem = LayerProblem(W, H)
+        before = solved(problem, PerRow(0.5), "sparsegpt")
+        after, scales = check(problem, before, grid, F64)
+        full = scales.repeat_interleave(4, dim=1)
+        rounded = grid.project(before.W, scales, F64)
+        for i, error in enumerate(row_errors(problem, after.W)):
+            kept = after.mask[i].nonzero().squeeze(1).tolist()
+            floor = best_codes(W[i], H, kept, full[i], 3)
+            assert error >= floor * (1 - 1e-9)
+            ratios.append(error / floor)
+            nearest.append(row_errors(problem, rounded)[i] / floor)
+    assert geometric_mean(ratios) < 1.05 < 1.15 < geometric_mean(nearest)
+
+
+def gptq(W: Tensor, H: Tensor, mask: Tensor, grid: Grid, scales: Tensor, damping: float = 0.01) -> Tensor:
+    """Columns from left to right, each error made up for by the columns to its right: in float64, without factors."""
+    full = scales.repeat_interleave(W.shape[1] // scales.shape[1], dim=1)
+    damped = H + damping * H.diagonal().mean() * torch.eye(len(H), dtype=F64)
+    V, Q = W.clone(), torch.zeros_like(W)
+    for j in range(W.shape[1]):
+        q = (V[:, j] / full[:, j]).round().clamp(grid.lowest, grid.highest) * full[:, j]
+        Q[:, j] = q.to(torch.bfloat16).double() * mask[:, j]
+        inverse = torch.linalg.inv(damped[j:, j:])
+        V[:, j:] -= ((V[:, j] - Q[:, j]) / inverse[0, 0])[:, None] * inverse[0]
+    return Q
+
+
+@pytest.mark.parametrize(("sparsity", "better"), [(0.0, 0.85), (0.5, 0.97)])
+def test_it_is_better_than_one_pass_over_the_columns(sparsity: float, better: float) -> None:
+    against_gptq, against_nearest = [], []
+    for seed in range(4):
+        problem = make_problem(rows=16, columns=64, seed=seed)
+        before = solved(problem, Unstructured(sparsity))
+        grid = Grid(3, 32)
+        after, _ = onto_grid(problem, before, grid, torch.bfloat16)
+        first = grid.scales(before.W, problem.gram.H.diagonal(), torch.bfloat16)
+        one_pass = gptq(before.W, problem.gram.H, before.mask, grid, first)
+        nearest = grid.project(before.W, first, torch.bfloat16)
+        against_gptq.append(after.error / problem.error(one_pass))
+        against_nearest.append(after.error / problem.error(nearest))
+    assert geometric_mean(against_gptq) < better
+    assert geometric_mean(against_nearest) < better
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3])
+def test_fitted_scales_are_least_squares(monkeypatch: pytest.MonkeyPatch, ridge: float) -> None:
+    monkeypatch.setattr("niwaki.layer.rounding._RIDGE", ridge)
+    W, X = normal(5, 12, seed=0), inputs("correlated", 12, 0)
+    codes = Grid(3).codes(W, torch.full((5, 1), 0.5, dtype=F64))
+    codes[2, 4:8] = 0  # a group that is not seen
+    old = torch.full((5, 3), 0.5, dtype=F64)
+    found = _fitted_scales(W, codes, old, gram(X), F64)
+    for i in range(5):
+        columns = [X[:, 4 * k : 4 * k + 4] @ codes[i, 4 * k : 4 * k + 4] for k in range(3)]
+        A = torch.stack(columns, dim=1) / len(X) ** 0.5
+        pull = torch.diag(ridge**0.5 * A.norm(dim=0))
+        target = torch.cat([X @ W[i] / len(X) ** 0.5, pull @ old[i]])
+        best = torch.linalg.lstsq(torch.cat([A, pull]), target[:, None], driver="gelsd").solution[:, 0]
+        assert (best > 0).sum() >= 2
+        for k in range(3):
+            expected = 0.5 if (i, k) == (2, 1) else float(best[k])
+            assert float(found[i, k]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_scales_that_would_be_negative_stay() -> None:
+    W = torch.tensor([[1.0, 1.0, -1.0, -1.0]], dtype=F64)
+    codes = torch.tensor([[1.0, 1.0, 1.0, 1.0]], dtype=F64)
+    found = _fitted_scales(W, codes, torch.full((1, 2), 0.25, dtype=F64), torch.eye(4, dtype=F64), F64)
+    assert float(found[0, 0]) == pytest.approx(1.0, rel=1e-2)
+    assert float(found[0, 1]) == 0.25
+
+
+def test_matrices_with_the_same_inputs_share_a_factorisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def counted(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
+        nonlocal calls
+        calls += 1
+        return inverse_of_damped(copy, damping)
+
+    monkeypatch.setattr("niwaki.layer.rounding.inverse_of_damped", counted)
+    shared = Gram(gram(inputs("correlated", 16, 0)))
+    for seed in range(3):
+        problem = LayerProblem(normal(4, 16, seed=seed), shared)
+        onto_grid(problem, Magnitude()(problem, PerRow(0.5)), Grid(4), F64)
+    assert calls == 1
+
+
+def test_the_group_has_to_fit() -> None:
+    problem = make_problem()
+    before = Magnitude()(problem, PerRow(0.5))
+    with pytest.raises(UsageError, match="32 inputs cannot be divided into groups of 12"):
+        onto_grid(problem, before, Grid(4, 12), F64)

@@ -1,0 +1,193 @@
+"""Linear algebra against float64 references."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError
+from niwaki.layer.linalg import (
+    damped_cholesky,
+    inverse_of_damped,
+    inverse_upper_cholesky,
+    masked_conjugate_gradients,
+)
+from support.problems import gram, inputs, least_squares, normal, squared_error
+
+#: In units of the result: n = 32 sums of rounding errors, times a condition number below 1,000.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-11}
+DTYPES = (torch.float32, torch.float64)
+
+
+def damped(H: Tensor, damping: float) -> Tensor:
+    return H.double() + damping * torch.eye(H.shape[0], dtype=torch.float64)
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("damping", [0.0, 0.1, 3.0])
+class TestFactorisations:
+    """Of a Gram matrix that is positive definite, so that the damping is what was asked for."""
+
+    def test_cholesky(self, damping: float, dtype: torch.dtype) -> None:
+        H = gram(inputs("correlated", 32, seed=0)).to(dtype)
+        before = H.clone()
+        L, used = damped_cholesky(H.clone, damping)
+        assert used == damping
+        assert torch.equal(H, before)
+        assert L.dtype == dtype
+        assert torch.equal(L, L.tril())
+        assert relative_difference(L @ L.T, damped(H, damping)) < TOLERANCE[dtype]
+
+    def test_inverse(self, damping: float, dtype: torch.dtype) -> None:
+        H = gram(inputs("correlated", 32, seed=0)).to(dtype)
+        inverse, used = inverse_of_damped(H.clone, damping)
+        assert used == damping
+        assert relative_difference(inverse, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
+
+    def test_inverse_upper_cholesky(self, damping: float, dtype: torch.dtype) -> None:
+        H = gram(inputs("correlated", 32, seed=0)).to(dtype)
+        before = H.clone()
+        U, used = inverse_upper_cholesky(H, damping)
+        assert used == damping
+        assert torch.equal(H, before)
+        assert torch.equal(U, U.triu())
+        assert (U.diagonal() > 0).all()
+        assert relative_difference(U.T @ U, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
+
+
+#: Rounding makes the small eigenvalues of a Gram matrix negative; here one is, by much.
+INDEFINITE = torch.diag(torch.tensor([3.1, 1.0, -0.1]))
+
+
+class TestMoreDamping:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("n", [2, 8, 64])
+    def test_a_singular_matrix_is_reported(self, n: int, dtype: torch.dtype) -> None:
+        # All ones: the second pivot is exactly 1 - 1 = 0, so no rounding can hide the singularity.
+        H = torch.ones(n, n, dtype=dtype)
+        L, used = damped_cholesky(H.clone, 0.0)
+        assert 0 < used < 1e-3
+        assert relative_difference(L @ L.T, damped(H, used)) < TOLERANCE[dtype]
+
+    def test_an_indefinite_matrix_gets_what_it_needs(self) -> None:
+        L, used = damped_cholesky(INDEFINITE.clone, 0.02)
+        assert used == pytest.approx(0.2)  # tenfold steps from what was asked for
+        assert relative_difference(L @ L.T, damped(INDEFINITE, used)) < 1e-6
+
+    def test_the_inverses_are_those_of_the_damping_they_report(self) -> None:
+        inverse, used = inverse_of_damped(INDEFINITE.clone, 0.02)
+        assert used == pytest.approx(0.2)
+        assert relative_difference(inverse, torch.linalg.inv(damped(INDEFINITE, used))) < 1e-6
+        U, used = inverse_upper_cholesky(INDEFINITE, 0.02)
+        assert used == pytest.approx(0.2)
+        assert relative_difference(U.T @ U, torch.linalg.inv(damped(INDEFINITE, used))) < 1e-6
+
+    @pytest.mark.timeout(5)  # a loop without end is how this fails
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("place", [(0, 0), (2, 2), (2, 1)])
+    def test_not_finite(self, place: tuple[int, int], value: float) -> None:
+        H = torch.eye(4)
+        H[place] = H[place[::-1]] = value
+        with pytest.raises(NumericalError, match="NaN, infinite or huge activations"):
+            damped_cholesky(H.clone, 0.1)
+
+    def test_negative_definite_is_beyond_repair(self) -> None:
+        with pytest.raises(NumericalError):
+            damped_cholesky((-torch.eye(4)).clone, 0.1)
+
+    @pytest.mark.timeout(5)
+    @pytest.mark.parametrize("damping", [0.0, 0.1])
+    def test_zero_matrix_ends(self, damping: float) -> None:
+        """A layer that the text never reaches. Without damping there is nothing to scale it by."""
+        H = torch.zeros(4, 4)
+        if damping:
+            L, used = damped_cholesky(H.clone, damping)
+            assert used == damping
+            assert relative_difference(L @ L.T, damped(H, damping)) < 1e-6
+        else:
+            with pytest.raises(NumericalError):
+                damped_cholesky(H.clone, damping)
+
+
+def unit_problem(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """H with unit diagonal, as callers pass it; targets; and a mask with rows of all sizes."""
+    H = gram(inputs("correlated", 24, seed=seed))
+    norm = H.diagonal().sqrt()
+    mask = normal(12, 24, seed=seed + 1) > torch.linspace(-4, 4, 12)[:, None]
+    mask[0], mask[-1] = True, False
+    return (H / norm / norm[:, None]).to(dtype), normal(12, 24, seed=seed + 2).to(dtype), mask
+
+
+def masked(target: Tensor, mask: Tensor) -> Tensor:
+    return target.masked_fill(~mask, 0.0)
+
+
+class TestMaskedConjugateGradients:
+    @pytest.mark.parametrize("seed", range(3))
+    def test_converges_to_the_regression_on_the_support(self, seed: int) -> None:
+        H, target, mask = unit_problem(seed)
+        # 24 unknowns: exact after 24 steps but for rounding, which a few more steps clean up.
+        Z, _ = masked_conjugate_gradients(H, target, masked(target, mask), mask, steps=60)
+        assert (Z[~mask] == 0).all()
+        assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
+
+    def test_converges_from_any_start_on_the_mask(self) -> None:
+        H, target, mask = unit_problem(0)
+        start = masked(normal(12, 24, seed=9), mask)
+        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=60)
+        assert torch.allclose(Z, least_squares(H, target, mask), rtol=0, atol=1e-10)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_each_row_gets_better_with_each_step(self, dtype: torch.dtype) -> None:
+        H, target, mask = unit_problem(1, dtype)
+        start = masked(target, mask)
+        before = start
+        for steps in range(30):
+            Z, _ = masked_conjugate_gradients(H, target, start, mask, steps)
+            for row in range(12):
+                now = squared_error(target[None, row], Z[None, row], H)
+                then = squared_error(target[None, row], before[None, row], H)
+                assert now <= then * (1 + 100 * torch.finfo(dtype).eps) + torch.finfo(dtype).eps ** 2
+            before = Z
+        assert squared_error(target, before, H) < 0.9 * squared_error(target, start, H)
+
+    def test_after_one_step_each_row_is_at_the_minimum_along_its_gradient(self) -> None:
+        H, target, mask = unit_problem(2)
+        start = masked(target, mask)
+        G = masked((target - start) @ H, mask)
+        expected = start.clone()
+        for row in range(11):  # the last row has no weights
+            g = G[row]
+            if g.any():
+                expected[row] += (g @ g) / (g @ H @ g) * g
+        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=1)
+        assert torch.allclose(Z, expected, rtol=0, atol=1e-12)
+
+    def test_no_steps_and_no_need_for_any(self) -> None:
+        H, target, mask = unit_problem(0)
+        start = masked(target, mask)
+        assert torch.equal(masked_conjugate_gradients(H, target, start, mask, steps=0)[0], start)
+        everything = torch.ones_like(mask)
+        assert torch.equal(masked_conjugate_gradients(H, target, target, everything, steps=5)[0], target)
+
+    def test_many_steps_do_not_spoil_a_converged_float32_result(self) -> None:
+        H, target, mask = unit_problem(0, torch.float32)
+        start = masked(target, mask)
+        best = squared_error(target, least_squares(H, target, mask).float(), H)
+        Z, _ = masked_conjugate_gradients(H, target, start, mask, steps=2000)
+        assert torch.isfinite(Z).all()
+        assert squared_error(target, Z, H) == pytest.approx(best, rel=1e-4)
+
+    def test_arguments_are_not_changed(self) -> None:
+        H, target, mask = unit_problem(0)
+        start = masked(target, mask)
+        copies = [x.clone() for x in (H, target, start, mask)]
+        masked_conjugate_gradients(H, target, start, mask, steps=3)
+        assert all(map(torch.equal, (H, target, start, mask), copies))

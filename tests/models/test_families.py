@@ -1,0 +1,363 @@
+"""Files with other names than the model, and models that are not in the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import FAMILIES
+from niwaki.models.gram_capture import InputGrams
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel, _same
+from niwaki.pruning.prune import prune
+from niwaki.records.record import Record
+from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model
+from support.runs import Untouched, raw, tensors, zeros
+from support.streams import save_starved
+
+ROOT = Path(__file__).parents[2]
+TOKENS = random_tokens(4, 24)
+
+
+def run(model: Path, out: Path, solver: str = "sparsegpt") -> Record:
+    return prune(model, out, solver=solver, sparsity=0.5, calibration=TOKENS, device="cpu", dtype="float32")
+
+
+def stream_of(directory: Path) -> StreamedModel:
+    return StreamedModel(Checkpoint(directory), "cpu", "float32")
+
+
+def losses(model: StreamedModel, tokens: Tensor) -> Tensor:
+    states = model.embed(tokens)
+    for block in model.stream():
+        block.advance(states)
+    return model.losses(states)
+
+
+@torch.no_grad()
+def whole_losses(directory: Path, tokens: Tensor) -> Tensor:
+    log_p: Tensor = reference(directory)(tokens).logits.log_softmax(-1)
+    return -log_p[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
+
+
+def check(model: Path, out: Path, case: str) -> Record:
+    """Prunes; the right matrices become sparse, one by one, and nothing else is touched."""
+    torch.testing.assert_close(losses(stream_of(model), TOKENS), whole_losses(model, TOKENS))
+    record = run(model, out)
+    before, after = tensors(model), tensors(out)
+    assert set(before) == set(after)
+    matrices = 0
+    for key, old in before.items():
+        if not is_pruned(case, key):
+            assert raw(after[key]) == raw(old), key
+            continue
+        for matrix in after[key] if old.ndim == 3 else [after[key]]:
+            assert zeros(matrix) == matrix.numel() // 2, key
+            matrices += 1
+    assert matrices == len(record.matrices) > 0
+    assert record.sparsity == 0.5
+    torch.testing.assert_close(losses(stream_of(out), TOKENS), whole_losses(out, TOKENS))
+    assert not torch.equal(whole_losses(out, TOKENS), whole_losses(model, TOKENS))
+    return record
+
+
+# Names in files
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bloom", "opt", "opt 350m", "llama tied", "gemma2"])
+def test_files_saved_without_the_head(tmp_path: Path, case: str) -> None:
+    base: Any = random_model(case).base_model
+    base.save_pretrained(tmp_path / "model")
+    keys = Checkpoint(tmp_path / "model").entries
+    assert any(key.startswith(("h.0.", "layers.0.", "decoder.layers.0.")) for key in keys)
+    assert not any("lm_head" in key for key in keys)
+    check(tmp_path / "model", tmp_path / "out", case)
+
+
+def test_experts_in_many_shards(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3_moe many", shards=True)
+    entries = Checkpoint(model).entries
+    assert any(
+        entries[f"model.layers.0.mlp.experts.{e}.up_proj.weight"].shard
+        != entries[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"].shard
+        for e in range(12)
+    )
+    check(model, tmp_path / "out", "qwen3_moe")
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_in_one_tensor(tmp_path: Path, case: str) -> None:
+    model = save_model(tmp_path / "model", case)
+    whole = random_model(case)
+    expected = whole_losses(model, TOKENS)
+    save_file({k: v.contiguous() for k, v in whole.state_dict().items()}, model / "model.safetensors")
+    torch.testing.assert_close(whole_losses(model, TOKENS), expected)  # transformers reads both
+    streamed = stream_of(model)
+    torch.testing.assert_close(losses(streamed, TOKENS), expected)
+    parts = [m for m in streamed.matrices() if m.part is not None]
+    assert len(parts) == 8 * (1 if case.startswith("deepseek") else 2)  # gate and up are one matrix here
+    record = run(model, tmp_path / "out")
+    before, after = tensors(model), tensors(tmp_path / "out")
+    for key, old in before.items():
+        if old.ndim == 3:
+            for matrix in after[key]:
+                assert zeros(matrix) == matrix.numel() // 2, key
+        elif "gate.weight" in key or "norm" in key or "embed" in key:
+            assert raw(after[key]) == raw(old)
+    assert record.sparsity == 0.5
+    run_untouched = prune(model, tmp_path / "same", solver=Untouched(), sparsity=0.0, calibration=TOKENS)
+    assert run_untouched.sparsity == 0
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_one_expert_is_missing(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "mixtral")
+    values = tensors(model)
+    del values["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(values, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has 3 tensors like .*w3.*which is made of 4"):
+        stream_of(model)
+
+
+def test_an_expert_of_another_shape(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "mixtral")
+    values = tensors(model)
+    key = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    values[key] = values[key][:-1].contiguous()
+    save_file(values, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts\.2\..*has shape .* a part of \(4, 96, 32\)"):
+        stream_of(model)
+
+
+# Experts without tokens
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "continuation"])
+def test_experts_without_tokens_are_as_sparse_as_all(tmp_path: Path, solver: str) -> None:
+    model = save_starved(tmp_path / "model")
+    record = run(model, tmp_path / "out", solver)
+    for key, value in tensors(tmp_path / "out").items():
+        if is_pruned("mixtral", key):
+            assert zeros(value) == value.numel() // 2
+            assert torch.isfinite(value).all()
+    starved = [m for m in record.matrices if m.tokens == 0]
+    assert {m.name.split(".")[-2] for m in starved} == {"3"}
+    assert len(starved) == 6
+    assert any(0 < m.tokens < m.shape[1] for m in record.matrices)
+    # One note for each block: with hundreds of experts there would be thousands.
+    notes = [note for note in record.notes if "stands in for" in note]
+    assert len(notes) == 2
+    for block, note in enumerate(notes):
+        experts = [m for m in record.matrices if m.block == block and m.name.endswith(("w1", "w2"))]
+        poor = [m for m in experts if m.tokens < m.shape[1]]
+        assert len(experts) == 8
+        assert note == (
+            f"block {block}: {len(poor)} of 8 inputs of experts had fewer tokens than inputs (fewest: "
+            "block_sparse_moe.experts.3.w1, block_sparse_moe.experts.3.w3, 0 of 32); the mean of all experts stands "
+            "in for what is missing"
+        )
+
+
+def test_experts_with_tokens_enough_are_not_noted(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "mixtral")
+    tokens = random_tokens(16, 64)
+    record = prune(model, tmp_path / "out", solver="wanda", sparsity=0.5, calibration=tokens, device="cpu")
+    assert all(m.tokens >= m.shape[1] for m in record.matrices)
+    assert not any("stands in for" in note for note in record.notes)
+
+
+def test_experts_that_are_never_used_at_all(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model", "mixtral"))
+    block = next(stream := model.stream())
+    grams = InputGrams(block.matrices, dict(model.blocks[0].named_parameters()))
+    attention = model.blocks[0].get_submodule("self_attn")
+    rotary = (torch.ones(1, 4, 8), torch.zeros(1, 4, 8))
+    grams.watch(lambda: attention(torch.randn(1, 4, 32), rotary, None))
+    with pytest.raises(UnsupportedModelError, match=r"experts\.gate_up_proj is not used"):
+        grams.finish(World())
+    stream.close()
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "llama4_text", "mixtral"])
+def test_matrices_that_are_used_as_their_transposes(tmp_path: Path, case: str) -> None:
+    model = stream_of(save_model(tmp_path / "model", case))
+    states = model.embed(TOKENS)
+    for block in model.stream():
+        wrong = [dataclasses.replace(matrix, transposed=not matrix.transposed) for matrix in block.matrices]
+        grams = InputGrams(wrong, dict(model.blocks[block.index].named_parameters()))
+        with pytest.raises(UnsupportedModelError, match="as the transpose of what its module suggests"):
+            grams.watch(lambda block=block: block.advance(states))  # type: ignore[misc]
+
+
+# Models that are not in the table
+
+
+UNKNOWN = {
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "rotary_dim": 4},
+    "stablelm": {},
+    "gemma": {"head_dim": 8},
+    "openai-gpt": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128},  # blocks answer with lists
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},  # filters are no experts
+}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def save_unknown(path: Path, kind: str, auto: type = AutoModelForCausalLM, **others: object) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **others})
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "norm" not in name:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_models_that_are_understood_by_their_structure(tmp_path: Path, kind: str) -> None:
+    assert kind not in FAMILIES
+    model = save_unknown(tmp_path / "model", kind, **UNKNOWN[kind])  # type: ignore[arg-type]
+    torch.testing.assert_close(losses(stream_of(model), TOKENS), whole_losses(model, TOKENS))
+    record = run(model, tmp_path / "out")
+    (note,) = (note for note in record.notes if "not among the model families" in note)
+    assert f"'{kind}'" in note
+    assert "2 blocks with " in note
+    before, after = tensors(model), tensors(tmp_path / "out")
+    linear = {
+        name
+        for name, module in reference(model).named_modules()
+        if hasattr(module, "weight") and module.weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    }
+    for key, old in before.items():
+        name = key.removesuffix(".weight")
+        if (name in linear or f"transformer.{name}" in linear) and "lm_head" not in name:
+            assert zeros(after[key]) == old.numel() // 2, key
+        else:
+            assert raw(after[key]) == raw(old), key
+    assert stream_of(save_model(tmp_path / "known")).notes == []
+
+
+GEMMA3N = {
+    "head_dim": 8,
+    "intermediate_size": [48] * 2,
+    "laurel_rank": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "altup_num_inputs": 2,
+    "layer_types": ["full_attention"] * 2,
+    "activation_sparsity_pattern": [0.0] * 2,
+}
+BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto", "others", "said"),
+    [
+        ("t5", AutoModel, T5, "is an encoder with a decoder (t5)"),
+        ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
+        ("bert", AutoModelForCausalLM, {}, "'cls.predictions.decoder.bias' is the same as another parameter"),
+        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "is told something"),
+        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 1}, "of earlier ones"),
+        ("rwkv", AutoModelForCausalLM, {"attention_hidden_size": 32}, "cannot be run a block at a time"),
+    ],
+)
+def test_models_that_are_not_supported(
+    tmp_path: Path, kind: str, auto: type, others: dict[str, object], said: str
+) -> None:
+    model = save_unknown(tmp_path / "model", kind, auto, **others)
+    with pytest.raises(UnsupportedModelError) as caught:
+        stream_of(model).embed(random_tokens(600, 24))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_list_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(tmp_path / "model")
+    monkeypatch.setattr(nn.ModuleList, "__len__", lambda self: 7)
+    with pytest.raises(UnsupportedModelError, match=r"no list of 2 decoder blocks .* of type 'llama'"):
+        stream_of(model)
+
+
+def test_quantised_models(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    edit_json(model / "config.json", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UnsupportedModelError, match="is quantised; prune the original"):
+        stream_of(model)
+
+
+@pytest.mark.parametrize("kind", ["vit", "no-such-model", None])
+def test_configurations_that_transformers_refuses(tmp_path: Path, kind: str | None) -> None:
+    model = save_model(tmp_path / "model")
+    edit_json(model / "config.json", model_type=kind or ..., architectures=...)
+    with pytest.raises(NiwakiError) as caught:
+        stream_of(model)
+    assert isinstance(caught.value, CheckpointError)
+    assert "config.json is refused by transformers: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_counts_as_the_same_argument() -> None:
+    mask = torch.ones(2, 3)
+    assert _same((mask, [mask], {"a": (mask, None)}), (mask.clone(), [mask], {"a": (mask.clone(), None)}))
+    other = mask.clone()
+    other[1, 2] = 0
+    thing = object()
+    for a, b in (
+        (mask, other),
+        (mask, mask[:1]),
+        (mask, None),
+        (None, mask),
+        ([mask], [mask, mask]),
+        ([mask, mask], [mask, other]),
+        ({"a": mask}, {"b": mask}),
+        ({"a": mask}, {"a": other}),
+        (1, 2),
+        (1, True),
+        ("full", "sliding"),
+        (object(), thing),
+    ):
+        assert not _same(a, b)
+        assert not _same({"deep": ((a,),)}, {"deep": ((b,),)})
+    assert _same(thing, thing)
+
+
+# The table
+
+
+def test_the_table_in_the_documentation_is_the_one_of_the_code() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "models_table.py"), "--check"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

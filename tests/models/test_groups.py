@@ -1,0 +1,378 @@
+"""Groups of matrices, the inputs of a block in two models at once, and blocks with their original weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from niwaki.errors import UnsupportedModelError
+from niwaki.models import streamed as blocks
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import ROUTERS
+from niwaki.models.gram_capture import InputGrams
+from niwaki.models.hidden_states import MemoryBudget
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from support.models import CASES, linear_inputs, random_tokens, reference, save_model
+from support.streams import assert_clean, materialised, memory, prune, save_starved, stream_of
+
+SAMPLES, LENGTH = 5, 20
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples each, so that the last of five is smaller."""
+    monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", 2 * LENGTH + 1)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return random_tokens(SAMPLES, LENGTH)
+
+
+def limited(directory: Path) -> StreamedModel:
+    return StreamedModel(Checkpoint(directory), "cpu", "float32", MemoryBudget(1 << 30))
+
+
+# Groups
+
+
+def last(names: list[str]) -> list[str]:
+    """The kinds of matrices, in this order."""
+    return list(dict.fromkeys([p for p in re.split(r"[.]", name) if not p.isdigit()][-1] for name in names))
+
+
+_SERIAL = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+_FUSED = [["qkv_proj"], ["o_proj"], ["gate_up_proj"], ["down_proj"]]
+_NEOX = [["query_key_value"], ["dense"], ["dense_h_to_4h"], ["dense_4h_to_h"]]
+_ROUTED = [["gate_up_proj"], ["down_proj"]]
+GROUPS: dict[str, list[list[str]]] = {
+    "llama": _SERIAL,
+    "llama grouped": _SERIAL,
+    "gemma2": _SERIAL,
+    "phi3": _FUSED,
+    "gpt2": [["c_attn"], ["c_proj"], ["c_fc"], ["c_proj"]],
+    "gpt_neox": _NEOX,
+    "opt": [["k_proj", "v_proj", "q_proj"], ["out_proj"], ["fc1"], ["fc2"]],
+    # Attention and the rest side by side, behind one norm or behind two.
+    "falcon": [["query_key_value", "dense_h_to_4h"], ["dense"], ["dense_4h_to_h"]],
+    "falcon new": _NEOX,
+    "cohere2": [["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj"], ["down_proj"]],
+    "mixtral": [*_SERIAL[:2], ["w1", "w3"], ["w2"]],
+    "qwen2_moe": [*_SERIAL, *_SERIAL[2:]],
+    "gpt_oss": [*_SERIAL[:2], *_ROUTED],
+    "llama4_text": [*_SERIAL[:2], *_ROUTED, *_SERIAL[2:]],
+    "deepseek_v2": [
+        ["q_a_proj", "kv_a_proj_with_mqa"],
+        ["q_b_proj"],
+        ["kv_b_proj"],
+        ["o_proj"],
+        *_SERIAL[2:],
+        *_SERIAL[2:],
+    ],
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_groups_in_the_order_of_computation(tmp_path: Path, tokens: Tensor, case: str) -> None:
+    model = stream_of(save_model(tmp_path / "model", case))
+    states = model.embed(tokens)
+    for block in model.stream():
+        found = block.groups(states)
+        names = [matrix.name for group in found for matrix in group]
+        assert sorted(names) == sorted(matrix.name for matrix in block.matrices)
+        if block.index == 1:  # in some models the first one has no experts
+            # Within a group the order is that of the block.
+            kinds = [last([m.name for m in group]) for group in found]
+            assert list(map(sorted, kinds)) == list(map(sorted, GROUPS[case]))
+        for group in found:
+            places = [block.matrices.index(matrix) for matrix in group]
+            assert places == sorted(places)
+            # Those of all experts, or of none.
+            experts = {m.expert for m in block.matrices if m.parameter == group[0].parameter}
+            assert {m.expert for m in group} == experts
+        block.advance(states)
+
+
+def test_groups_where_some_experts_have_no_tokens(tmp_path: Path, tokens: Tensor) -> None:
+    model = stream_of(save_starved(tmp_path / "model"))
+    states = model.embed(tokens)
+    for block in model.stream():
+        kinds = [last([m.name for m in group]) for group in block.groups(states)]
+        assert kinds == GROUPS["mixtral"]
+        assert sum(len(group) for group in block.groups(states)) == 4 + 4 * 3
+        block.advance(states)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("case", "room"),
+    [*((case, False) for case in CASES), *((case, True) for case in ("llama", "mixtral", "gpt2"))],
+)
+def test_inputs_in_two_models(tmp_path: Path, tokens: Tensor, case: str, room: bool) -> None:
+    """Against hooks on a whole dense and a whole pruned model; the first group of each block is pruned before."""
+    directory = save_model(tmp_path / "model", case)
+    dense, pruned = reference(directory), reference(directory)
+    model = limited(directory) if room else stream_of(directory)
+    states, origin = model.embed(tokens), model.embed(tokens)
+    for block in model.stream():
+        block.keep()
+        first, *others = block.groups(states)
+        left = [matrix for group in others for matrix in group]
+        for group in (first, left, first):  # the last time with weights that were put
+            X, Xp = (linear_inputs(whole, block.index, tokens) for whole in (dense, pruned))
+            grams = block.input_grams(states, matrices=group, dense=origin)
+            assert sorted(n for gram in grams for n in gram.names) == sorted(m.name for m in group)
+            named = {matrix.name: matrix for matrix in group}
+            seen = 0
+            for gram in grams:
+                for name in gram.names:
+                    if named[name].expert is not None:
+                        assert gram.cross is None
+                        continue
+                    assert gram.cross is not None
+                    A, B = Xp[name].double(), X[name].double()
+                    size = float((A.norm() * B.norm() / len(A)) / A.shape[1])
+                    for M, expected in ((gram.cross, A.T @ B / len(A)), (gram.H, A.T @ A / len(A))):
+                        torch.testing.assert_close(M, expected.float(), rtol=1e-4, atol=1e-3 * size)
+                    if block.index:
+                        assert (A - B).norm() > 1e-3 * B.norm()  # or this would prove nothing
+                    seen += 1
+            assert seen == sum(matrix.expert is None for matrix in group)
+            prune(block, group, pruned)
+        with block.original():
+            block.advance(origin)
+        block.advance(states)
+    assert_clean(model)
+    for whole, ends in ((dense, origin), (pruned, states)):
+        with torch.no_grad():
+            expected = whole(tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
+        torch.testing.assert_close(model.losses(ends), -expected, rtol=1e-4, atol=1e-4)
+
+
+def calls(block: nn.Module, run: Callable[[], object]) -> list[str]:
+    """The linear modules that ``run`` calls, in this order."""
+    found: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: found.append(name))
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ROUTERS
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return [name.rpartition(".")[2] for name in found]
+
+
+def test_passes_end_where_nothing_is_left_to_see(tmp_path: Path, tokens: Tensor) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    states = model.embed(tokens)
+    for block in model.stream():
+        module = model.blocks[block.index]
+        full = {name: gram for gram in block.input_grams(states) for name in gram.names}
+        whole = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        block.keep()
+        for group, end in zip(block.groups(states), (3, 4, 6, 7), strict=True):
+            found = []
+            seen = calls(module, lambda: found.extend(block.input_grams(states, matrices=group)))  # noqa: B023
+            assert seen == whole + 2 * whole[:end]  # three batches
+            for gram in found:
+                assert gram.tokens == SAMPLES * LENGTH
+                for name in gram.names:
+                    assert torch.equal(gram.H, full[name].H)
+                    assert torch.equal(gram.mean, full[name].mean)
+            seen = calls(module, lambda: block.input_grams(states, matrices=group, dense=states))  # noqa: B023
+            assert seen == 2 * whole + 4 * whole[:end]
+        block.advance(states)
+
+
+def test_passes_of_experts_are_as_long_as_they_have_to_be(tmp_path: Path, tokens: Tensor) -> None:
+    """Wherever they end, group by group there are the same Gram matrices as all at once."""
+    for directory in (save_model(tmp_path / "all", "mixtral"), save_starved(tmp_path / "starved")):
+        model = stream_of(directory)
+        states = model.embed(tokens)
+        for block in model.stream():
+            full = {name: gram for gram in block.input_grams(states) for name in gram.names}
+            for group in block.groups(states):
+                for gram in block.input_grams(states, matrices=group):
+                    for name in gram.names:
+                        assert torch.equal(gram.H, full[name].H)
+                        assert (gram.tokens, gram.borrowed) == (full[name].tokens, full[name].borrowed)
+            block.advance(states)
+
+
+def test_a_matrix_that_is_used_twice(tmp_path: Path) -> None:
+    """All its inputs count, no pass ends early, and it has no inputs to compare with."""
+    model = stream_of(save_model(tmp_path / "model"))
+    block = next(stream := model.stream())
+    parameters: dict[str, Tensor] = dict(model.blocks[0].named_parameters())
+    q, k = (parameters[f"self_attn.{name}_proj.weight"] for name in "qk")
+    matrices = [m for m in block.matrices if m.name.split(".")[1] in ("q_proj", "k_proj")]
+    grams, others = InputGrams(matrices, parameters), InputGrams(matrices, parameters, gather=False)
+    X = torch.randn(3, 3, 40, 32, generator=torch.Generator().manual_seed(0))
+    for batch in X:
+
+        def run(batch: Tensor = batch) -> None:
+            for rows, weight in zip(batch, (q, k, q), strict=True):
+                rows @ weight.T
+
+        inputs = others.inputs(run)
+        assert list(inputs) == ["self_attn.k_proj"]
+        assert torch.equal(inputs["self_attn.k_proj"], batch[1])
+        grams.watch(run, inputs)
+    found = {gram.names[0]: gram for gram in grams.finish(World())}
+    for name, rows in (("q_proj", X[:, [0, 2]].reshape(-1, 32)), ("k_proj", X[:, 1].reshape(-1, 32))):
+        gram = found[f"self_attn.{name}"]
+        assert gram.tokens == len(rows)
+        torch.testing.assert_close(gram.H, rows.T @ rows / len(rows))
+    assert found["self_attn.q_proj"].cross is None
+    torch.testing.assert_close(found["self_attn.k_proj"].cross, found["self_attn.k_proj"].H)
+    stream.close()
+
+
+def test_inputs_that_are_written_over(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block = next(stream := model.stream())
+    parameters: dict[str, Tensor] = dict(model.blocks[0].named_parameters())
+    X = torch.randn(40, 32)
+
+    def run() -> None:
+        X @ parameters["self_attn.q_proj.weight"].T
+        X.add_(1)
+
+    with pytest.raises(UnsupportedModelError, match=r"writes over the inputs of self_attn\.q_proj.*dense_targets=0"):
+        InputGrams(block.matrices[:1], parameters, gather=False).inputs(run)
+    stream.close()
+
+
+# Original weights
+
+
+@pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_original_weights_come_and_go(tmp_path: Path, case: str, room: bool, keeps: bool) -> None:
+    directory = save_model(tmp_path / "model", case)
+    model = limited(directory) if room else stream_of(directory)
+    for block in model.stream():
+        module = model.blocks[block.index]
+        before = {name: value.clone() for name, value in module.named_parameters()}
+        size = memory(block)
+        if keeps:
+            block.keep()
+        some = block.matrices[::2]
+        prune(block, some)
+        pruned = {name: value.clone() for name, value in module.named_parameters()}
+        assert any(not torch.equal(pruned[name], before[name]) for name in before)
+        expected = before if keeps else pruned
+        with block.original():
+            assert all(torch.equal(value, expected[name]) for name, value in module.named_parameters())
+        with pytest.raises(ZeroDivisionError), block.original():
+            raise ZeroDivisionError
+        assert all(torch.equal(value, pruned[name]) for name, value in module.named_parameters())
+        assert memory(block) == size
+        prune(block, block.matrices)  # what is put twice has the same original
+        with block.original():
+            for name, value in module.named_parameters():
+                assert torch.equal(value, before[name]) or not keeps
+
+
+def test_memory_that_is_limited_holds_no_original(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    for model, count in ((stream_of(directory), 7), (limited(directory), 0)):
+        for block in model.stream():
+            block.keep()
+            block.release(block.matrices)
+            prune(block, block.matrices)
+            assert block._kept is not None
+            assert sum(value is not None for value in block._kept.values()) == count
+        assert block._kept is None
+
+
+@pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
+def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, tokens: Tensor, room: bool) -> None:
+    directory = save_model(tmp_path / "model")
+    model = limited(directory) if room else stream_of(directory)
+    states = model.embed(tokens)
+
+    def fail() -> None:
+        stream = model.stream()
+        block = next(stream)
+        block.keep()
+        prune(block, block.matrices)
+        try:
+            with block.original(), block.training(True):
+                raise ZeroDivisionError
+        finally:
+            stream.close()
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert_clean(model)
+    assert not any(value.requires_grad for value in model.model.parameters())
+    for block in model.stream():  # and the model is as good as new
+        block.advance(states)
+    with torch.no_grad():
+        logits = reference(directory)(tokens).logits.log_softmax(-1)
+    expected = -logits[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(model.losses(states), expected, rtol=1e-4, atol=1e-4)
+
+
+# Training
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("case", ["llama biases", "mixtral"])
+def test_training(tmp_path: Path, tokens: Tensor, dtype: str, norms: bool, case: str) -> None:
+    computing = getattr(torch, dtype)
+    model = StreamedModel(Checkpoint(save_model(tmp_path / "model", case, dtype=computing)), "cpu", dtype)
+    states = model.embed(tokens)
+    for block in model.stream():
+        module = model.blocks[block.index]
+        before = {name: value.detach().clone() for name, value in module.named_parameters()}
+        trained = {m.parameter for m in block.matrices}
+        trained |= {name for name, value in before.items() if value.ndim == 1 and norms}
+        assert not any(value.requires_grad for value in module.parameters())
+        with block.training(norms) as parameters:
+            inside = dict(module.named_parameters())
+            assert {id(value) for value in parameters} == {id(inside[name]) for name in trained}
+            for name, value in inside.items():
+                assert value.requires_grad == (name in trained)
+                assert value.dtype == torch.float32
+                assert torch.equal(value, before[name].to(value.dtype))
+            with torch.enable_grad():
+                block.run(states.hidden[0], states).float().square().mean().backward()
+            assert all(value.grad is not None and value.grad.any() for value in parameters)
+            for value in parameters:
+                value.data.mul_(0.5)
+        for name, value in module.named_parameters():
+            assert not value.requires_grad
+            assert value.grad is None
+            assert value.dtype == computing
+            factor = 0.5 if name in trained else 1.0
+            torch.testing.assert_close(value, factor * before[name], rtol=1e-2, atol=1e-4)
+        block.advance(states)
+        assert states.hidden[0].dtype == computing
+    assert materialised(model.model) == []
+
+
+def test_what_the_block_had_before_training_does_not_change(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block = next(stream := model.stream())
+    block.keep()
+    parameter = model.blocks[0].get_parameter("self_attn.q_proj.weight")
+    data, copy = parameter.data, parameter.data.clone()
+    with block.training(False) as parameters:
+        for value in parameters:
+            value.data.mul_(2)
+    assert torch.equal(data, copy)
+    assert torch.equal(parameter, 2 * copy)
+    stream.close()

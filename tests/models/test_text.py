@@ -1,0 +1,500 @@
+"""From text to windows of tokens; the whole text tokenised at once is the judge."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from niwaki.errors import CalibrationError, UsageError
+from niwaki.models import text as calibration
+from niwaki.models import text_sources
+from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text_sources import EXCERPTS
+from support.models import EMBEDDED
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(EMBEDDED)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prose(words: int, seed: int = 0) -> str:
+    """Words of all sorts; each of them only once, so that a stretch of it has one place."""
+    generator = random.Random(seed)
+    parts = []
+    for number in range(words):
+        word = generator.choice(["gentleman", "the", "naïve", "x", "CHAPTER", "日本", "don't", "--", "🙂"])
+        parts.append(f"{word}{number:05d}" + generator.choice([" ", " ", " ", ", ", "\n", "\n\n", "  ", ". "]))
+    return "".join(parts)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return prose(3000)
+
+
+@pytest.fixture
+def path(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message(call: Callable[[], object], kind: type[Exception] = CalibrationError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+# The first windows
+
+
+def test_first_windows_are_the_start_of_the_text(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    windows = read_windows(str(path), tokenizer, 32, 9)
+    assert windows.tokens.shape == (9, 32)
+    assert windows.tokens.dtype == torch.int64
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[: 9 * 32]
+    assert (windows.source, windows.order) == (str(path), "first")
+
+
+@pytest.mark.parametrize("guess", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 40, 150])
+def test_the_same_when_the_text_is_read_in_rounds(
+    path: Path,
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    guess: int,
+    count: int,
+) -> None:
+    encoded = []
+    real = calibration._encode
+
+    def count_rounds(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        encoded.append(len(text))
+        return real(tokenizer, text)
+
+    monkeypatch.setattr(calibration, "_encode", count_rounds)
+    monkeypatch.setattr(text_sources, "_PIECE", 97)
+    monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", guess)
+    windows = read_windows(str(path), tokenizer, 41, count)
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[: 41 * count]
+    assert guess > 1 or len(encoded) > 1  # the text has more than 2 characters a token
+    # Not all of the text is read where a part of it is enough.
+    assert count > 2 or encoded[-1] < len(text) / 4
+
+
+def test_the_first_guess_may_cut_a_token(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tokens of three characters, but for the first, of four: each guess ends inside the last token.
+    monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", 3)
+    text = "that" + " of to in is it as at be by he" * 20
+    expected = encode(tokenizer, text)
+    assert len(expected) == 201
+    for count in range(3, 180):
+        cut = encode(tokenizer, text[: 3 * count])
+        assert len(cut) >= count
+        assert cut[:count] != expected[:count]
+        assert calibration._first_tokens(iter([text]), tokenizer, count) == expected[:count]
+
+
+def test_text_with_long_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    # More than 8 characters a token, which is the first guess.
+    text = " nevertheless understanding circumstances" * 500
+    ids = encode(tokenizer, text)
+    assert len(text) / len(ids) > 8
+    (tmp_path / "a.txt").write_text(text)
+    count = len(ids) // 16
+    windows = read_windows(str(tmp_path / "a.txt"), tokenizer, 16, count)
+    assert windows.tokens.flatten().tolist() == ids[: 16 * count]
+
+
+def test_spare_windows_are_welcome_and_not_needed(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    whole = len(encode(tokenizer, text)) // 100
+    assert len(read_windows(str(path), tokenizer, 100, whole - 2, spare=1).tokens) == whole - 1
+    assert len(read_windows(str(path), tokenizer, 100, whole - 2, spare=50).tokens) == whole
+    assert len(read_windows(str(path), tokenizer, 100, whole, spare=50).tokens) == whole
+
+
+def test_all_of_the_text(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = encode(tokenizer, text)
+    windows = read_windows(str(path), tokenizer, 64)
+    assert windows.tokens.flatten().tolist() == ids[: len(ids) // 64 * 64]
+    assert windows.dropped == len(ids) % 64
+    assert windows.dropped > 0
+
+
+def test_a_text_that_is_too_short(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    total = len(encode(tokenizer, text))
+    count = total // 50 + 3
+    said = message(lambda: read_windows(str(path), tokenizer, 50, count))
+    assert f"{count} windows of 50 tokens need {50 * count} tokens" in said
+    assert f"it has {total}, {50 * count - total} are missing" in said
+    # One token more or less decides.
+    assert len(read_windows(str(path), tokenizer, total, 1).tokens) == 1
+    assert ", 1 are missing" in message(lambda: read_windows(str(path), tokenizer, total + 1, 1))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_an_empty_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    for count in (2, None):
+        missing = 16 * (count or 1)
+        said = message(lambda count=count: read_windows(str(path), tokenizer, 16, count))  # type: ignore[misc]
+        assert f"it has 0, {missing} are missing" in said
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 1), (1, 1), (-5, 1), (16, 0), (16, -1)])
+def test_lengths_and_counts(path: Path, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> None:
+    assert str(length) in message(lambda: read_windows(str(path), tokenizer, length, count), UsageError)
+
+
+def test_fingerprints(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    first, again, other = (read_windows(str(path), tokenizer, n, 4).fingerprint() for n in (16, 16, 17))
+    assert first == again != other
+    assert re.fullmatch("[0-9a-f]{64}", first)
+
+
+# Kinds of files
+
+
+def as_jsonl(texts: Iterable[str]) -> str:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n\n" for i, text in enumerate(texts))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"),
+    [
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".xz", lzma.compress),
+        (".bz2", bz2.compress),
+    ],
+)
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", "", ".md"])
+def test_files(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    suffix: str,
+    pack: Callable[[bytes], bytes],
+    kind: str,
+) -> None:
+    documents = [text[:500], text[500:501], text[501:3000]]
+    joined = "\n\n".join(documents) if kind == ".jsonl" else text[:3000]
+    raw = as_jsonl(documents) if kind == ".jsonl" else joined
+    path = tmp_path / f"some.text{kind}{suffix}"
+    path.write_bytes(pack(raw.encode()))
+    windows = read_windows(str(path), tokenizer, 10)
+    ids = encode(tokenizer, joined)
+    assert windows.tokens.flatten().tolist() == ids[: len(ids) // 10 * 10]
+
+
+@pytest.mark.parametrize("name", EXCERPTS)
+def test_excerpts_ship_with_niwaki(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lzma.decompress((EMBEDDED.parent / EXCERPTS[name]).read_bytes()).decode()
+    windows = read_windows(name, tokenizer, 256, 100)
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, whole)[:25600]
+    assert windows.source == name
+    # A file of that name in the current directory comes first.
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("a b c d e f g h")
+    own = read_windows(name, tokenizer, 4, 1).tokens
+    assert own.flatten().tolist() == encode(tokenizer, "a b c d")[:4]
+
+
+def corrupt(raw: bytes) -> bytes:
+    middle = len(raw) // 2
+    return raw[:middle] + bytes(b ^ 0x55 for b in raw[middle : middle + 64]) + raw[middle + 64 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("a.txt", b"fine\xff\xfe\x00 not fine"),
+        ("a.txt", bytes(range(256)) * 10),
+        ("a.gz", b"no gzip at all"),
+        ("a.gz", gzip.compress(random.Random(0).randbytes(5000).hex().encode())[:-2000]),
+        ("a.gz", corrupt(gzip.compress(random.Random(0).randbytes(5000).hex().encode()))),
+        ("a.gz", gzip.compress(b"text" * 100)[:10] + b"\xff" * 50),
+        ("a.xz", b"no xz at all"),
+        ("a.xz", corrupt(lzma.compress(random.Random(0).randbytes(5000).hex().encode()))),
+        ("a.bz2", corrupt(bz2.compress(random.Random(0).randbytes(5000).hex().encode()))),
+    ],
+    ids=["cut character", "binary", "no gz", "short gz", "bad gz", "bad block", "no xz", "bad xz", "bad bz2"],
+)
+def test_what_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, raw: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(raw)
+    said = message(lambda: read_windows(str(path), tokenizer, 16, 1))
+    assert str(path) in said
+    assert "cannot be read as UTF-8 text" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '"text"',
+        "7",
+        "null",
+        '{"content": "x"}',
+        '{"text": null}',
+        '{"text": 7}',
+        '{"text": ["x"]}',
+    ],
+)
+def test_bad_jsonl(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    for good in ("", '{"text": "good"}\n'):
+        path.write_text(f"{good}{line}\n")
+        said = message(lambda: read_windows(str(path), tokenizer, 16, 1))
+        assert str(path) in said
+        assert f"line {2 if good else 1}" in said
+        assert "'text'" in said
+
+
+def test_files_that_are_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for source in (str(tmp_path / "a"), "./a", "~/no/such/file", "a.txt", "a.jsonl.gz"):
+        assert f"there is no file {source}" in message(
+            lambda source=source: read_windows(source, tokenizer, 16, 1)  # type: ignore[misc]
+        )
+
+
+# Random windows
+
+
+def places(windows: torch.Tensor, text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """Where each window is in the text."""
+    found = []
+    for window in windows:
+        # A window may end inside a character; it never begins in one.
+        part = str(tokenizer.decode(window, clean_up_tokenization_spaces=False)).rstrip("\ufffd")
+        assert text.count(part) == 1
+        start = text.index(part)
+        found.append((start, start + len(part)))
+    return found
+
+
+def test_random_windows_are_pieces_of_the_text(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    windows = read_windows(str(path), tokenizer, 24, 12, order="random", seed=1)
+    assert windows.tokens.shape == (12, 24)
+    assert windows.order == "random"
+    found = places(windows.tokens, text, tokenizer)
+    ordered = sorted(found)
+    assert ordered != found  # shuffled
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))  # none overlap
+    assert all(start == 0 or text[start - 1] == " " for start, _ in found)  # no cut words
+    assert ordered[0][0] < len(text) / 3 < 2 * len(text) / 3 < ordered[-1][1]  # from all over the text
+
+
+def test_the_seed_decides(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    runs = [read_windows(str(path), tokenizer, 24, 12, order="random", seed=s).tokens for s in (0, 0, 1)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.1])
+def test_random_windows_of_a_text_that_is_short(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, share: float
+) -> None:
+    text = lzma.decompress((EMBEDDED.parent / EXCERPTS["demo"]).read_bytes()).decode()[:50_000]
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    total = len(encode(tokenizer, text))
+    count = int(share * total / 64)
+    try:
+        windows = read_windows(str(path), tokenizer, 64, count, order="random")
+    except CalibrationError as error:
+        said = str(error)
+    else:
+        assert share < 1
+        assert len(windows.tokens) == count
+        return
+    # Random windows may need more text than the first ones, but what is said of it has to be true.
+    assert share > 0.3
+    has = re.search(r"it has (\d+)", said)
+    assert has is None or int(has[1]) == total, said
+    assert share > 1 or "is too short" not in said, said
+
+
+# Data sets
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of ``datasets.load_dataset``, which is not left to look for anything."""
+    import datasets
+
+    calls: list[tuple[Any, ...]] = []
+
+    def load(name: str, configuration: str | None, **others: Any) -> Iterable[dict[str, str]]:
+        calls.append((name, configuration, others))
+        if name == "no/text":
+            return [{"sentence": "x", "label": "y"}]
+        if name == "no/rows":
+            return []
+        if name == "bad/rows":
+            return [{"text": "x"}, {"text": None}]  # type: ignore[dict-item]
+        field = "sentence" if name == "ptb-text-only/ptb_text_only" else "text"
+        return ({field: f"document {n} of the data set"} for n in range(10**9))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return calls
+
+
+def test_named_data_sets_are_streamed(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:
+    for order in ("first", "random"):
+        for source in ("c4", "wikitext2", "wikitext2-train", "me/mine", "me/mine:part", "me/mine:part:valid"):
+            # The data set has a thousand million rows: this ends only where it is read as a stream.
+            windows = read_windows(source, tokenizer, 16, 8, order=order)
+            assert windows.tokens.shape == (8, 16)
+    assert all(others["streaming"] is True for _, _, others in loaded)
+    asked = [(name, configuration, others["split"]) for name, configuration, others in loaded]
+    assert asked == 2 * [
+        ("allenai/c4", None, "train"),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
+        ("me/mine", None, "train"),
+        ("me/mine", "part", "train"),
+        ("me/mine", "part", "valid"),
+    ]
+    # The files of a split go by its name: otherwise all are its "train".
+    files = [others["data_files"] for *_, others in loaded[:2]]
+    assert files == [{"train": "en/c4-train.00000-of-01024.json.gz"}, None]
+    documents = "\n\n".join(f"document {n} of the data set" for n in range(100))
+    windows = read_windows("me/mine", tokenizer, 16, 8)
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, documents)[:128]
+
+
+def test_data_sets_of_the_wrong_kind(tokenizer: PreTrainedTokenizerBase, loaded: list[Any]) -> None:
+    said = message(lambda: read_windows("no/text", tokenizer, 16, 8))
+    assert "no field 'text', only sentence, label" in said
+    assert "it has 0, 128 are missing" in message(lambda: read_windows("no/rows", tokenizer, 16, 8))
+    assert "bad/rows" in message(lambda: read_windows("bad/rows", tokenizer, 16, 8))
+    assert len(loaded) == 3
+
+
+def test_a_directory_is_a_data_set(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "a.jsonl").write_text(as_jsonl([text[:400], text[400:900]]))
+    (directory / "b.jsonl").write_text(as_jsonl([text[900:2000]]))
+    joined = "\n\n".join([text[:400], text[400:900], text[900:2000]])
+    ids = encode(tokenizer, joined)
+    monkeypatch.chdir(tmp_path)
+    for source in (str(directory), "data", "./data"):
+        windows = read_windows(source, tokenizer, 10)
+        assert windows.tokens.flatten().tolist() == ids[: len(ids) // 10 * 10]
+
+
+def test_without_the_extra(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    said = message(lambda: read_windows("c4", tokenizer, 16, 8))
+    assert "pip install 'niwaki[datasets]'" in said
+    assert "c4" in said
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route\nto the hub"), ValueError(""), RuntimeError("x"), OSError(28, "full")]
+)
+def test_a_hub_that_cannot_be_reached(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    import datasets
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    said = message(lambda: read_windows("c4", tokenizer, 16, 8))
+    assert "the data set c4 could not be had" in said
+    assert (str(error).splitlines() or [type(error).__name__])[0] in said
+    assert "'demo' (to calibrate) or 'demo-held' (to measure)" in said  # what to do instead
+    assert "--" not in said  # commands differ in their options
+
+
+def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:
+    """C4's 1,100 first documents with blanks between them, in 256 windows at most; Penn Treebank's sentences."""
+    documents = " ".join(f"document {n} of the data set" for n in range(1100))
+    ids = encode(tokenizer, documents)
+    short, long = (read_windows("c4-validation", tokenizer, length) for length in (16, 64))
+    assert short.tokens.flatten().tolist() == ids[: 256 * 16]
+    assert short.dropped == len(ids) - 256 * 16
+    assert len(long.tokens) == len(ids) // 64 < 256
+    assert read_windows("c4-validation", tokenizer, 16, 2).tokens.flatten().tolist() == ids[:32]
+    assert read_windows("ptb", tokenizer, 16, 8).tokens.flatten().tolist() == ids[: 16 * 8]
+    assert [(name, others["split"]) for name, _, others in loaded[2:]] == [
+        ("allenai/c4", "validation"),
+        ("ptb-text-only/ptb_text_only", "test"),
+    ]
+    assert loaded[0][2]["data_files"] == {"validation": "en/c4-validation.00000-of-00008.json.gz"}
+    assert loaded[-1][2]["revision"] == "refs/convert/parquet"
+
+
+def test_where_windows_come_from(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]
+) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {n} of the file"}) + "\n" for n in range(50)))
+    ids = encode(tokenizer, "\n\n".join(f"document {n} of the file" for n in range(50)))
+    whole = read_windows(str(path), tokenizer, 16)
+    tail = "one text, no special tokens (no BOS)"
+    assert whole.origin == (
+        f"{path}, texts joined by '\\n\\n'; {tail}; all windows, {len(ids) % 16} tokens behind them left out"
+    )
+    random = read_windows("demo", tokenizer, 16, 2, order="random")
+    assert random.origin == f"the excerpt demo that ships with niwaki; {tail}; random windows"
+    first = read_windows("c4-validation", tokenizer, 16)
+    assert first.origin == (
+        "allenai/c4, split validation, en/c4-validation.00000-of-00008.json.gz, first 1,100 rows joined by ' '; "
+        f"{tail}; first windows, {first.dropped:,} tokens behind them left out"
+    )
+    wiki = read_windows("wikitext2", tokenizer, 16, 1).origin
+    assert wiki.startswith("Salesforce/wikitext, wikitext-2-raw-v1, split test, rows joined by '\\n\\n'; ")
+
+
+# Tokenizers
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert f"{tmp_path} has no tokenizer" in message(lambda: load_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize("raw", ["", "{", "[]", '{"version": "1.0"}'])
+def test_a_broken_tokenizer(tmp_path: Path, raw: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    (tmp_path / "tokenizer.json").write_text(raw)
+    assert f"{tmp_path} has no tokenizer" in message(lambda: load_tokenizer(tmp_path))
+
+
+def test_long_texts_are_not_warned_about(tokenizer: PreTrainedTokenizerBase) -> None:
+    # The embedded model's limit is 256; warnings are errors here, and transformers logs this one.
+    assert tokenizer.model_max_length > 10**9

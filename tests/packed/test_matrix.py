@@ -1,0 +1,440 @@
+"""Matrices without their zeros: what comes back, and products, against torch in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import mmap
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from niwaki.errors import CheckpointError
+from niwaki.packed import kernels
+from niwaki.packed.kernels import Path as Instructions
+from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.matrix import PackedMatrix, pack, unpacked
+from niwaki.packed.pages import in_large_pages
+from support.sparse import sparse, vectors
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: What this machine can do, from the plainest on; the one without a library first.
+PATHS: list[Instructions | None] = [None, *(p for p in Instructions if p <= (kernels.best_path() or -1))]
+#: Of the mask: none, some, most and all of the weights; and rows of both extremes.
+SPARSITIES = (0.0, 0.5, 0.8, 1.0)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """-0.0 is not 0.0 here."""
+    kind = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def on_grid(rows: int, columns: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(W in bfloat16, its numbers from -128 to 127 (rows, columns), the scales (rows, groups))."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator)
+    codes[torch.rand(rows, columns, generator=generator) < 0.6] = 0
+    scales = torch.rand(rows, groups, generator=generator).bfloat16().float() + 0.5
+    W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
+    return W.bfloat16(), codes.to(torch.int8), scales
+
+
+def test_the_native_library_is_built() -> None:
+    """Where there is a compiler it has to be: everything below would pass without it."""
+    if shutil.which("c++") or shutil.which("g++"):
+        assert kernels.best_path() is not None
+        assert kernels.describe().startswith("native")
+
+
+def test_layout() -> None:
+    """The format by hand: bits from the lowest, rows of whole words, values in order, -0.0 kept."""
+    W = torch.tensor([[0.0, 1.0, 0.0, -0.0, 2.0, 0, 0, 0, 0, 3.0], [0] * 10, [0] * 9 + [4.0]])
+    found = pack(W)
+    assert found.mask.tolist() == [[0b00011010, 0b10, *[0] * 6], [0] * 8, [0, 0b10, *[0] * 6]]
+    assert found.values[:5].tolist() == [1.0, 0.0, 2.0, 3.0, 4.0]
+    assert found.values[1].signbit()
+    assert found.values.shape == (5 + 64,)
+    assert not found.values[5:].any()
+    assert found.starts.tolist() == [0, 4, 4, 5]
+    assert found.shape == (3, 10)
+    assert found.nbytes == 3 * 8 + 69 * 4 + 4 * 8
+
+
+def test_bytes_of_scales_count() -> None:
+    packed = pack(*on_grid(20, 192, 3))
+    values = int(packed.starts[-1]) + 64
+    assert packed.nbytes == 20 * 24 + values + 21 * 8 + 20 * 3 * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 8, 63, 64, 65, 200])
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: float) -> None:
+    W = sparse(9, columns, sparsity, dtype)
+    W[0, 0] = -0.0
+    packed = pack(W)
+    for path in PATHS[1:]:
+        assert same_bits(kernels.expand(packed, path=path), W)
+        assert same_bits(kernels.expand(packed, 2, 7, path=path), W[2:7])
+    assert same_bits(kernels._expanded(packed, 0, 9), W)
+    assert same_bits(kernels._expanded(packed, 2, 7), W[2:7])
+    again = unpacked(packed.mask, packed.values, columns, dtype)
+    assert torch.equal(again.starts, packed.starts)
+
+
+@given(st.integers(1, 12), st.integers(1, 150), st.floats(0, 1), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_any_shape_comes_back(rows: int, columns: int, sparsity: float, dtype: torch.dtype, seed: int) -> None:
+    W = sparse(rows, columns, sparsity, dtype, seed)
+    assert same_bits(kernels.expand(pack(W)), W)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_whole_numbers_come_back_bit_for_bit(groups: int) -> None:
+    W, codes, scales = on_grid(20, 192, groups)
+    packed = pack(W, codes, scales)
+    assert packed.values.dtype == torch.int8
+    assert same_bits(kernels.expand(packed), W)
+    assert same_bits(kernels.expand(packed, 3, 11), W[3:11])
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [8, 64, 100, 320])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
+def test_product(path: Instructions, dtype: torch.dtype, columns: int, batch: int) -> None:
+    for sparsity in SPARSITIES:
+        W, x = sparse(37, columns, sparsity, dtype), vectors(batch, columns)
+        y = kernels.multiply(pack(W), x, path)
+        assert y.dtype == torch.float32
+        scale = x.abs().double() @ W.abs().double().T
+        assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_product_with_whole_numbers(path: Instructions, groups: int) -> None:
+    W, codes, scales = on_grid(37, 192, groups)
+    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, 192)
+    x = vectors(5, 192)
+    y = kernels.multiply(pack(W, codes, scales), x, path)
+    assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+
+
+@pytest.mark.parametrize("value", [65504.0, 6e-8, -6.1e-5, 1.0])
+def test_all_of_float16(value: float) -> None:
+    """The largest number, the smallest one, and those without a leading 1."""
+    W = torch.full((4, 8), value, dtype=torch.float16)
+    for path in PATHS[1:]:
+        y = kernels.multiply(pack(W), torch.eye(8), path)
+        assert torch.equal(y, W.float().T.contiguous())
+
+
+def test_infinite_float16() -> None:
+    for value in (torch.inf, -torch.inf, torch.nan):
+        W = torch.eye(8, dtype=torch.float16)
+        W[W != 0] = value
+        for path in PATHS[1:]:
+            y = kernels.multiply(pack(W), torch.ones(1, 8), path)
+            assert torch.equal(y, torch.full((1, 8), value)) or (value != value and y.isnan().all())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_give_the_same_bytes(threads: int) -> None:
+    W, x = sparse(1_501, 256, 0.5), vectors(3, 256)
+    packed = pack(W)
+    before = torch.get_num_threads()
+    expected = kernels.multiply(packed, x)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(kernels.multiply(packed, x), expected)
+        assert torch.equal(kernels.multiply(packed, x[:1]), expected[:1])
+        assert torch.equal(kernels.expand(packed), W)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_where_torch_has_no_openmp() -> None:
+    """The library starts threads of its own then; in a process in which torch's cannot be found."""
+    if kernels.library() is None:
+        pytest.skip("no native library")
+    code = """
+import os
+os.environ["NIWAKI_NO_OPENMP"] = "1"
+import torch
+from niwaki.packed import kernels
+from niwaki.packed.matrix import pack
+torch.set_num_threads(3)
+W = torch.randn(300, 64)
+assert torch.allclose(kernels.multiply(pack(W), torch.eye(64)), W.T)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "computed"),
+    [(Instructions.AVX2, torch.float32), (Instructions.AVX512_BF16, torch.bfloat16), (None, torch.float32)],
+)
+def test_what_tiles_are_multiplied_in(
+    path: Instructions | None, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 where the processor has instructions for that."""
+    W, x = sparse(8, 64, 0.5), vectors(40, 64, torch.bfloat16)
+    seen = []
+
+    def linear(x: Tensor, tile: Tensor) -> Tensor:
+        seen.append((x.dtype, tile.dtype))
+        return x @ tile.T
+
+    monkeypatch.setattr(kernels, "linear", linear)
+    monkeypatch.setattr(kernels, "best_path", lambda: path)
+    y = kernels.multiply_by_tiles(pack(W), x)
+    assert seen == [(computed, computed)]
+    assert y.dtype == torch.bfloat16
+    assert torch.allclose(y.double(), x.double() @ W.double().T, rtol=0.02, atol=0.05)
+
+
+class TestLargePages:
+    """2 MiB each, for matrices of at least two of them."""
+
+    def test_is_the_same_matrix(self) -> None:
+        W = sparse(1_024, 4_096, 0.4)
+        moved = in_large_pages(pack(W))
+        gc.collect()
+        assert same_bits(kernels.expand(moved), W)
+        assert moved.values.data_ptr() % 2**21 == 0
+        assert moved.values.clone().equal(pack(W).values)
+
+    def test_the_kernel_is_asked_for_them(self) -> None:
+        if not Path("/proc/self/smaps").exists():
+            pytest.skip("only Linux says what was asked for")
+        values = in_large_pages(pack(sparse(1_024, 4_096, 0.4))).values
+        assert "hg" in flags_at(values.data_ptr())
+        # A large page for the last few bytes would take 2 MiB.
+        assert "hg" not in flags_at(values.data_ptr() + values.nbytes - 1)
+
+    def test_small_ones_stay_where_they_are(self) -> None:
+        packed = pack(sparse(64, 64, 0.5))
+        moved = in_large_pages(packed)
+        assert (moved.values is packed.values, moved.mask is packed.mask) == (True, True)
+
+    @pytest.mark.parametrize("change", ["refused", "unknown"])
+    def test_systems_without_them(self, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if change == "refused":
+            monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
+        else:
+            monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+        packed = pack(sparse(1_024, 4_096, 0.4))
+        assert in_large_pages(packed).values is packed.values
+
+
+def flags_at(address: int) -> list[str]:
+    """What smaps says of the part of memory that has the address."""
+    there = [part.split("\n") for part in Path("/proc/self/smaps").read_text().split("VmFlags:")]
+    pairs = itertools.pairwise(there)
+    return next(after[0].split() for before, after in pairs if any(within(line, address) for line in before))
+
+
+def within(line: str, address: int) -> bool:
+    """Whether a line of smaps begins the part of memory that has the address."""
+    found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+    return found is not None and int(found[1], 16) <= address < int(found[2], 16)
+
+
+class TestParts:
+    """Parts that contradict each other are errors."""
+
+    def packed(self) -> PackedMatrix:
+        return pack(sparse(5, 70, 0.5))
+
+    def refused(self, **changes: object) -> str:
+        good = self.packed()
+        parts = {
+            "mask": good.mask,
+            "values": good.values,
+            "columns": 70,
+            "dtype": torch.bfloat16,
+            "scales": None,
+            **changes,
+        }
+        with pytest.raises(CheckpointError) as caught:
+            unpacked(**parts)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    def test_a_bit_too_many(self) -> None:
+        mask = self.packed().mask.clone()
+        mask[0, 0] ^= 1
+        assert "values" in self.refused(mask=mask)
+
+    @pytest.mark.parametrize("column", [70, 71, 127])
+    def test_a_bit_behind_the_last_column(self, column: int) -> None:
+        good = self.packed()
+        mask = good.mask.clone()
+        mask[4, column // 8] |= 1 << column % 8
+        values = torch.cat([good.values, good.values.new_zeros(1)])
+        assert "behind column 70" in self.refused(mask=mask, values=values)
+
+    def test_shapes_and_dtypes(self) -> None:
+        good = self.packed()
+        assert "shape" in self.refused(columns=300)
+        assert "int8" in self.refused(values=good.values.to(torch.int8))
+        assert "scales" in self.refused(values=good.values.to(torch.int8), scales=torch.ones(5, 2))
+        assert "scales" in self.refused(values=good.values.to(torch.int8), scales=torch.ones(4, 1))
+        assert "values" in self.refused(scales=torch.ones(5, 1))
+
+
+class TestSparseLinear:
+    def layers(self, bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, SparseLinear]:
+        W = sparse(40, 100, 0.5, dtype)
+        dense = nn.Linear(100, 40, bias, dtype=dtype)
+        dense.weight.data = W
+        return dense, SparseLinear(pack(W), dense.bias)
+
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("shape", [(100,), (1, 100), (2, 3, 100), (32, 100), (33, 100), (0, 100)])
+    def test_as_the_dense_layer(self, bias: bool, shape: tuple[int, ...]) -> None:
+        dense, layer = self.layers(bias)
+        x = vectors(1, 4000).flatten()[: int(np.prod(shape))].view(shape)
+        with torch.no_grad():
+            expected, found = dense(x), layer(x)
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("count", [1, 20])
+    def test_half_precision(self, dtype: torch.dtype, count: int) -> None:
+        dense, layer = self.layers(dtype=dtype)
+        x = vectors(count, 100, dtype)
+        with torch.no_grad():
+            found = layer(x)
+        assert found.dtype == dtype
+        exact = x.double() @ dense.weight.double().T + dense.bias.double()
+        assert torch.allclose(found.double(), exact, atol=0.1, rtol=0.02)
+
+    @pytest.mark.parametrize("count", [1, 40])
+    def test_inputs_are_not_rounded_to_the_dtype_of_weights(self, count: int) -> None:
+        """As loaded on a CPU: weights in bfloat16, everything else in float32."""
+        W, x = sparse(40, 100, 0.5), vectors(count, 100)
+        assert torch.allclose(SparseLinear(pack(W))(x).double(), x.double() @ W.double().T, atol=1e-4)
+
+    def test_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "TILE", 700)  # 7 of 40 rows
+        dense, layer = self.layers()
+        x = vectors(DIRECT["cpu"] + 1, 100)
+        assert torch.allclose(layer(x), dense(x), atol=1e-5)
+
+    def test_gradients_flow_to_the_inputs(self) -> None:
+        dense, layer = self.layers()
+        x = vectors(2, 100).requires_grad_()
+        found, expected = (torch.autograd.grad(of(x).square().sum(), x)[0] for of in (layer, dense))
+        assert torch.allclose(found, expected, atol=1e-4)
+
+    def test_other_dtypes_leave_the_values_alone(self) -> None:
+        _, layer = self.layers(dtype=torch.bfloat16)
+        before = layer.values
+        layer.to(torch.float64).to(torch.float32)
+        assert layer.values.dtype == torch.bfloat16
+        assert torch.equal(layer.values, before)
+        assert layer.bias is not None
+        assert layer.bias.dtype == torch.float32
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_its_state_is_that_of_the_dense_layer(self, transposed: bool) -> None:
+        W = sparse(40, 100, 0.5)
+        state = SparseLinear(pack(W), nn.Parameter(torch.ones(40)), transposed).state_dict()
+        assert list(state) == ["bias", "weight"]
+        assert same_bits(state["weight"], W.T if transposed else W)
+
+    @pytest.mark.filterwarnings("ignore")  # of torch, about its own tools
+    def test_compiled(self) -> None:
+        """Compilers do not look into it: they let go of what the library still reads."""
+        _, layer = self.layers(dtype=torch.bfloat16)
+        x = vectors(3, 100, torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_not_traced(self) -> None:
+        _, layer = self.layers()
+        with pytest.raises(RuntimeError, match="cannot be traced"):
+            torch.jit.trace(layer, (vectors(1, 100),))
+
+    @pytest.mark.filterwarnings("ignore")  # of torch, about its own tools
+    def test_forward_mode_derivatives(self) -> None:
+        dense, layer = self.layers()
+        x, direction = vectors(2, 100), vectors(3, 100)[1:]
+        with forward_ad.dual_level():
+            made = forward_ad.make_dual(x, direction)
+            found, expected = (forward_ad.unpack_dual(of(made)).tangent for of in (layer, dense))
+        assert found is not None
+        assert expected is not None
+        assert torch.allclose(found, expected, atol=1e-5)
+
+    def test_never_reads_what_is_not_there(self) -> None:
+        """Modules can be moved and changed as a whole, and weights have no say in that."""
+        dense, layer = self.layers()
+        x = vectors(2, 100)
+        layer.type(torch.float64).float()
+        assert torch.allclose(layer(x), dense(x), atol=1e-5)
+        layer.to_empty(device="cpu")
+        assert layer.mask.any()
+        layer.to("meta")
+        with pytest.raises(RuntimeError, match="packed weights on meta"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="int64"):
+            self.layers()[1](x.long())
+        W = pack(*on_grid(64, 64, 1))
+        assert W.scales is not None
+        for broken in (
+            dataclasses.replace(W, scales=W.scales.half()),
+            dataclasses.replace(W, mask=W.mask.T.contiguous().T),
+            dataclasses.replace(W, mask=W.mask.float()),
+            dataclasses.replace(W, starts=W.starts.int()),
+            dataclasses.replace(W, values=W.values.double()),
+        ):
+            with pytest.raises(RuntimeError, match="load the model again"):
+                kernels.multiply(broken, vectors(1, 64))
+            with pytest.raises(RuntimeError, match="load the model again"):
+                kernels.expand(broken)
+        for wrong in (vectors(2, 63), vectors(2, 65), vectors(2, 64)[0], vectors(2, 64).long()):
+            with pytest.raises(RuntimeError, match="64 columns cannot be multiplied"):
+                kernels.multiply(W, wrong)
+
+    def test_autocast(self) -> None:
+        dense, layer = self.layers()
+        with torch.autocast("cpu", torch.bfloat16):
+            for count in (2, 40):
+                x = vectors(count, 100)
+                assert layer(x).dtype == dense(x).dtype == torch.bfloat16
+
+    def test_double_precision(self) -> None:
+        dense, layer = self.layers()
+        x = vectors(2, 100).double()
+        assert torch.allclose(layer(x), dense.double()(x), atol=1e-12)
+
+    def test_says_what_it_is(self) -> None:
+        _, layer = self.layers(dtype=torch.bfloat16)
+        assert "in_features=100, out_features=40, bias=True, sparsity=0.4" in repr(layer)
+        assert "values=bfloat16" in repr(layer)
+
+    def test_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "library", lambda: None)
+        dense, layer = self.layers()
+        for count in (1, 30):
+            x = vectors(count, 100)
+            assert torch.allclose(layer(x), dense(x), atol=1e-5)
+        assert kernels.best_path() is None
+        assert "install a C++ compiler" in kernels.describe()
+        with pytest.raises(RuntimeError, match="not built"):
+            kernels.multiply(layer.packed, vectors(1, 100))

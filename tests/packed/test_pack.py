@@ -1,0 +1,772 @@
+"""Packed model directories: there and back, loaded, and damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import niwaki
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
+from niwaki.evaluation.evaluate import evaluate
+from niwaki.models.output import Workplace
+from niwaki.models.scales import FILE as SCALES
+from niwaki.packed import kernels
+from niwaki.packed.format import Index, PackedCheckpoint, digest_of
+from niwaki.packed.linear import SparseLinear
+from niwaki.packed.matrix import PADDING, pack
+from support.models import (
+    CASES,
+    edit_json,
+    is_pruned,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+    save_model_with_tokenizer,
+)
+from support.sparse import sparse
+
+#: One of each way in which files and modules can have their weights.
+KINDS = ("llama", "llama biases", "gpt2", "opt", "falcon", "mixtral", "llama4_text", "gpt_oss", "gemma3")
+
+
+def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **options: Any) -> Path:
+    """A random model whose matrices to prune have so many zeros."""
+    save_model(path, case, **options)
+    generator = torch.Generator().manual_seed(1)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key, value in tensors.items():
+            if is_pruned(case, key) and value.ndim > 1:
+                value[torch.rand(value.shape, generator=generator) < sparsity] = 0
+        save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def same_files(a: Path, b: Path) -> bool:
+    """Whether two directories hold the same files, byte for byte."""
+    names = [sorted(str(p.relative_to(d)) for p in d.rglob("*") if p.is_file()) for d in (a, b)]
+    return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
+    sizes = niwaki.pack(model, tmp_path / "packed")
+    assert sizes.packed < sizes.matrices
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+def as_documented(directory: Path) -> dict[str, torch.Tensor]:
+    """The dense tensors, read and checked as docs/format.md has it."""
+    index = json.loads((directory / "packed.json").read_text())
+    digest = index.pop("sha256")
+    assert hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest() == digest
+    assert (index["format"], index["version"]) == ("niwaki-packed", 1)
+    kind = {"quant_method": "niwaki-packed", "version": 1}
+    config = {**json.loads(index["config"]), "quantization_config": kind}
+    assert json.loads((directory / "config.json").read_text()) == config
+    found = {}
+    for key, stored in index["tensors"].items():
+        there = load_file(directory / stored["file"])
+        names = [f"{key}.mask", *[f"{key}.scales"] * bool(stored["groups"]), f"{key}.values"]
+        parts = [there[name] for name in (names if stored["packed"] else [key])]
+        content = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+        assert hashlib.sha256(content).hexdigest() == stored["sha256"]
+        found[key] = parts[0]
+        if not stored["packed"]:
+            continue
+        *experts, rows, columns = stored["shape"]
+        if stored["transposed"]:
+            rows, columns = columns, rows
+        bits = np.unpackbits(parts[0].numpy(), axis=1, bitorder="little")
+        assert bits.shape == (math.prod(experts) * rows, math.ceil(columns / 64) * 64)
+        assert not bits[:, columns:].any()
+        values = parts[-1]
+        assert len(values) == bits.sum() + 64 == stored["count"] + 64
+        assert not values[-64:].any()
+        W = torch.zeros(len(bits), columns, dtype=values.dtype)
+        W[torch.from_numpy(bits[:, :columns]).bool()] = values[:-64]
+        if stored["groups"]:
+            assert values.dtype == torch.int8
+            scales = parts[1].repeat_interleave(columns // stored["groups"], 1)
+            W = (W * scales).to({"BF16": torch.bfloat16, "F32": torch.float32}[stored["dtype"]])
+        W = W.view(*experts, rows, columns)
+        found[key] = W.mT if stored["transposed"] else W
+    return found
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_oss"])
+def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16)
+    calls: list[tuple[int, int]] = []
+    sizes = niwaki.pack(model, tmp_path / "packed", lambda *numbers: calls.append(numbers))
+    expected, found = load_file(model / "model.safetensors"), as_documented(tmp_path / "packed")
+    count = len(expected)
+    assert calls == [(number + 1, count) for number in range(count)]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    checkpoint = PackedCheckpoint(tmp_path / "packed")
+    for key, value in expected.items():
+        assert torch.equal(checkpoint.read(key), value)
+        assert torch.equal(checkpoint.read(key, 1), value[1])
+    # What it says about itself.
+    stored = Index.read(tmp_path / "packed").tensors
+    before = {key: value.nbytes for key, value in expected.items() if stored[key].packed}
+    assert {key for key in expected if is_pruned(case, key) and expected[key].ndim > 1} == before.keys()
+    after = {
+        key: math.prod(tensor.rows[:1]) * math.ceil(tensor.rows[1] / 64) * 8 + 2 * (tensor.count + 64)
+        for key, tensor in stored.items()
+        if tensor.packed
+    }
+    dense = sum(value.nbytes for value in expected.values())
+    assert (sizes.matrices, sizes.packed) == (sum(before.values()), sum(after.values()))
+    assert (sizes.dense, sizes.total) == (dense, dense - sizes.matrices + sizes.packed)
+    calls.clear()
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again", lambda *numbers: calls.append(numbers))
+    assert calls == [(number + 1, count) for number in range(count)]
+
+
+def test_shards_and_other_files(tmp_path: Path) -> None:
+    """Several files, one with tensors in an order of its own, and what lies beside the weights."""
+    model = sparse_model(tmp_path / "model", shards=True)
+    (model / "README.md").write_text("a model")
+    (model / "more").mkdir()
+    (model / "more" / "notes.txt").write_text("notes")
+    niwaki.pack(model, tmp_path / "packed")
+    names = {path.name for path in (tmp_path / "packed").iterdir()}
+    assert "packed.json" in names
+    assert not [name for name in names if name.startswith("model")]
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+def test_size(tmp_path: Path) -> None:
+    """Of matrices with 4,096 inputs, in bfloat16: a bit for each weight, 16 for each that is left, and no more."""
+    model = sparse_model(tmp_path / "model", dtype=torch.bfloat16, sparsity=0.5)
+    sizes = niwaki.pack(model, tmp_path / "packed")
+    on_disk = sum(file.stat().st_size for file in (tmp_path / "packed").glob("*.safetensors"))
+    assert sizes.total <= on_disk <= sizes.total + 20_000
+    for sparsity, most in ((0.5, 0.57), (0.7, 0.37)):
+        W = sparse(64, 4096, sparsity)[3:]
+        packed = pack(W)
+        exact = W.numel() / 8 + 2 * int(W.count_nonzero()) + 2 * PADDING
+        assert packed.mask.nbytes + packed.values.nbytes == exact
+        assert packed.nbytes < most * W.nbytes
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_loads_as_the_same_model(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case)
+    niwaki.pack(model, tmp_path / "packed")
+    tokens = random_tokens(2, 20)
+    loaded = niwaki.load(tmp_path / "packed", "cpu")
+    assert any(isinstance(module, SparseLinear) for module in loaded.modules())
+    with torch.no_grad():
+        expected = reference(model)(tokens).logits
+        assert torch.allclose(loaded(tokens).logits, expected, atol=1e-4)
+        assert torch.allclose(niwaki.load(model, "cpu")(tokens).logits, expected, atol=1e-5)
+        short = loaded(tokens[:1, :3]).logits  # few enough to be read as they are
+        assert torch.allclose(short, reference(model)(tokens[:1, :3]).logits, atol=1e-4)
+
+
+def test_nothing_packed_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as large as memory has to load."""
+    niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+    stored, read = Index.read(tmp_path / "packed").tensors, []
+
+    def recorded(self: PackedCheckpoint, key: str, part: int | None = None) -> torch.Tensor:
+        read.append(key)
+        return usual(self, key, part)
+
+    usual = PackedCheckpoint.read
+    monkeypatch.setattr(PackedCheckpoint, "read", recorded)
+    niwaki.load(tmp_path / "packed", "cpu")
+    assert sorted(set(read)) == sorted(key for key in stored if not stored[key].packed)
+
+
+def test_without_the_library_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sparse_model(tmp_path / "model")
+    niwaki.pack(model, tmp_path / "packed")
+    niwaki.load(tmp_path / "packed", "cpu")
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    niwaki.load(model, "cpu")
+    assert not caplog.text
+    niwaki.load(tmp_path / "packed", "cpu")
+    assert "packed weights are computed with by pure torch" in caplog.text
+
+
+def test_generates(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model")
+    niwaki.pack(model, tmp_path / "packed")
+    texts = []
+    for whole in (reference(model), niwaki.load(tmp_path / "packed", "cpu")):
+        generate: Any = whole.generate
+        texts.append(generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False).tolist())
+    assert texts[0] == texts[1]
+
+
+def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
+    """Whatever reads a model reads a packed one."""
+    model = save_model_with_tokenizer(tmp_path / "model")
+    niwaki.prune(
+        model, tmp_path / "pruned", solver="magnitude", effort="fast", sparsity=0.8, calibration="demo",
+        samples=4, length=32, measure="none", device="cpu",
+    )  # fmt: skip
+    niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
+    found = [
+        evaluate(tmp_path / name, "demo-held", length=32, samples=3, device="cpu").value
+        for name in ("pruned", "packed")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("grid", ["int8", "int4", "int4:16"])
+def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    edit = tmp_path / "pruned"
+    niwaki.prune(
+        model, edit, solver="magnitude", effort="fast", sparsity=0.5, quantize=grid,
+        calibration="demo", samples=4, length=32, measure="none", device="cpu",
+    )  # fmt: skip
+    niwaki.pack(edit, tmp_path / "packed")
+    stored = Index.read(tmp_path / "packed").tensors
+    # Groups of 16 do not fill words of the mask, so that these stay as they are.
+    assert any(tensor.groups for tensor in stored.values()) == (grid != "int4:16")
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(edit, tmp_path / "again")
+    assert (tmp_path / "packed" / SCALES).exists()
+    tokens = random_tokens(1, 5)
+    with torch.no_grad():
+        found = niwaki.load(tmp_path / "packed", "cpu")(tokens).logits
+        assert torch.allclose(found, reference(edit)(tokens).logits, atol=1e-4)
+
+
+def model_on_a_grid(path: Path, case: str, dtype: torch.dtype) -> Path:
+    """A model with sparse weights of 8 bits, and its scales beside it, as ``prune`` would leave it."""
+    save_model(path, case, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    tensors, scales = load_file(path / "model.safetensors"), {}
+    for key, value in tensors.items():
+        if not is_pruned(case, key) or value.ndim < 2:
+            continue
+        transposed = case == "gpt_oss" and value.ndim > 2
+        W = value.mT if transposed else value
+        codes = torch.randint(-128, 128, W.shape, generator=generator)
+        codes[torch.rand(W.shape, generator=generator) < 0.6] = 0
+        own = (torch.rand(*W.shape[:-1], 1, generator=generator) / 100 + 0.001).to(dtype)
+        W = (codes.float() * own.float()).to(dtype)
+        tensors[key] = (W.mT if transposed else W).contiguous()
+        scales[f"{key}_scale"] = own
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / SCALES).parent.mkdir()
+    save_file(scales, path / SCALES)
+    edit_json(path / "config.json", pruning_config={"quantization": "int8"})
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss"])
+def test_all_weights_on_a_grid_are_whole_numbers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In half precision too, and experts in one tensor or in several."""
+    model = model_on_a_grid(tmp_path / "model", case, dtype)
+    niwaki.pack(model, tmp_path / "packed")
+    expected, found = load_file(model / "model.safetensors"), as_documented(tmp_path / "packed")
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    stored = Index.read(tmp_path / "packed").tensors
+    assert {key for key in stored if stored[key].groups} == {
+        key for key in expected if is_pruned(case, key) and expected[key].ndim > 1
+    }
+    read = read_all(tmp_path / "packed")
+    assert all(torch.equal(read[key], expected[key]) for key in expected)
+
+
+def test_weights_that_left_their_grid(tmp_path: Path) -> None:
+    """One was changed since, or has no scales: these matrices keep their values, to the bit."""
+    model = model_on_a_grid(tmp_path / "model", "llama", torch.float32)
+    tensors, scales = load_file(model / "model.safetensors"), load_file(model / SCALES)
+    changed, negative, alone, *others = sorted(key.removesuffix("_scale") for key in scales)
+    tensors[changed].view(-1)[3] += 1e-5
+    tensors[negative][tensors[negative] == 0] = -0.0
+    del scales[f"{alone}_scale"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    save_file(scales, model / SCALES)
+    niwaki.pack(model, tmp_path / "packed")
+    stored = Index.read(tmp_path / "packed").tensors
+    assert [key for key in stored if stored[key].groups] == others
+    assert stored[changed].packed
+    assert stored[alone].packed
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+def test_negative_zeros_are_counted(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model")
+    assert niwaki.pack(model, tmp_path / "packed").negative_zeros == 0
+    tensors = load_file(model / "model.safetensors")
+    zeros = next(value.view(-1) for key, value in tensors.items() if is_pruned("llama", key))
+    zeros[(zeros == 0).nonzero()[:5]] = -0.0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert niwaki.pack(model, tmp_path / "again").negative_zeros == 5
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
+def test_what_a_loaded_model_saves_is_the_dense_one(case: str, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", case)
+    niwaki.pack(model, tmp_path / "packed")
+    niwaki.load(tmp_path / "packed", "cpu").save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    tokens = random_tokens(2, 20)
+    with torch.no_grad():
+        assert torch.equal(reference(tmp_path / "saved")(tokens).logits, reference(model)(tokens).logits)
+
+
+def test_a_loaded_model_takes_its_own_state_only(tmp_path: Path) -> None:
+    """Packed weights are constants."""
+    model = sparse_model(tmp_path / "model")
+    niwaki.pack(model, tmp_path / "packed")
+    loaded = niwaki.load(tmp_path / "packed", "cpu")
+    assert loaded.load_state_dict(reference(model).state_dict()) is not None
+    state = loaded.state_dict()
+    key = next(key for key in state if is_pruned("llama", key))
+    with pytest.raises(RuntimeError, match=f"{re.escape(key)} has others"):
+        loaded.load_state_dict({**state, key: state[key] + 1})
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{re.escape(key)}"'):
+        loaded.load_state_dict({name: value for name, value in state.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "computed"),
+    [
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", torch.float16, torch.float32),
+        ("auto", torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_what_is_computed_in(
+    dtype: str | torch.dtype, stored: torch.dtype, computed: torch.dtype, tmp_path: Path
+) -> None:
+    """In bfloat16 long texts give nearly what they give in float32, and short ones too."""
+    model = sparse_model(tmp_path / "model", dtype=stored)
+    niwaki.pack(model, tmp_path / "packed")
+    tokens = random_tokens(2, 40)
+    expected = reference(model, torch.float32)(tokens).logits
+    for path in (model, tmp_path / "packed"):
+        loaded = niwaki.load(path, "cpu", dtype)
+        assert loaded.dtype == computed
+        for some in (tokens, tokens[:, :3]):
+            off = loaded(some).logits - expected[:, : some.shape[1]]
+            assert off.norm() < (0.03 if computed == torch.bfloat16 else 1e-5) * expected.norm()
+
+
+class TestTheCard:
+    """It says how to load the model, unlike the dense one's, which comes back."""
+
+    def packed(self, model: Path) -> str:
+        niwaki.pack(model, model.parent / "packed")
+        niwaki.unpack(model.parent / "packed", model.parent / "again")
+        assert same_files(model, model.parent / "again")
+        return (model.parent / "packed" / "README.md").read_text(encoding="utf-8")
+
+    def test_of_the_dense_model(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        text = "---\nlicense: mit\nlibrary_name: transformers\ntags: [a]\n---\n# Loads everywhere é\n"
+        (model / "README.md").write_text(text, encoding="utf-8")
+        (model / "report.html").touch()
+        (model / "niwaki-bench.json").touch()
+        (tmp_path / "packed").mkdir()
+        niwaki.pack(model, tmp_path / "packed")
+        assert not {"report.html", "niwaki-bench.json"} & {path.name for path in (tmp_path / "packed").iterdir()}
+        shutil.rmtree(tmp_path / "packed")
+        (model / "report.html").unlink()
+        (model / "niwaki-bench.json").unlink()
+        card = self.packed(model)
+        top = yaml.safe_load(card.split("---")[1])
+        assert top == {"license": "mit", "library_name": "niwaki", "tags": ["a", "niwaki", "packed"]}
+        assert "Loads everywhere" not in card
+        assert "niwaki.load(" in card
+        assert "(README.dense.md)" in card
+        assert (tmp_path / "packed" / "README.dense.md").read_text(encoding="utf-8") == text
+
+    @pytest.mark.parametrize(
+        "base",
+        [
+            None,
+            b"\xff no text",
+            b"---\n[\n---\n",
+            b"---\ntags: 5\n---\n",
+            b"---\na: " + 3_000 * b"[" + b"\n---\n",
+        ],
+        ids=["none", "no text", "no YAML", "odd tags", "deep"],
+    )
+    def test_whatever_that_is_like(self, base: bytes | None, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        if base is not None:
+            (model / "README.md").write_bytes(base)
+        assert ("README.dense.md" in self.packed(model)) == (base is not None)
+
+    def test_a_tag_that_is_no_list(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        (model / "README.md").write_text("---\ntags: prune\n---\n")
+        assert yaml.safe_load(self.packed(model).split("---")[1])["tags"] == ["niwaki", "packed", "prune"]
+
+    def test_a_folder_of_its_name(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        (model / "README.md").mkdir()
+        (model / "README.md" / "text").write_text("a")
+        self.packed(model)
+
+    def test_of_a_model_that_was_packed_without_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its README.md is the dense model's."""
+        model = sparse_model(tmp_path / "model")
+        (model / "README.md").write_text("---\nlibrary_name: transformers\n---\n# A model\n")
+        monkeypatch.setattr("niwaki.packed.card.write", lambda *_: None)
+        assert "# A model" in self.packed(model)
+
+    @pytest.mark.parametrize("name", [".", "../model"])
+    def test_the_name(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(sparse_model(tmp_path / "model"))
+        niwaki.pack(name, tmp_path / "packed")
+        assert "\n# model, packed\n" in (tmp_path / "packed" / "README.md").read_text()
+
+    def test_the_name_of_one_from_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The folder of the cache is called by a commit."""
+        model = sparse_model(tmp_path / "0123abcd")
+        monkeypatch.setattr("niwaki.packed.pack.locate_model", lambda _: model)
+        niwaki.pack("somebody/little", tmp_path / "packed")
+        assert "\n# little, packed\n" in (tmp_path / "packed" / "README.md").read_text()
+
+    def test_a_file_in_its_place(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        (model / "README.dense.md").touch()
+        assert "README.dense.md" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_float8_stays_as_it_is(tmp_path: Path) -> None:
+    """There are no kernels for it."""
+    model = sparse_model(tmp_path / "model")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if is_pruned("llama", key))
+    save_file({**tensors, key: tensors[key].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    niwaki.pack(model, tmp_path / "packed")
+    assert not Index.read(tmp_path / "packed").tensors[key].packed
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again")
+    assert same_files(model, tmp_path / "again")
+
+
+@pytest.mark.parametrize("what", ["pack", "unpack"])
+@pytest.mark.parametrize("there", [False, True])
+def test_stopped_while_it_was_moved(what: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a folder that is in its place already; the same command ends it."""
+    model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
+    (model / "sub").mkdir()
+    (model / "sub" / "a.txt").write_text("a")
+    niwaki.pack(model, tmp_path / "packed")
+    source = model if what == "pack" else tmp_path / "packed"
+    expected = tmp_path / ("packed" if what == "pack" else "model")
+    if there:
+        out.mkdir()
+
+    def stop(place: Workplace) -> None:
+        if there:
+            (place.directory / "sub").rename(out / "sub")
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if it had been killed
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workplace, "move", stop)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(niwaki, what)(source, out)
+    getattr(niwaki, what)(source, out)
+    assert same_files(out, expected)
+
+
+def test_stopped_while_its_journal_was_written(tmp_path: Path) -> None:
+    model, out = sparse_model(tmp_path / "model"), tmp_path / "out"
+    (out / ".partial").mkdir(parents=True)
+    (out / ".partial.jsonabcd").touch()
+    niwaki.pack(model, out)
+    assert "packed.json" in {path.name for path in out.iterdir()}
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "Error while serializing: I/O error: No space left on device (os error 28)",
+            "no space left on disk for",
+        ),
+        ("Error while serializing: I/O error: Read-only file system (os error 30)", "Read-only file system"),
+        ("no number", "cannot write .*: no number"),
+    ],
+)
+def test_what_cannot_be_written(error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is left of it."""
+    model = sparse_model(tmp_path / "model")
+
+    def full(*_: Any) -> None:
+        raise SafetensorError(error)
+
+    monkeypatch.setattr("niwaki.models.shards.save_file", full)
+    assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
+    assert not (tmp_path / "packed").exists()
+
+
+class TestRefusals:
+    def test_dense(self, tmp_path: Path) -> None:
+        model = save_model(tmp_path / "model")
+        assert "is it pruned?" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert "not packed" in message(lambda: niwaki.unpack(model, tmp_path / "out"))
+
+    def test_hardly_pruned(self, tmp_path: Path) -> None:
+        """The values alone would be smaller, with their mask they are not."""
+        model = sparse_model(tmp_path / "model", sparsity=0.07)
+        assert "is it pruned?" in message(lambda: niwaki.pack(model, tmp_path / "out"))
+
+    def test_packed_where_dense_is_wanted(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        niwaki.pack(model, tmp_path / "packed")
+        assert "packed already" in message(lambda: niwaki.pack(tmp_path / "packed", tmp_path / "out"))
+        said = message(lambda: niwaki.prune(tmp_path / "packed", tmp_path / "out", calibration="demo"), CheckpointError)
+        assert "niwaki unpack" in said
+
+    def test_other_libraries(self, tmp_path: Path) -> None:
+        """They find no weights that they know, and not random ones."""
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+        config = json.loads((tmp_path / "packed" / "config.json").read_text())
+        assert config["quantization_config"]["quant_method"] == "niwaki-packed"
+
+    def test_bytes_between_tensors(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        file = model / "model.safetensors"
+        data = file.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        last = max((k for k in header if k != "__metadata__"), key=lambda k: header[k]["data_offsets"][0])
+        header[last]["data_offsets"] = [n + 4 for n in header[last]["data_offsets"]]
+        text = json.dumps(header).encode()
+        end = len(data) - 8 - size - (header[last]["data_offsets"][1] - header[last]["data_offsets"][0])
+        body = data[8 + size :]
+        file.write_bytes(len(text).to_bytes(8, "little") + text + body[:end] + b"gap." + body[end:])
+        said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
+        assert "no tensor's" in said
+
+    def test_later_version(self, tmp_path: Path) -> None:
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        index = Index.read(tmp_path / "packed")
+        from niwaki.packed import format as files
+
+        before, files.VERSION = files.VERSION, 2
+        try:
+            (tmp_path / "packed" / "packed.json").write_text(index.to_json())
+        finally:
+            files.VERSION = before
+        said = message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+        assert "version 2" in said
+
+    def test_names_that_two_tensors_would_have(self, tmp_path: Path) -> None:
+        model = sparse_model(tmp_path / "model")
+        tensors = load_file(model / "model.safetensors")
+        key = next(key for key in tensors if is_pruned("llama", key))
+        save_file({**tensors, f"{key}.mask": torch.ones(3)}, model / "model.safetensors", {"format": "pt"})
+        said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
+        assert f"{key}.mask" in said
+
+    def test_a_tensor_in_two_files(self, tmp_path: Path) -> None:
+        first, second, *_ = sorted(sparse_model(tmp_path / "model", shards=True).glob("*.safetensors"))
+        key, value = next(iter(load_file(first).items()))
+        save_file({**load_file(second), key: value}, second, {"format": "pt"})
+        said = message(lambda: niwaki.pack(tmp_path / "model", tmp_path / "out"), UnsupportedModelError)
+        assert said.endswith(f"has the tensor {key!r} in two files")
+
+    def test_another_config(self, tmp_path: Path) -> None:
+        """The model is made from it."""
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        edit_json(tmp_path / "packed" / "config.json", rms_norm_eps=1.0)
+        assert "config.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+    def test_missing_index(self, tmp_path: Path) -> None:
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        (tmp_path / "packed" / "packed.json").unlink()
+        assert "without its packed.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+    def test_dense_files_of_such_names(self, tmp_path: Path) -> None:
+        """An index may call them anything."""
+        model = sparse_model(tmp_path / "model")
+        file = (model / "model.safetensors").rename(model / "packed-1.safetensors")
+        names = dict.fromkeys(load_file(file), file.name)
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        assert niwaki.load(model, "cpu").num_parameters() > 0
+
+    def test_no_name(self) -> None:
+        assert "empty" in message(lambda: niwaki.load(""))
+
+    def test_missing_file(self, tmp_path: Path) -> None:
+        niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
+        (tmp_path / "packed" / "packed-00001-of-00001.safetensors").unlink()
+        assert "lacks the file" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed model, that tests damage copies of."""
+    path = tmp_path_factory.mktemp("whole")
+    niwaki.pack(sparse_model(path / "model", "llama grouped"), path / "packed")
+    return path
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = PackedCheckpoint(directory)
+    return {key: checkpoint.read(key) for key in checkpoint.entries}
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_byte_is_an_error_or_changes_nothing(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
+    expected = load_file(whole / "model" / "model.safetensors")
+    directory = tmp_path / "copy"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(whole / "packed", directory)
+    file = directory / data.draw(st.sampled_from(["packed.json", "packed-00001-of-00001.safetensors"]))
+    raw = bytearray(file.read_bytes())
+    kind = data.draw(st.sampled_from(["flip", "set", "cut", "grow", "zero"]))
+    # As often in the header, which is small, as in the numbers.
+    place = data.draw(st.integers(0, len(raw) - 1) | st.integers(0, min(4000, len(raw) - 1)))
+    if kind == "flip":
+        raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "set":
+        raw[place] = data.draw(st.integers(0, 255))
+    elif kind == "cut":
+        del raw[place:]
+    elif kind == "grow":
+        raw[place:place] = data.draw(st.binary(min_size=1, max_size=9))
+    else:
+        raw[place : place + 64] = bytes(len(raw[place : place + 64]))
+    file.write_bytes(raw)
+    with contextlib.suppress(CheckpointError):
+        found = read_all(directory)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+ANYTHING: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("../x.safetensors"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Anybody can write a digest: what is wrong then is an error too."""
+    expected = load_file(whole / "model" / "model.safetensors")
+    directory = tmp_path / "copy"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(whole / "packed", directory)
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    place: Any = values
+    for _ in range(data.draw(st.integers(0, 3))):
+        inside = [
+            place[key]
+            for key in (sorted(place) if isinstance(place, dict) else range(len(place)))
+            if isinstance(place[key], dict | list) and place[key]
+        ]
+        if inside:
+            place = data.draw(st.sampled_from(inside))
+    key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+    place[key] = data.draw(ANYTHING)
+    text = json.dumps({**values, "sha256": digest_of(values)})
+    (directory / "packed.json").write_text(text)
+    with contextlib.suppress(CheckpointError, OutputError):
+        niwaki.unpack(directory, tmp_path / "out")
+        assert (tmp_path / "out" / "model.safetensors").exists()
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.safetensors", "config.json", "a\0.safetensors", f"{'a' * 300}.safetensors"]
+)
+@pytest.mark.parametrize("kind", ["shards", "tensors"])
+def test_the_index_cannot_name_other_files(kind: str, name: str, whole: Path, tmp_path: Path) -> None:
+    """To read or to write."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    for named in values["shards"] if kind == "shards" else values["tensors"].values():
+        named["name" if kind == "shards" else "file"] = name
+    (directory / "packed.json").write_text(json.dumps({**values, "sha256": digest_of(values)}))
+    assert "cannot be one of weights" in message(lambda: PackedCheckpoint(directory), CheckpointError)
+
+
+def test_no_byte_of_the_index_is_left_out(whole: Path, tmp_path: Path) -> None:
+    """Its digest is of all that it says, also what only ``unpack`` needs."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    text = (directory / "packed.json").read_text()
+    values = json.loads(text)
+    shard, stored = values["shards"][0], next(iter(values["tensors"].values()))
+    for old in (values["about"], values["config"], shard["header"], shard["sha256"], stored["sha256"]):
+        inside = json.dumps(old)
+        (directory / "packed.json").write_text(text.replace(inside, '"!' + inside[1:], 1))
+        assert "not what was written" in message(lambda: Index.read(directory), CheckpointError)
+
+
+def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
+    """With the right digest."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    tensors = values["tensors"]
+    packed = next(key for key in tensors if tensors[key]["packed"] and len({*tensors[key]["shape"]}) == 2)
+    plain = next(key for key in tensors if not tensors[key]["packed"] and len(tensors[key]["shape"]) == 2)
+
+    def said(key: str, **changes: object) -> str:
+        changed = {**values, "tensors": {**tensors, key: {**tensors[key], **changes}}}
+        return refused(changed)
+
+    def refused(changed: dict[str, Any]) -> str:
+        text = json.dumps({**changed, "sha256": digest_of(changed)})
+        (directory / "packed.json").write_text(text)
+        return message(lambda: PackedCheckpoint(directory), CheckpointError)
+
+    for number in (-1, 2**48, True, 1.0):
+        assert said(packed, count=number).endswith("a number is none")
+    for key in (packed, plain):
+        assert "should be there" in said(key, shape=tensors[key]["shape"][::-1])
+    assert "should be there" in said(packed, count=tensors[packed]["count"] + 1)
+    (shard,) = values["shards"]
+    keys = [*shard["keys"], packed]
+    assert "do not have its tensors" in refused({**values, "shards": [{**shard, "keys": keys}]})

@@ -1,0 +1,755 @@
+"""Several processes that prune one model: the result of one process, the same bytes each time, and clear ends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from niwaki.errors import UsageError
+from niwaki.models.processes import World, world
+from niwaki.models.scales import FILE as SCALES
+from niwaki.records.record import MatrixRecord, Record
+from support import processes
+from support.models import (
+    EMBEDDED,
+    EMBEDDED_VOCABULARY,
+    add_tokenizer,
+    is_pruned,
+    random_model,
+    weight,
+)
+
+PROCESSES = Path(processes.__file__)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+LENGTH = 96  # of windows
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have libraries loaded")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one process."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+#: Called with the arguments of each process, and with what happens to one of them.
+Team = Callable[..., list[Result]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    home, number = tmp_path_factory.mktemp("processes"), itertools.count()
+    with subprocess.Popen(
+        [sys.executable, PROCESSES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as server:
+
+        def run(*commands: list[str], hook: dict[str, Any] | None = None) -> list[Result]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            directory = home / str(next(number))
+            job = {"directory": str(directory), "commands": commands, "hook": hook}
+            server.stdin.write(json.dumps(job) + "\n")
+            server.stdin.flush()
+            codes = json.loads(server.stdout.readline())
+            printed = [
+                [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
+            ]
+            return [Result(code, out, err) for code, (out, err) in zip(codes, printed, strict=True)]
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    random_model("llama grouped", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(path)  # 3 blocks of 7 matrices
+    return add_tokenizer(path)
+
+
+@functools.cache
+def words() -> list[str]:
+    """Those that are a token each, with the space before them."""
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(EMBEDDED).get_vocab()
+    return sorted(token[1:] for token in vocabulary if token[0] == "Ġ" and re.fullmatch("[a-z]{2,}", token[1:]))
+
+
+def chosen(among: list[str], count: int) -> str:
+    """A text of so many words."""
+    chance = random.Random(0)
+    return "".join(" " + chance.choice(among) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(chosen(words(), 12 * LENGTH))
+    return path
+
+
+def command(model: Path, out: Path, text: Path, *others: str) -> list[str]:
+    """Five windows to calibrate on and four to measure on: neither can be shared out evenly."""
+    return [
+        *("prune", str(model), str(out), "--calibration", str(text), "--samples", "5"),
+        *("--seqlen", str(LENGTH), "--effort", "fast"),
+        *("--text-samples", "4", "--device", "cpu", "--sparsity", "0.5", *others),
+    ]
+
+
+def prune(start: Team, size: int, arguments: list[str], hook: dict[str, Any] | None = None) -> Record:
+    """What several processes with the same command come to, of which only the first one prints."""
+    results = start(*[arguments] * size, hook=hook)
+    assert [result.code for result in results] == [0] * size, results
+    assert [result.err for result in results] == [""] * size
+    out = Path(arguments[2])
+    assert results[0].out.endswith(f"written to {out}\n")
+    assert results[0].out.count("written to") == 1
+    assert all(result.out == "" for result in results[1:])
+    return Record.from_json((out / "niwaki.json").read_text())
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "niwaki.json"
+    }
+
+
+def matrices(directory: Path, case: str = "llama") -> dict[str, Tensor]:
+    tensors = load_file(directory / "model.safetensors")
+    return {key: value for key, value in tensors.items() if is_pruned(case, key)}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def by_name(record: Record) -> list[MatrixRecord]:
+    """Experts are in the order in which the first process meets them."""
+    return sorted(record.matrices, key=lambda matrix: (matrix.block, matrix.name))
+
+
+def compare(found: Record, expected: Record, out: Path, alone: Path, case: str = "llama") -> None:
+    """Rounding in sums is all that differs; later blocks build on what it has done to earlier ones."""
+    assert [m.block for m in found.matrices] == [m.block for m in expected.matrices]
+    for one, other in zip(by_name(found), by_name(expected), strict=True):
+        assert (one.block, one.name, one.tokens) == (other.block, other.name, other.tokens)
+        assert one.sparsity == other.sparsity
+        assert one.error == pytest.approx(other.error, rel=1e-2 if one.block else 1e-3), one
+    assert found.sparsity == expected.sparsity
+    masks = {key: value != 0 for key, value in matrices(alone, case).items()}
+    for key, value in matrices(out, case).items():
+        if ".layers.0." in key:
+            assert int(((value != 0) ^ masks[key]).sum()) <= 4, key
+    for when, digits in {"before": 1e-5, "after": 1e-3}.items():
+        one_, other_ = found.perplexity[when], expected.perplexity[when]
+        assert one_["value"] == pytest.approx(other_["value"], rel=digits)
+        assert (one_["tokens"], one_["windows"]) == (other_["tokens"], other_["windows"]) == (4 * (LENGTH - 1), 4)
+
+
+@pytest.fixture(scope="module")
+def alone(start: Team, model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    prune(start, 1, command(model, out, text))
+    return out
+
+
+def record_of(directory: Path) -> Record:
+    return Record.from_json((directory / "niwaki.json").read_text())
+
+
+# The result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_result_is_that_of_one_process(
+    start: Team, model: Path, text: Path, alone: Path, tmp_path: Path, size: int
+) -> None:
+    record = prune(start, size, command(model, tmp_path / "a", text))
+    compare(record, record_of(alone), tmp_path / "a", alone)
+    assert record.device.startswith(f"{size} processes, the first on cpu")
+    assert names(tmp_path) == ["a"]
+    # And each time the same one, wherever hidden states are.
+    again = prune(start, size, command(model, tmp_path / "b", text))
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+    assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
+    assert again.perplexity == record.perplexity
+    prune(start, size, command(model, tmp_path / "c", text, "--memory", "1"))
+    assert matrices(tmp_path / "c").keys() == matrices(tmp_path / "a").keys()
+    for key, value in matrices(tmp_path / "c").items():
+        assert torch.equal(value, matrices(tmp_path / "a")[key])
+
+
+def test_what_needs_no_inputs_is_the_same_in_any_number(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    for size in (1, 2, 3):
+        prune(start, size, command(model, tmp_path / str(size), text, "--solver", "magnitude"))
+    expected = (tmp_path / "1" / "model.safetensors").read_bytes()
+    for size in (2, 3):
+        assert (tmp_path / str(size) / "model.safetensors").read_bytes() == expected
+
+
+def test_errors_are_printed_in_the_order_of_computation(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    results = start(*[command(model, tmp_path / "out", text)] * 2)
+    expected = [
+        "block",
+        "seconds",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    assert next(line.split() for line in results[0].out.splitlines() if "seconds " in line) == expected
+    assert [m.name.split(".")[1] for m in record_of(tmp_path / "out").matrices] == expected[2:] * 3
+
+
+def test_only_some_blocks(start: Team, model: Path, text: Path, alone: Path, tmp_path: Path) -> None:
+    record = prune(start, 2, command(model, tmp_path / "out", text, "--blocks", "0:1"))
+    assert [m.block for m in record.matrices] == [0] * 7
+    for one, other in zip(record.matrices, record_of(alone).matrices[:7], strict=True):
+        assert one.error == pytest.approx(other.error, rel=1e-3), one.name
+    source = load_file(model / "model.safetensors")
+    for key, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(value, source[key]) == (".layers.0." not in key or not is_pruned("llama", key))
+
+
+def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    """Where few things hang on rounding the errors are the same to more digits, in all blocks."""
+    records = [
+        prune(start, size, command(model, tmp_path / str(size), text, "--solver", "wanda")) for size in (1, 2, 3)
+    ]
+    for record in records[1:]:
+        for one, other in zip(record.matrices, records[0].matrices, strict=True):
+            assert one.error == pytest.approx(other.error, rel=1e-4), one
+
+
+# What is done to blocks besides
+
+
+@pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
+@pytest.mark.parametrize(
+    "effort",
+    [
+        "fast:dense_targets=0.5",
+        "fast:groups=true:dense_targets=0.5",
+        "fast:groups=true:dense_targets=0.5:epochs=2:batch=192:rate=0.005:norms=true",
+        "fast:epochs=2:batch=192:rate=0.001:apart=true",
+        "fast:allocation=loss:importance=0.5:pilot=1",
+        "fast:allocation=owl:pilot=1",
+    ],
+)
+def test_more_effort_in_two_processes(start: Team, tmp_path: Path, case: str, effort: str) -> None:
+    """With windows in an order in which one process has in each batch what two have in their two."""
+    path = tmp_path / "model"
+    random_model(case, vocab_size=EMBEDDED_VOCABULARY).save_pretrained(path)
+    add_tokenizer(path)
+    all_words = chosen(words(), 12 * LENGTH).split()
+    windows = [all_words[i : i + LENGTH] for i in range(0, len(all_words), LENGTH)]
+    orders = {"one": [0, 4, 1, 5, 2, 6, 3, 7], "two": [0, 1, 2, 3, 4, 5, 6, 7]}
+    if "allocation" in effort:  # labels are drawn for places in the order, and nothing is done batch by batch
+        orders["one"] = orders["two"]
+
+    def asked(name: str, out: str, *others: str) -> list[str]:
+        chosen_ = [word for i in [*orders[name], 8, 9, 10, 11] for word in windows[i]]
+        (tmp_path / name).write_text("".join(f" {word}" for word in chosen_))
+        options = ("--samples", "8", "--solver", "wanda", "--effort", effort)
+        return command(path, tmp_path / out, tmp_path / name, *options, *others)
+
+    expected = prune(start, 1, asked("one", "alone"))
+    record = prune(start, 2, asked("two", "out"))
+    compare(record, expected, tmp_path / "out", tmp_path / "alone", case)
+    assert len(record.fits) == len(expected.fits) == ("batch" in effort) * (record.matrices[-1].block + 1)
+    for fit, other in zip(record.fits, expected.fits, strict=True):
+        assert fit.before == pytest.approx(other.before, rel=1e-2)
+        assert fit.after == pytest.approx(other.after, rel=1e-2)
+        assert (fit.block, fit.epochs) == (other.block, 2)
+    found, alone = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "alone"))
+    for key, value in found.items():
+        if ".layers.0." in key:  # behind it rounding may send a token to another expert
+            assert (value - alone[key]).norm() < 0.01 * alone[key].norm(), key
+    # The same bytes again, with little memory too, and gone on with behind the first block.
+    for name, others in (("again", ()), ("little", ("--memory", "1"))):
+        prune(start, 2, asked("two", name, *others))
+        again = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(value, found[key]) for key, value in again.items())
+    if "allocation" in effort:  # the hook would end it in block 1 of the look at the dense model
+        return
+    hook = {"rank": 1, "block": 1, "how": "error"}
+    assert all(result.code for result in start(*[asked("two", "stopped")] * 2, hook=hook))
+    assert prune(start, 2, asked("two", "stopped")).resumed == [1]
+    again = load_file(tmp_path / "stopped" / "model.safetensors")
+    assert all(torch.equal(value, found[key]) for key, value in again.items())
+
+
+# Matrices whose rows are solved in different processes
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose down_proj takes as long as all other matrices of a block."""
+    path = tmp_path_factory.mktemp("wide")
+    random_model("llama", vocab_size=EMBEDDED_VOCABULARY, intermediate_size=96).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+def shapes(directory: Path, size: int) -> list[list[list[int]]]:
+    """Those of the matrices that each process solved."""
+    return [list(map(json.loads, (directory / str(rank)).read_text().splitlines())) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--solver", "sparsegpt", "--sparsity", "0.6"),
+        ("--solver", "wanda+continuation"),  # per row
+    ],
+    ids=str,
+)
+def test_rows_of_one_matrix_in_all_processes(
+    start: Team, wide: Path, text: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    def asked(name: str) -> list[str]:
+        return command(wide, tmp_path / name, text, *options)
+
+    expected = prune(start, 1, asked("alone"))
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    record = prune(start, 3, asked("out"), {"how": "watch", "to": str(watched)})
+    compare(record, expected, tmp_path / "out", tmp_path / "alone")
+    assert [m.stats.keys() for m in record.matrices] == [m.stats.keys() for m in expected.matrices]
+    solved = shapes(watched, 3)
+    for rank, rows in enumerate((10, 11, 11)):
+        # First of all in each of the two blocks, and in no process more of it.
+        assert [shape for shape in solved[rank] if shape[1] == 96] == [[rows, 96]] * 2
+        assert solved[rank][0] == [rows, 96]
+    assert sorted(map(tuple, itertools.chain(*solved))) == sorted(
+        2 * [(10, 96), *[(11, 96)] * 2, *[(96, 32)] * 2, *[(32, 32)] * 4]
+    )
+    again = prune(start, 3, asked("again"))
+    assert files(tmp_path / "again") == files(tmp_path / "out")
+    assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
+
+
+@pytest.mark.parametrize("effort", ["fast", "fast:epochs=2:batch=192"])
+def test_weights_on_a_grid(start: Team, wide: Path, text: Path, tmp_path: Path, effort: str) -> None:
+    """Also of the matrix whose rows are shared out; that what is written is on the grid each run sees for itself."""
+
+    def asked(name: str) -> list[str]:
+        return command(wide, tmp_path / name, text, "--quantize", "int4:16", "--effort", effort)
+
+    expected, record = prune(start, 1, asked("alone")), prune(start, 3, asked("out"))
+    for one, other in zip(by_name(record), by_name(expected), strict=True):
+        assert (one.block, one.name) == (other.block, other.name)
+        assert one.error == pytest.approx(other.error, rel=0.05 if one.block else 1e-2), one
+        assert one.sparsity == pytest.approx(other.sparsity, abs=0.02)
+        assert one.stats.keys() == other.stats.keys()
+    found, alone = (load_file(tmp_path / name / SCALES) for name in ("out", "alone"))
+    assert found.keys() == alone.keys()
+    for key, value in found.items():
+        assert value.shape == alone[key].shape
+        if ".layers.0." in key:  # a code that rounding changes changes the scales of its row
+            assert (value.isclose(alone[key], rtol=1e-3)).double().mean() > 0.9, key
+    # The same bytes again, and gone on with behind the first block.
+    hook = {"rank": 1, "block": 1, "how": "error"}
+    assert all(result.code for result in start(*[asked("again")] * 3, hook=hook))
+    assert prune(start, 3, asked("again")).resumed == [1]
+    assert files(tmp_path / "again") == files(tmp_path / "out")
+
+
+def test_what_one_process_draws_is_no_question_to_the_others(
+    start: Team, wide: Path, text: Path, tmp_path: Path
+) -> None:
+    """On a terminal the first one has solvers estimate errors on the way."""
+    results = start(*[command(wide, tmp_path / "out", text, "--blocks", "0:1")] * 3, hook={"how": "draw"})
+    assert [result.code for result in results] == [0] * 3, results
+    assert "\x1b[" in results[0].out
+    prune(start, 3, command(wide, tmp_path / "quiet", text, "--blocks", "0:1"))
+    found, expected = (tmp_path / name / "model.safetensors" for name in ("out", "quiet"))
+    assert found.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--solver", "ria"), ("--pattern", "block-4x4:0.5"), ("--pattern", "transposable-2:4")],
+    ids=str,
+)
+def test_rows_that_cannot_be_solved_apart(
+    start: Team, wide: Path, text: Path, tmp_path: Path, options: tuple[str, str]
+) -> None:
+    given = command(wide, tmp_path / "out", text, "--blocks", "0:1")
+    if options[0] == "--pattern":
+        place = given.index("--sparsity")
+        given[place : place + 2] = []
+    prune(start, 3, [*given, *options], {"how": "watch", "to": str(tmp_path)})
+    assert sorted(map(tuple, itertools.chain(*shapes(tmp_path, 3)))) == sorted(
+        [(32, 96), *[(96, 32)] * 2, *[(32, 32)] * 4]
+    )
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "fail"), (1, "kill")])
+def test_a_process_that_ends_where_all_solve_one_matrix(
+    start: Team, wide: Path, text: Path, tmp_path: Path, rank: int, how: str
+) -> None:
+    arguments = command(wide, tmp_path / "out", text)
+    hook = {"rank": rank, "block": 1, "matrix": "mlp.down_proj", "how": how}
+    results = start(*[arguments] * 3, hook=hook)
+    for number, result in enumerate(results):
+        if number != rank:
+            assert result.code == 1
+            assert "Traceback" not in result.err
+            assert f"error in process {number}: another process of this run has ended" in result.err
+    said = f"error in process {rank}: model.layers.1.mlp.down_proj.weight: this process is out of luck\n"
+    assert (said in results[rank].err) == (how == "fail")
+    assert results[rank].code not in (0, None)
+    assert names(tmp_path) == [".out.partial", ".out.partial.json"]
+    assert prune(start, 3, arguments).resumed == [1]
+
+
+# Experts
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral whose last expert is for the words of the last windows of ``two_texts`` only."""
+    whole, way = (
+        random_model("mixtral", vocab_size=EMBEDDED_VOCABULARY, num_experts_per_tok=1),
+        torch.randn(32),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    late = tokenizer("".join(f" {word}" for word in words()[1::2]), add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        rows = weight(whole, "model.embed_tokens").normal_().sub_(way)
+        rows[late] += 2 * way
+        for block in range(2):
+            gate = weight(whole, f"model.layers.{block}.mlp.gate")
+            gate[:3] -= way
+            gate[3] += way
+    path = tmp_path_factory.mktemp("mixtral")
+    whole.save_pretrained(path)
+    return add_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def two_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three windows of one kind and two of another, and four to measure on."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    early, late = words()[::2], words()[1::2]
+    path.write_text(chosen(early, 3 * LENGTH) + chosen(late, 2 * LENGTH) + chosen(early, 5 * LENGTH))
+    return path
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_expert_that_one_process_sees(
+    start: Team, experts: Path, two_texts: Path, tmp_path: Path, size: int
+) -> None:
+    expected = prune(start, 1, command(experts, tmp_path / "alone", two_texts))
+    shares = World(0, size).share(torch.arange(5))
+    # The first process has none of the windows that the last expert is for.
+    record = prune(start, 1, command(experts, tmp_path / "first", two_texts, "--samples", str(len(shares))))
+    assert {m.tokens for m in _of(record, "experts.3")} == {0}
+    assert {m.tokens for m in _of(expected, "experts.3")} == {2 * LENGTH}
+    record = prune(start, size, command(experts, tmp_path / "out", two_texts))
+    compare(record, expected, tmp_path / "out", tmp_path / "alone", "mixtral")
+    assert [note for note in record.notes if "stands in" in note] == [
+        note for note in expected.notes if "stands in" in note
+    ]
+
+
+def _of(record: Record, part: str) -> list[MatrixRecord]:
+    return [matrix for matrix in record.matrices if matrix.block == 0 and part in matrix.name]
+
+
+# Processes that end
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "how"),
+    [
+        (3, 1, "kill"),
+        (2, 0, "kill"),
+        (3, 2, "fail"),
+        (2, 0, "fail"),
+        (2, 1, "unforeseen"),
+        (2, 0, "interrupt"),
+    ],
+)
+def test_a_process_that_ends_ends_the_run(
+    start: Team, model: Path, text: Path, alone: Path, tmp_path: Path, size: int, rank: int, how: str
+) -> None:
+    arguments = command(model, tmp_path / "out", text)
+    results = start(*[arguments] * size, hook={"rank": rank, "block": 1, "how": how})
+    assert not (tmp_path / "out").exists()
+    assert names(tmp_path) == [".out.partial", ".out.partial.json"]
+    for number, result in enumerate(results):
+        assert "written" not in result.out
+        if number != rank:
+            assert result.code == 1
+            assert "Traceback" not in result.err
+            assert f"error in process {number}: another process of this run has ended" in result.err
+    said = {
+        "kill": "",
+        "fail": f"error in process {rank}: this process is out of luck\n",
+        "unforeseen": "ZeroDivisionError: nobody thought of this\n",
+        "interrupt": "",
+    }[how]
+    assert said in results[rank].err
+    assert results[rank].code == -9 if how == "kill" else results[rank].code not in (0, None)
+    # Who can say so says what stays.
+    stays = "1 of 3 blocks are done and stay; the same command goes on behind them"
+    assert (stays in results[0].err) == (rank != 0 or how != "kill")
+    assert not any(stays in result.err for result in results[1:])
+    # Others, in another number, go on.
+    others = 5 - size
+    record = prune(start, others, arguments)
+    assert record.resumed == [1]
+    assert record.device.startswith(f"{others} processes")
+    compare(record, record_of(alone), tmp_path / "out", alone)
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_run_that_goes_on_gives_the_same_bytes(
+    start: Team, model: Path, text: Path, tmp_path: Path, size: int
+) -> None:
+    prune(start, size, command(model, tmp_path / "whole", text))
+    arguments = command(model, tmp_path / "out", text)
+    for block in (1, 2):
+        start(*[arguments] * size, hook={"rank": size - 1, "block": block, "how": "kill"})
+    record = prune(start, size, arguments)
+    assert record.resumed == [1, 2]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert record.perplexity == record_of(tmp_path / "whole").perplexity
+
+
+def test_one_process_goes_on_with_what_several_have_done(
+    start: Team, model: Path, text: Path, alone: Path, tmp_path: Path
+) -> None:
+    arguments = command(model, tmp_path / "out", text)
+    start(*[arguments] * 2, hook={"rank": 1, "block": 2, "how": "fail"})
+    record = prune(start, 1, arguments)
+    assert record.resumed == [2]
+    assert "processes" not in record.device
+    compare(record, record_of(alone), tmp_path / "out", alone)
+
+
+def test_a_process_that_ends_before_a_block_is_done(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    results = start(*[command(model, tmp_path / "out", text)] * 2, hook={"rank": 1, "block": 0, "how": "fail"})
+    assert [result.code for result in results] == [1, 1]
+    assert results[0].err == "error in process 0: another process of this run has ended; see what it said\n"
+    assert names(tmp_path) == []
+
+
+# What makes no sense
+
+
+def refused(results: list[Result], code: int = 2) -> list[str]:
+    """What each of the processes says, in one line."""
+    for result in results:
+        assert result.code == code, result
+        assert result.out == ""
+        assert len(result.err.splitlines()) == 1, result.err
+    return [result.err for result in results]
+
+
+def test_more_processes_than_samples(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    for rank, said in enumerate(refused(start(*[command(model, tmp_path / "out", text)] * 6))):
+        assert said.startswith(f"error in process {rank}: 5 samples cannot be shared out to 6 processes; start")
+    # Of the text to measure on there are four.
+    for said in refused(start(*[command(model, tmp_path / "out", text)] * 5)):
+        assert "4 samples cannot be shared out to 5 processes" in said
+    assert names(tmp_path) == []
+
+
+def test_one_gpu_for_all(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = command(model, tmp_path / "out", text, "--device", "cuda:0")
+    for said in refused(start(arguments, arguments)):
+        assert "each of the 2 processes has a GPU of its own; say --device cuda, and not cuda:0" in said
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "differs"),
+    [
+        ("--sparsity", "0.6", "pattern"),
+        ("--solver", "magnitude", "solver"),
+        ("--samples", "6", "calibration, text"),
+        ("--text-samples", "0", "text, measure"),
+        ("--blocks", "0:1", "blocks"),
+    ],
+)
+def test_processes_that_were_asked_for_different_things(
+    start: Team, model: Path, text: Path, tmp_path: Path, option: str, value: str, differs: str
+) -> None:
+    arguments = command(model, tmp_path / "out", text)
+    said = refused(start(arguments, arguments, [*arguments, option, value]))
+    for rank in (0, 1):
+        assert said[rank] == (
+            f"error in process {rank}: process 2 was asked for another run than process {rank}: they differ in "
+            f"{differs}\n"
+        )
+    assert f"process 0 was asked for another run than process 2: they differ in {differs}" in said[2]
+    assert names(tmp_path) == []
+
+
+def test_only_the_first_process_looks_at_the_output(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("keep me")
+    first, second = start(*[command(model, tmp_path / "out", text)] * 2)
+    assert first.code == 2
+    assert "exists and is not an empty directory" in first.err
+    assert second.code == 1
+    assert "another process of this run has ended" in second.err
+    assert names(tmp_path / "out") == ["precious.txt"]
+
+
+# As users start them
+
+
+def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *map(str, arguments)),
+        ],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_torchrun(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    prune(start, 2, command(model, tmp_path / "forked", text))
+    ran = torchrun(2, "-m", "niwaki", *command(model, tmp_path / "out", text))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("written to") == ran.stdout.count("calibration:") == 1
+    assert files(tmp_path / "out") == files(tmp_path / "forked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "fail"])
+def test_torchrun_with_a_process_that_ends(model: Path, text: Path, tmp_path: Path, how: str) -> None:
+    # Where it solves, because then the first process has saved the block before.
+    hook = json.dumps({"rank": 1, "block": 1, "how": how, "matrix": "any"})
+    ran = torchrun(2, PROCESSES, hook, *command(model, tmp_path / "out", text))
+    assert ran.returncode != 0
+    assert "written" not in ran.stdout
+    assert "1 of 3 blocks are done and stay" in ran.stderr
+    if how == "fail":
+        assert re.search(r"error in process 1: \S+: this process is out of luck", ran.stderr)
+    assert names(tmp_path) == [".out.partial", ".out.partial.json"]
+
+
+# Sharing out
+
+
+@pytest.mark.parametrize(("count", "size"), [(5, 1), (5, 2), (5, 3), (5, 5), (6, 3), (128, 7)])
+def test_samples_are_shared_out_evenly_and_in_order(count: int, size: int) -> None:
+    tokens = torch.arange(2 * count).view(count, 2)
+    shares = [World(rank, size).share(tokens) for rank in range(size)]
+    assert torch.equal(torch.cat(shares), tokens)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_fewer_samples_than_processes() -> None:
+    for rank in range(3):
+        with pytest.raises(UsageError, match="2 samples cannot be shared out to 3 processes"):
+            World(rank, 3).share(torch.zeros(2, 8))
+
+
+def test_owners() -> None:
+    assert World(0, 1).owners([3.0, 1.0, 2.0]) == [0, 0, 0]
+    assert World(0, 2).owners([]) == []
+    # The largest first, each to the one that has least to do.
+    assert World(0, 2).owners([1.0, 1.0, 4.0, 3.0]) == [1, 0, 0, 1]
+    assert World(0, 3).owners([5.0, 5.0, 5.0, 1.0, 1.0, 1.0]) == [0, 1, 2, 0, 1, 2]
+    assert World(0, 3).owners([0.0, 0.0]) == [0, 0]  # magnitude costs nothing
+    costs = [float((7 * i) % 11 + 1) for i in range(50)]
+    every = [World(rank, 4).owners(costs) for rank in range(4)]
+    assert every[0] == every[1] == every[2] == every[3]
+    loads = [sum(c for c, owner in zip(costs, every[0], strict=True) if owner == r) for r in range(4)]
+    assert max(loads) - min(loads) <= 2
+
+
+def test_what_all_processes_do_together() -> None:
+    """Rows of a piece that one process alone would still be at when the others are done."""
+    costs = [10.0, 2.0, 1.0, 1.0]
+    assert World(0, 2).owners(costs, lambda _: 5.5) == [None, 0, 1, 1]
+    assert World(0, 2).owners(costs, lambda _: 8.0) == World(0, 2).owners(costs) == [0, 1, 1, 1]
+    block = [47.0, 14.7, 14.7, 5.7, 5.7, 5.7, 5.7]
+    asked: list[int] = []
+
+    def together(i: int) -> float:
+        asked.append(i)
+        return block[i] / 4
+
+    assert World(0, 8).owners(block, together) == [None, None, None, 0, 1, 2, 3]
+    assert asked == [0, 1, 2]  # others take less than a fair share
+    assert World(0, 8).owners(block, lambda i: together(i) if i else None)[0] == 0
+    assert World(0, 1).owners(costs, together) == [0] * 4
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
+def test_processes_that_nobody_introduced(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Some schedulers set the number of processes for purposes of their own."""
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(UsageError) as caught, world("cpu"):
+        pass
+    assert "WORLD_SIZE is 2 here, but the processes do not find each other (" in str(caught.value)
+    assert missing in str(caught.value)
+    assert "start them with torchrun" in str(caught.value)
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = torch.cuda.device_count()
+    monkeypatch.setenv("WORLD_SIZE", "99")
+    monkeypatch.setenv("LOCAL_RANK", str(count))
+    with pytest.raises(UsageError) as caught, world("cuda"):
+        pass
+    assert f"no GPU for process {count + 1} on this machine, which has {count}; start as many" in str(caught.value)
+
+
+def test_one_process_has_nobody_to_talk_to() -> None:
+    tensor = torch.arange(3.0)
+    with world("mps:7") as (one, device):
+        assert device == "mps:7"
+        one.sum([tensor])
+        assert tensor.tolist() == [0, 1, 2]
+        assert one.joined(tensor) is tensor
+        assert one.send(tensor, 0) is tensor
+        assert one.collected("x") == ["x"]
+        assert one.told("x") == "x"
+        assert one.first

@@ -1,0 +1,416 @@
+"""Whole runs with more effort than the layer-wise method: what is written, and that nothing else makes a difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.errors import UnknownNameError, UsageError
+from niwaki.models.block import DecoderBlock
+from niwaki.pruning.effort import (
+    DEFAULT_EFFORT,
+    EFFORTS,
+    PLAIN_EFFORT,
+    Effort,
+    described,
+    make_effort,
+    usual_effort,
+)
+from niwaki.pruning.prune import prune
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord, Record
+from support.models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
+from support.runs import StopAt, files, raw, tensors, zeros
+from support.streams import save_starved
+
+TOKENS = random_tokens(24, 24)
+# Where every matrix has half of its weights; how zeros are shared out is for test_planning.
+UNIFORM = "fast:groups=true:dense_targets=0.5"
+BEST = f"{UNIFORM}:epochs=1:batch=48:rate=0.005"  # two samples in a step
+APART = "fast:epochs=1:batch=48:rate=0.002:apart=true"
+TARGETS = "fast:dense_targets=0.5"
+
+
+def run(model: Path, out: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "solver": "wanda",
+        "sparsity": 0.5,
+        "effort": BEST,
+        "calibration": TOKENS,
+        "text": random_tokens(2, 24, seed=1),
+        "device": "cpu",
+    }
+    return prune(model, out, **{**options, **changes})
+
+
+def vectors(model: Path, out: Path, case: str = "llama") -> set[str]:
+    """The tensors that are not those to prune and differ."""
+    before, after = tensors(model), tensors(out)
+    assert before.keys() == after.keys()
+    return {k for k in before if not is_pruned(case, k) and raw(before[k]) != raw(after[k])}
+
+
+# What is asked for
+
+
+def test_efforts_by_name() -> None:
+    assert make_effort("fast") == EFFORTS[PLAIN_EFFORT] == Effort()
+    assert not Effort().dense
+    assert not Effort().plans
+    assert make_effort(DEFAULT_EFFORT).plans
+    assert make_effort("fast:importance=0.5").plans
+    assert not make_effort("balanced:epochs=0").dense
+    assert make_effort("best").dense
+    best = make_effort(
+        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:groups=False:dense_targets=1:ridge=1e-3:epochs=8:"
+        "rate=0.1:batch=7:norms=true:apart=true"
+    )
+    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, False, 1.0, 0.001, 8, 0.1, 7, True, True)
+    assert make_effort("fast:epochs=1").dense
+    assert not make_effort("fast:norms=true").fits_norms
+    assert make_effort("best:norms=true").fits_norms
+    assert not make_effort("fast:apart=true").fits_apart
+    assert make_effort("best:apart=true").fits_apart
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bast", "no effort is called 'bast'; did you mean fast or best?"),
+        ("", "no effort is called ''; known: fast, balanced, best"),
+        ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs?"),
+        ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
+        ("best:epochs=few", "epochs='few': best wants float here"),
+        ("best:groups=1", "groups='1': best wants bool here"),
+        ("best:allocation=outliers", "allocation must be uniform or owl or error or loss; got 'outliers'"),
+        ("best:per=row", "per must be matrix or block; got 'row'"),
+        ("best:importance=2", "importance must be from 0 to 1; got 2.0"),
+        ("best:pilot=0", "pilot must be above 0, to 1; got 0.0"),
+        ("best:epochs=-1", "epochs must be 0 or more; got -1.0"),
+        ("best:dense_targets=1.5", "dense_targets must be from 0 to 1; got 1.5"),
+        ("best:dense_targets=nan", "dense_targets must be from 0 to 1; got nan"),
+        ("best:ridge=0", "ridge must be above 0; got 0.0"),
+        ("best:rate=inf", "rate must be above 0; got inf"),
+        ("best:batch=0", "batch must be 1 or more; got 0"),
+    ],
+)
+def test_efforts_that_are_none(tmp_path: Path, name: str, said: str) -> None:
+    assert message(lambda: make_effort(name)) == said
+    assert message(lambda: run(tmp_path, tmp_path / "out", effort=name)) == said
+    with pytest.raises(UnknownNameError if "called" in said else UsageError):
+        make_effort(name)
+
+
+def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
+    assert usual_effort(None, None) == DEFAULT_EFFORT
+    assert usual_effort("wanda", None) == usual_effort(None, "wanda") == PLAIN_EFFORT
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "named", effort=None)
+    assert record.effort == repr(Effort())
+    record = run(model, tmp_path / "usual", effort=None, solver=None)
+    assert record.effort == repr(make_effort(DEFAULT_EFFORT))
+
+
+# What comes of it
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    """The right weights are pruned, and nothing besides is changed."""
+    model = save_model(tmp_path / "model", case)
+    record = run(model, tmp_path / "out")
+    assert vectors(model, tmp_path / "out", case) == set()
+    matrices = 0
+    for key, value in tensors(tmp_path / "out").items():
+        if is_pruned(case, key):
+            for matrix in value if value.ndim == 3 else [value]:
+                assert zeros(matrix) == matrix.numel() // 2, key
+                matrices += 1
+    assert matrices == len(record.matrices)
+    assert record.sparsity == 0.5
+    assert [fit.block for fit in record.fits] == list(range(len(decoder_blocks(reference(model)))))
+    for fit in record.fits:
+        assert 0 < fit.after <= fit.before
+        assert (fit.epochs == 0) == (fit.after == fit.before)
+        assert fit.seconds > 0
+    assert record.effort == repr(make_effort(BEST))
+    assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
+
+
+@torch.no_grad()
+def block_errors(model: Path, out: Path, tokens: Tensor, inside: str = "") -> list[float]:
+    """Of the states behind each block, or that module in each, the squared error relative to the dense model's."""
+    ends: list[list[Tensor]] = []
+    for path in (model, out):
+        whole = reference(path)
+        found: list[Any] = []
+        handles = [
+            block.get_submodule(inside).register_forward_hook(lambda _, __, y, found=found: found.append(y))
+            for block in decoder_blocks(whole)
+        ]
+        whole(tokens)
+        for handle in handles:
+            handle.remove()
+        ends.append([y[0] if isinstance(y, tuple) else y for y in found])
+    return [float((a - b).square().sum() / a.square().sum()) for a, b in zip(*ends, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
+def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
+    """On the calibration text the outputs come nearer to the dense model's."""
+    model, tokens = save_model(tmp_path / "model", case), random_tokens(64, 24)
+    errors = []
+    efforts = ("fast", TARGETS, f"{UNIFORM}:epochs=0", f"{UNIFORM}:epochs=3:batch=48")
+    for number, effort in enumerate(efforts):
+        out = tmp_path / str(number)
+        run(model, out, effort=effort, calibration=tokens)
+        errors.append(block_errors(model, out, tokens)[-1])
+    fast, balanced, groups, best = errors
+    assert balanced < 0.99 * fast
+    assert groups < 0.99 * balanced
+    assert best < 0.9 * groups
+
+
+def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None:
+    """Of one batch, all is held out: the error in the record is that of the model on the disk."""
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "out", effort=f"{UNIFORM}:epochs=3:batch=576")
+    errors = block_errors(model, tmp_path / "out", TOKENS)
+    assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
+
+
+def test_the_fit_of_attention_and_mlp_apart(tmp_path: Path) -> None:
+    """Likewise: the sum of their errors."""
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "out", effort="fast:epochs=3:batch=576:apart=true")
+    parts = [block_errors(model, tmp_path / "out", TOKENS, name) for name in ("self_attn", "mlp")]
+    errors = [sum(pair) for pair in zip(*parts, strict=True)]
+    assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
+    assert all(fit.after < 0.9 * fit.before for fit in record.fits)
+
+
+def test_experts_without_tokens(tmp_path: Path) -> None:
+    model = save_starved(tmp_path / "model")
+    record = run(model, tmp_path / "out")
+    assert record.sparsity == 0.5
+    # In each block one note on both groups of experts' matrices.
+    notes = [note for note in record.notes if "stands in for" in note]
+    assert [note.split(":")[0] for note in notes] == ["block 0", "block 1"]
+    for block, note in enumerate(notes):
+        experts = [m for m in record.matrices if m.block == block and m.name.endswith(("w1", "w2"))]
+        poor = [m for m in experts if m.tokens < m.shape[1]]
+        assert f"{len(poor)} of 8 inputs" in note
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("computing", ["half", "float32"])
+@pytest.mark.parametrize("norms", ["false", "true"])
+def test_half_precision(tmp_path: Path, dtype: str, computing: str, norms: str) -> None:
+    model = save_model(tmp_path / "model", "mixtral", dtype=getattr(torch, dtype))
+    record = run(
+        model,
+        tmp_path / "out",
+        dtype=dtype if computing == "half" else computing,
+        effort=f"{BEST}:norms={norms}",
+    )
+    assert record.sparsity == 0.5
+    assert all(fit.after < fit.before for fit in record.fits)
+    for key, value in tensors(tmp_path / "out").items():
+        if is_pruned("mixtral", key):
+            assert zeros(value) == value.numel() // 2
+
+
+@pytest.mark.parametrize("case", ["llama biases", "opt", "gpt_oss"])
+def test_norms_and_biases(tmp_path: Path, case: str) -> None:
+    model = save_model(tmp_path / "model", case)
+    effort = f"{BEST}:norms=true"
+    record = run(model, tmp_path / "out", effort=effort)
+    assert all(fit.epochs == 1 for fit in record.fits)
+    inside = {key for key, value in tensors(model).items() if value.ndim == 1 and re.search(r"\.layers\.\d+\.", key)}
+    assert len(inside) > 4
+    assert vectors(model, tmp_path / "out", case) == inside
+    # The record's error is that of all that is written.
+    whole = run(model, tmp_path / "whole", effort=f"{UNIFORM}:epochs=2:batch=576:norms=true")
+    errors = block_errors(model, tmp_path / "whole", TOKENS)
+    assert [fit.after for fit in whole.fits] == pytest.approx(errors, rel=1e-3)
+    # Without epochs they stay.
+    run(model, tmp_path / "unfitted", effort=f"{UNIFORM}:epochs=0:norms=true")
+    assert vectors(model, tmp_path / "unfitted", case) == set()
+
+
+def test_a_given_mask_stays(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "lender", solver="magnitude", effort="fast")
+    record = run(model, tmp_path / "out", solver="cg", sparsity=None, mask_from=str(tmp_path / "lender"))
+    assert record.fits[0].after < record.fits[0].before
+    lent, found = tensors(tmp_path / "lender"), tensors(tmp_path / "out")
+    for key, value in found.items():
+        assert torch.equal(value == 0, lent[key] == 0), key
+        assert torch.equal(value, lent[key]) != is_pruned("llama", key)
+
+
+def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    for measure in ("both", "after", "none"):
+        run(model, tmp_path / measure, measure=measure)
+    for measure in ("after", "none"):
+        for key, value in tensors(tmp_path / measure).items():
+            assert torch.equal(value, tensors(tmp_path / "both")[key])
+
+
+@pytest.mark.parametrize("effort", [TARGETS, f"{UNIFORM}:epochs=0", BEST])
+def test_the_dense_model_does_not_run_behind_the_last_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str
+) -> None:
+    advanced: list[int] = []
+    advance = DecoderBlock.advance
+
+    def watched(self: DecoderBlock, *args: Any, **kwargs: Any) -> None:
+        advanced.append(self.index)
+        advance(self, *args, **kwargs)
+
+    monkeypatch.setattr(DecoderBlock, "advance", watched)
+    run(save_model(tmp_path / "model", "llama grouped"), tmp_path / "out", effort=effort, measure="none")
+    assert advanced == [0, 0, 1, 1, *([2] if effort == BEST else [])]
+
+
+@pytest.mark.parametrize("blocks", [(0, 1), (1, 2), (1, 3), (2, 3)])
+def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
+    """Like a run over all of a model in which the blocks before have nothing to prune."""
+    model = save_model(tmp_path / "model", "llama grouped")
+    record = run(model, tmp_path / "out", blocks=blocks, effort=f"{UNIFORM}:epochs=2:batch=576")
+    assert [fit.block for fit in record.fits] == list(range(*blocks))
+    before, after = tensors(model), tensors(tmp_path / "out")
+    for key, value in after.items():
+        inside = any(f".layers.{block}." in key for block in range(*blocks))
+        assert torch.equal(value, before[key]) != (inside and is_pruned("llama", key)), key
+    errors = block_errors(model, tmp_path / "out", TOKENS)
+    assert [fit.after for fit in record.fits] == pytest.approx(errors[slice(*blocks)], rel=1e-3)
+    assert errors[: blocks[0]] == [0.0] * blocks[0]
+
+
+# The same bytes
+
+
+@pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
+@pytest.mark.parametrize("effort", [TARGETS, BEST, f"{BEST}:norms=true", APART])
+def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str) -> None:
+    """Twice; with little memory; stopped behind each block, with and without little memory."""
+    model = save_model(tmp_path / "model", case, shards=True)
+    record = run(model, tmp_path / "whole", effort=effort)
+    expected = files(tmp_path / "whole")
+    run(model, tmp_path / "again", effort=effort)
+    assert files(tmp_path / "again") == expected
+    assert all(fit.epochs for fit in record.fits)  # or their weights would stay as they are
+    little = run(model, tmp_path / "little", effort=effort, memory=1)
+    assert any("hidden states are in a file" in note for note in little.notes)
+    weights = {name: value for name, value in expected.items() if name.endswith(".safetensors")}
+    found = files(tmp_path / "little")
+    assert {name: found[name] for name in weights} == weights
+    assert [m.error for m in little.matrices] == [m.error for m in record.matrices]
+    per_block = len(record.matrices) // (record.matrices[-1].block + 1)
+    for done in range(1, record.matrices[-1].block + 1):
+        for memory in (None, 1):
+            out = tmp_path / f"{done} {memory}"
+            options: dict[str, Any] = {"effort": effort, "memory": memory}
+            with pytest.raises(KeyboardInterrupt):
+                run(model, out, progress=StopAt(per_block * done + 1), **options)
+            resumed = run(model, out, **options)
+            assert resumed.resumed == [done]
+            found = files(out)
+            assert {name: found[name] for name in weights} == weights
+            assert memory or found == expected
+            assert [m.error for m in resumed.matrices] == [m.error for m in record.matrices]
+            assert [dataclasses.replace(fit, seconds=0.0) for fit in resumed.fits] == [
+                dataclasses.replace(fit, seconds=0.0) for fit in record.fits
+            ]
+            assert resumed.perplexity == record.perplexity
+
+
+def test_a_run_that_is_stopped_while_it_fits(tmp_path: Path) -> None:
+    """The block counts as not done: it is solved again from the original weights."""
+    model = save_model(tmp_path / "model", "llama grouped")
+    run(model, tmp_path / "whole")
+
+    class StopInFit(Progress):
+        fitting = ""
+
+        def stage(self, block: int, name: str, steps: int) -> None:
+            self.fitting = name if block == 1 else ""
+
+        def step(self) -> None:
+            if self.fitting == "fit":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "out", progress=StopInFit())
+    assert run(model, tmp_path / "out").resumed == [1]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_another_effort_is_another_run(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama grouped")
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "out", progress=StopAt(8))
+    said = message(lambda: run(model, tmp_path / "out", effort="fast"))
+    assert f"effort ({make_effort(BEST)!r} there, {Effort()!r} here)" in said
+    assert run(model, tmp_path / "out", effort=make_effort(BEST)).resumed == [1]
+
+
+# What is told of it
+
+
+def test_stages_and_steps(tmp_path: Path) -> None:
+    class Watch(Progress):
+        def __init__(self) -> None:
+            self.stages: list[list[Any]] = []
+            self.solved_in: list[int] = []
+
+        def stage(self, block: int, name: str, steps: int) -> None:
+            self.stages.append([block, name, steps, 0])
+
+        def step(self) -> None:
+            self.stages[-1][-1] += 1
+
+        def solved(self, matrix: MatrixRecord) -> None:
+            self.solved_in.append(matrix.block)
+
+    watch = Watch()
+    run(save_model(tmp_path / "model"), tmp_path / "out", progress=watch)
+    groups = [stage for n in (3, 1, 2, 1) for stage in (["capture", 1, 1], ["solve", n, n])]
+    block = [*groups, ["fit", 13, 13], ["advance", 1, 1]]
+    assert [stage[1:] for stage in watch.stages[:10]] == block
+    assert [stage[1:] for stage in watch.stages[10:]] == [*block[:-1], ["advance", 1, 0]]
+    assert watch.solved_in == [0] * 7 + [1] * 7
+
+
+def test_efforts_in_words() -> None:
+    names = {name: described(repr(make_effort(name))) for name in EFFORTS}
+    assert names == {
+        "fast": "fast",
+        "balanced": "balanced (allocation loss, importance 0.5, epochs 0.4)",
+        "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
+    }
+    other = repr(make_effort("best:epochs=3"))
+    assert described(other) == other
+
+
+def test_the_files_say_it(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", effort=f"{BEST}:norms=true")
+    effort = repr(make_effort(f"{BEST}:norms=true"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["pruning_config"]["effort"] == effort
+    assert f"| effort | `{effort}` |" in (tmp_path / "out" / "README.md").read_text()
+    values = json.loads((tmp_path / "out" / "niwaki.json").read_text())
+    assert values["effort"] == effort
+    del values["effort"], values["fits"]  # as before there were any
+    old = Record.from_json(json.dumps(values))
+    assert (old.effort, old.fits) == ("", [])

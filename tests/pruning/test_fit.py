@@ -1,0 +1,537 @@
+"""Blocks that are fitted to the dense block's outputs, against a plain loop over a layer of transformers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from niwaki.errors import NumericalError
+from niwaki.models.block import DecoderBlock
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.effort import Effort
+from niwaki.pruning.fit import batches, fit
+from niwaki.records.record import FitRecord
+from support.models import CASES, decoder_blocks, message, random_tokens, reference, save_model
+from support.streams import prune, save_starved, stream_of
+
+LENGTH = 12
+#: Of what blocks are called with, what their attention is not.
+_NOT_TOLD = ("position_ids", "use_cache", "past_key_values", "layer_past")
+
+streams: list[Generator[DecoderBlock]] = []  # a block is there as long as its stream
+
+
+@pytest.fixture(autouse=True)
+def _close(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", 2 * LENGTH)
+    yield
+    while streams:
+        streams.pop().close()
+
+
+def embedded(model: StreamedModel, batches: int) -> tuple[HiddenStates, HiddenStates]:
+    """(inputs in the pruned model, inputs in the dense one): batches of two samples."""
+    tokens = random_tokens(2 * batches, LENGTH)
+    states, origin = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(batches):
+        hidden = states.hidden[i]
+        noise = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+        states.hidden[i] = hidden + 0.1 * hidden.std() * noise
+    return states, origin
+
+
+def prepared(
+    model: StreamedModel, batches: int, inner: bool = False
+) -> tuple[DecoderBlock, HiddenStates, HiddenStates]:
+    """The first block with half of its weights, its inputs, and the outputs of the dense block."""
+    states, targets = embedded(model, batches)
+    streams.append(model.stream())
+    block = next(streams[-1])
+    block.advance(targets, inner=inner)
+    prune(block, block.matrices)
+    return block, states, targets
+
+
+def fitted(block: DecoderBlock, states: HiddenStates, targets: HiddenStates, **effort: Any) -> FitRecord:
+    return fit(block, states, targets, Effort(**effort), World(), lambda: None)
+
+
+def weights(model: StreamedModel) -> dict[str, Tensor]:
+    """Of the first block."""
+    return {name: value.detach().clone() for name, value in model.blocks[0].named_parameters()}
+
+
+@dataclass
+class Loop:
+    """What a plain loop comes to: weights and held-out errors before it and after each epoch."""
+
+    weights: list[dict[str, Tensor]]
+    errors: list[float]
+
+
+def unrounded(W: Tensor) -> Tensor:
+    return W
+
+
+def loop(
+    model: StreamedModel,
+    directory: Path,
+    states: HiddenStates,
+    targets: HiddenStates,
+    effort: Effort,
+    rounded: Callable[[Tensor], Tensor] = unrounded,
+) -> Loop:
+    """Over the first layer of the whole model as transformers has it, with the pruned weights in ``model``.
+
+    It computes with ``rounded`` weights, as if the rounding had the gradient 1.
+    """
+    whole: Any = reference(directory)
+    layer = copy.deepcopy(decoder_blocks(whole)[0])
+    layer.load_state_dict(weights(model))
+    inputs, outputs = list(states.hidden), list(targets.hidden)
+    rotary = whole.model.rotary_emb(inputs[0], torch.arange(LENGTH)[None])
+    parameters = {
+        name: value
+        for name, value in layer.named_parameters()
+        if value.ndim == 2 or effort.norms  # of LLaMA without biases these are all
+    }
+    masks = {name: (value != 0) | (value.ndim == 1) for name, value in parameters.items()}
+    rates = {
+        name: effort.rate * float(value[masks[name]].double().square().mean().sqrt())
+        for name, value in parameters.items()
+    }
+    for value in parameters.values():
+        value.requires_grad_(True)
+    adam = torch.optim.Adam([{"params": [value]} for value in parameters.values()], eps=1e-12)
+    held = [i for i in range(len(inputs)) if i % 16 == 0]
+    rest = [i for i in range(len(inputs)) if i % 16] or held
+
+    def used() -> dict[str, Tensor]:
+        return {name: value + (rounded(value) - value).detach() for name, value in parameters.items()}
+
+    def output(i: int) -> Tensor:
+        out: Tensor = torch.func.functional_call(layer, used(), (inputs[i],), {"position_embeddings": rotary})
+        return out
+
+    @torch.no_grad()
+    def error() -> float:
+        wrong = sum(float((output(i) - outputs[i]).double().square().sum()) for i in held)
+        return wrong / sum(float(outputs[i].double().square().sum()) for i in held)
+
+    def now() -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in layer.named_parameters()} | {
+            name: value.detach().clone() for name, value in used().items()
+        }
+
+    found, order, step = Loop([now()], [error()]), torch.Generator().manual_seed(0), 0
+    steps = round(effort.epochs * len(rest))
+    while step < steps:
+        for i in torch.randperm(len(rest), generator=order).tolist()[: steps - step]:
+            adam.zero_grad()
+            nn.functional.mse_loss(output(rest[i]), outputs[rest[i]]).backward()
+            for group, rate in zip(adam.param_groups, rates.values(), strict=True):
+                group["lr"] = rate * (1 - step / steps)
+            adam.step()
+            for name, value in parameters.items():
+                value.data *= masks[name]
+            step += 1
+        found.weights.append(now())
+        found.errors.append(error())
+    return found
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Where gradients are near 0 Adam's steps hang on rounding: nearly all weights are the same, and none is far."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        away = (value - expected[name]).abs() / expected[name].square().mean().sqrt()
+        assert away.max() < 0.05, name
+        assert (away > 1e-3).double().mean() < 0.01, name
+        assert torch.equal(value == 0, expected[name] == 0), name
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("epochs", [1, 3, 0.5, 1.5])
+def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -> None:
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 18)  # of which two are held out
+    before = weights(model)
+    effort = Effort(epochs=epochs, norms=norms)
+    expected = loop(model, directory, states, targets, effort)
+    kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
+    steps: list[None] = []
+    found = fit(
+        block,
+        states,
+        targets,
+        effort,
+        World(),
+        lambda: steps.append(None),
+    )
+    assert len(steps) == batches(states, targets, effort, World()) == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
+    assert (found.block, found.epochs) == (0, epochs)
+    assert expected.errors[-1] == min(expected.errors) < 0.95 * expected.errors[0]
+    assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
+    assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
+    close(weights(model), expected.weights[-1])
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name]) == (value.ndim == 1 and not norms), name
+    assert all(torch.equal(a, b) for a, b in zip(kept, (*states.hidden, *targets.hidden), strict=True))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("room", [None, 0])
+def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None, apart: bool) -> None:
+    """As if batches had been that small, in memory or in a file."""
+    directory, found = save_model(tmp_path / "model"), []
+    for samples in (1, 3, 4):
+        model = stream_of(directory)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", samples * LENGTH)
+            if room is not None and samples > 1:
+                model.room.limit(room)
+            tokens = random_tokens(22, LENGTH)
+            states, targets = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
+        assert (model.room.outside > 0) == (room == 0 and samples > 1)
+        streams.append(model.stream())
+        block = next(streams[-1])
+        block.advance(targets, inner=apart)
+        assert len(targets.inner) == 2 * apart
+        prune(block, block.matrices)
+        record = fitted(block, states, targets, epochs=2, batch=LENGTH, apart=apart)
+        found.append((record.before, record.after, weights(model)))
+        model.room.close()
+    for before, after, other in found[1:]:
+        assert (before, after) == pytest.approx(found[0][:2], rel=1e-4)
+        close(other, found[0][2])
+    assert found[0][1] < 0.99 * found[0][0]
+
+
+def test_fewer_targets(tmp_path: Path) -> None:
+    """A pass over those that there are."""
+    directory, found = save_model(tmp_path / "model"), []
+    tokens = random_tokens(50, LENGTH)
+    for given, epochs in ((19, 1.0), (50, 0.38)):
+        model = stream_of(directory)
+        states, targets = model.embed(tokens[:given], LENGTH), model.embed(tokens[:19], LENGTH)
+        streams.append(model.stream())
+        block = next(streams[-1])
+        block.advance(targets)
+        prune(block, block.matrices)
+        record = fitted(block, states, targets, epochs=epochs, batch=LENGTH)
+        found.append((record.before, record.after, record.epochs, weights(model)))
+    assert found[0][:3] == found[1][:3]
+    assert found[0][2] == 1
+    for name, value in found[0][3].items():
+        assert torch.equal(value, found[1][3][name])
+
+
+def test_weights_on_a_grid(tmp_path: Path) -> None:
+    """Gradients of rounded weights move weights that are not: some end at another number of the grid."""
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 18)
+
+    def rounded(W: Tensor) -> Tensor:
+        steps = (W.abs() / 0.04).round().clamp(min=1)
+        return torch.where(W == 0, 0.0, steps.copysign(W) * 0.04)
+
+    for matrix in block.matrices:
+        weights_of = matrix.within(model.blocks[0].get_parameter(matrix.parameter).data)
+        weights_of.copy_(rounded(weights_of))
+    before, effort = weights(model), Effort(epochs=3)
+    expected = loop(model, directory, states, targets, effort, rounded)
+    called: list[str] = []
+    found = fit(
+        block,
+        states,
+        targets,
+        effort,
+        World(),
+        lambda: None,
+        lambda matrix, W: called.append(matrix.name) or rounded(W),  # type: ignore[func-returns-value]
+    )
+    assert set(called) == {matrix.name for matrix in block.matrices}
+    assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
+    best = expected.errors.index(min(expected.errors))
+    assert found.epochs == best > 0
+    assert found.after == pytest.approx(expected.errors[best], rel=1e-2)
+    assert found.after < 0.98 * found.before
+    moved = 0.0
+    for name, value in weights(model).items():
+        if value.ndim == 2:
+            assert torch.equal(value, rounded(value)), name
+            assert torch.equal(value == 0, before[name] == 0), name
+            differs = (value - expected.weights[best][name]).abs() > 1e-6
+            assert differs.double().mean() < 0.01, name
+            moved += float((value != before[name]).double().mean())
+    assert moved > 0.1
+
+
+def test_the_best_epoch_stays(tmp_path: Path) -> None:
+    """One batch to learn by heart, and one that sees it."""
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 2)
+    effort = Effort(epochs=30, rate=0.1)
+    expected = loop(model, directory, states, targets, effort)
+    best = expected.errors.index(min(expected.errors))
+    assert 0 < best < 30
+    found = fit(block, states, targets, effort, World(), lambda: None)
+    assert found.epochs == best
+    assert found.after == pytest.approx(expected.errors[best], rel=1e-3)
+    assert found.after < found.before
+    close(weights(model), expected.weights[best])
+
+
+def test_where_nothing_is_better_nothing_changes(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block, states, targets = prepared(model, 4)
+    before = weights(model)
+    found = fitted(block, states, targets, epochs=2, rate=1.0)
+    assert found.epochs == 0
+    assert found.after == found.before
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_one_batch_is_held_out_and_fitted_to(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 1)
+    expected = loop(model, directory, states, targets, Effort(epochs=5))
+    found = fitted(block, states, targets, epochs=5)
+    assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
+    assert found.after < 0.9 * found.before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> None:
+    computing = getattr(torch, dtype)
+    directory = save_model(tmp_path / "model", case, dtype=computing)
+    model = StreamedModel(Checkpoint(directory), "cpu", dtype)
+    block, states, targets = prepared(model, 5)
+    before = weights(model)
+    found = fitted(block, states, targets, epochs=2, rate=0.005)
+    assert found.after < found.before
+    assert found.epochs > 0
+    changed = 0
+    for key, part, stored in block.trained(False):
+        matrix = next(m for m in block.matrices if (m.key, m.part) == (key, part))
+        old = matrix.within(before[matrix.parameter])
+        new = stored.T if matrix.transposed else stored
+        assert new.dtype == computing
+        assert torch.equal(new == 0, old == 0), matrix.name
+        assert not (new.float().signbit() & (new == 0)).any()
+        assert torch.equal(new, matrix.within(model.blocks[0].get_parameter(matrix.parameter)))
+        changed += not torch.equal(new, old)
+    assert changed == len(block.matrices)
+    for name, value in weights(model).items():
+        if name not in {m.parameter for m in block.matrices}:
+            assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("computing", ["float32", "float16"])
+def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> None:
+    """Stored in float16, weights of 1e-7 are 0 when they become half as large."""
+    whole = reference(save_model(tmp_path / "dense"))
+    value: Any = decoder_blocks(whole)[0].get_parameter("mlp.up_proj.weight")
+    with torch.no_grad():
+        value.mul_(1e-6)
+    whole.half().save_pretrained(tmp_path / "model")
+    model = StreamedModel(Checkpoint(tmp_path / "model"), "cpu", computing)
+    block, states, targets = prepared(model, 9)
+    zeros = {m.name: int((m.within(weights(model)[m.parameter]) == 0).sum()) for m in block.matrices}
+    found = fitted(block, states, targets, epochs=2, rate=0.1)
+    assert found.epochs > 0
+    for matrix, (_, _, stored) in zip(block.matrices, block.trained(False), strict=True):
+        assert stored.dtype == torch.float16
+        assert int((stored == 0).sum()) == zeros[matrix.name]
+
+
+def test_experts_without_tokens_stay_as_they_are(tmp_path: Path) -> None:
+    model = stream_of(save_starved(tmp_path / "model"))
+    block, states, targets = prepared(model, 6)
+    before = weights(model)
+    assert fitted(block, states, targets, epochs=1).epochs == 1
+    for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        same = [torch.equal(a, b) for a, b in zip(weights(model)[name], before[name], strict=True)]
+        assert same == [False, False, False, True]
+
+
+def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block, states, targets = prepared(model, 4)
+    said = message(lambda: fitted(block, states, targets, epochs=1, rate=1e38), NumericalError)
+    assert said.startswith("block 0: fitting it arrived at NaN or infinite outputs; try a lower rate than rate=1e+38")
+    assert not any(value.requires_grad for value in model.blocks[0].parameters())
+
+
+def test_inputs_that_are_not_finite(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    block, states, targets = prepared(model, 4)
+    states.hidden[0] = states.hidden[0] * float("nan")
+    assert "NaN or infinite outputs" in message(lambda: fitted(block, states, targets, epochs=1), NumericalError)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e6), ("float16", 1e4)])
+def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str, size: float) -> None:
+    """A few huge activations, as large models have, make the other gradients of a relative error tiny."""
+    directory = save_model(tmp_path / "model", dtype=getattr(torch, dtype))
+    found = []
+    for huge in (1.0, size):
+        model = StreamedModel(Checkpoint(directory), "cpu", dtype)
+        block, states, targets = prepared(model, 6)
+        hidden = targets.hidden[0].clone()
+        hidden[0, 0, 0] *= huge
+        targets.hidden[0] = hidden  # held out, so that no step sees it
+        with block.training(False) as parameters:
+            dense = [value.detach().clone() for value in parameters]
+        fitted(block, states, targets, epochs=1, rate=1e-3)
+        found.append(sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True)))
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def test_biases_that_are_zero_are_fitted_too(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model", "llama biases"))
+    block, states, targets = prepared(model, 6)
+    bias = model.blocks[0].get_parameter("mlp.up_proj.bias")
+    bias.data[::2] = 0
+    assert fitted(block, states, targets, epochs=1, norms=True).epochs == 1
+    assert bool(bias.all())
+
+
+def sub_blocks(case: str, layer: Any, x: Tensor, told: dict[str, Any]) -> list[tuple[Tensor, str]]:
+    """The outputs of attention and MLP, written out, and what the names of their parameters begin with."""
+    if case == "opt":
+        a = layer.self_attn(layer.self_attn_layer_norm(x), **told)[0]
+        return [(a, "self_attn"), (layer.fc2(layer.fc1(layer.final_layer_norm(x + a)).relu()), "final|fc")]
+    first = layer.input_layernorm
+    if case == "falcon":  # one norm for both
+        h = first(x)
+        return [(layer.self_attention(h, **told)[0], "input|self_att"), (layer.mlp(h), "input|mlp")]
+    second = layer.post_attention_layernorm
+    if case == "gpt_neox":
+        a, m = layer.attention(first(x), **told)[0], layer.mlp(second(x))
+    elif case == "bloom":  # with the stream in each
+        a = layer.self_attention(first(x), x, **told)[0]
+        m = layer.mlp(second(a), a)
+    else:
+        a = layer.self_attn(first(x), **told)[0]
+        m = layer.mlp(second(x + a))
+    return [(a, "input|self_att|attention"), (m[0] if isinstance(m, tuple) else m, "post|mlp")]
+
+
+# Without biases of keys, which attention without rotation is blind to: their gradients are rounding.
+@pytest.mark.parametrize(
+    ("case", "norms"),
+    [
+        *((case, False) for case in ("llama", "gpt_neox", "bloom", "falcon", "opt", "gpt_oss")),
+        *((case, True) for case in ("llama", "falcon")),
+    ],
+)
+def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None:
+    """Each as if it were alone: its error has gradients with respect to its own parameters only."""
+    directory = save_model(tmp_path / "model", case)
+    model = stream_of(directory)
+    block, states, targets = prepared(model, 9, inner=True)
+    dense = decoder_blocks(reference(directory))[0]
+    layer = copy.deepcopy(dense)
+    layer.load_state_dict(weights(model))
+    # Inputs of the dense model are those of the pruned one without the noise.
+    origin = model.embed(random_tokens(18, LENGTH), LENGTH)
+    told = {name: value for name, value in states.arguments[0, 2][1].items() if name not in _NOT_TOLD}
+
+    def outputs(module: Any, x: Tensor) -> list[tuple[Tensor, str]]:
+        return sub_blocks(case, module, x, told)
+
+    wanted = [[out.detach() for out, _ in outputs(dense, x)] for x in origin.hidden]
+    for mine, theirs in zip(targets.inner, zip(*wanted, strict=True), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b.view(a.shape), rtol=1e-4, atol=1e-5)
+
+    pruned = {matrix.parameter for matrix in block.matrices}
+    named = {name: v for name, v in layer.named_parameters() if name in pruned or (norms and v.ndim == 1)}
+    masks = {name: (value != 0) | (value.ndim == 1) for name, value in named.items()}
+    rates = [0.02 * float(value.detach()[masks[name]].double().square().mean().sqrt()) for name, value in named.items()]
+    for value in named.values():
+        value.requires_grad_(True)
+    adam = torch.optim.Adam([{"params": [value]} for value in named.values()], eps=1e-16)
+
+    @torch.no_grad()
+    def error() -> float:
+        found = outputs(layer, states.hidden[0])
+        pairs = [(out.view(y.shape).double(), y.double()) for (out, _), y in zip(found, wanted[0], strict=True)]
+        return sum(float((out - y).square().sum() / y.square().sum()) for out, y in pairs)
+
+    first, order = error(), torch.Generator().manual_seed(0)
+    for step, i in enumerate(torch.randperm(8, generator=order).tolist()):
+        adam.zero_grad()
+        for part in (0, 1):
+            out, own = outputs(layer, states.hidden[1 + i])[part]
+            y = wanted[1 + i][part]
+            own_ones = {name: value for name, value in named.items() if re.match(own, name)}
+            assert 0 < len(own_ones) < len(named)
+            loss = (out - y).square().sum() / wanted[0][part].square().sum()
+            gradients = torch.autograd.grad(loss, list(own_ones.values()), allow_unused=True)
+            for value, gradient in zip(own_ones.values(), gradients, strict=True):
+                if gradient is not None:
+                    value.grad = gradient if value.grad is None else value.grad + gradient
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - step / 8)
+        for name, value in named.items():
+            if value.grad is not None:
+                value.grad *= masks[name]
+        adam.step()
+    found = fitted(block, states, targets, epochs=1, batch=2 * LENGTH, norms=norms, apart=True)
+    assert found.before == pytest.approx(first, rel=1e-4)
+    assert found.after == pytest.approx(error(), rel=1e-3)
+    assert found.after < 0.99 * found.before
+    close(weights(model), {name: value.detach() for name, value in layer.named_parameters()})
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if " " not in case])
+def test_every_family_apart(tmp_path: Path, case: str) -> None:
+    """Attention and MLP are found; masks stay; the same twice."""
+    directory, found = save_model(tmp_path / "model", case), []
+    for _ in range(2):
+        model = stream_of(directory)
+        block, states, targets = prepared(model, 5, inner=True)
+        assert len(targets.inner) == 2
+        before = weights(model)
+        record = fitted(block, states, targets, epochs=2, rate=0.005, apart=True)
+        assert record.after < record.before
+        found.append(weights(model))
+        changed = {name for name, value in found[-1].items() if not torch.equal(value, before[name])}
+        assert changed == {matrix.parameter for matrix in block.matrices}
+        for name, value in found[-1].items():
+            assert torch.equal(value == 0, before[name] == 0), name
+    assert all(torch.equal(value, found[0][name]) for name, value in found[1].items())
+
+
+def test_norms_behind_the_last_sub_block_stay_where_these_are_fitted_apart(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model", "gemma2"))
+    block, states, targets = prepared(model, 5, inner=True)
+    before = weights(model)
+    fitted(block, states, targets, epochs=1, norms=True, apart=True)
+    stay = {name for name, value in weights(model).items() if torch.equal(value, before[name])}
+    assert stay == {"post_feedforward_layernorm.weight"}
+
+
+def block_weights(block: DecoderBlock) -> list[Tensor]:
+    with block.training(False) as parameters:
+        return [value.detach().clone() for value in parameters]

@@ -1,0 +1,192 @@
+"""Text of the dense model's own, against the probabilities of the whole model of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.models.processes import World
+from niwaki.pruning.effort import make_effort
+from niwaki.pruning.own_text import steps, synthesize
+from niwaki.pruning.prune import prune
+from niwaki.records.progress import Progress
+from support.models import CASES, edit_json, message, random_tokens, reference, save_model
+from support.runs import StopAt, files, tensors
+from support.streams import assert_clean, stream_of
+from support.threads import in_threads
+
+TOKENS = random_tokens(6, 24)
+EFFORT = "fast:synthetic=0.5"
+
+
+def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
+    options = {
+        "sparsity": 0.5,
+        "calibration": TOKENS,
+        "measure": "none",
+        "device": "cpu",
+        "solver": "sparsegpt",
+    }
+    return prune(model, out, effort=effort, **{**options, **changes})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    model = stream_of(save_model(tmp_path / "model", case))
+    state, done = torch.get_rng_state(), []
+    found = synthesize(model, TOKENS, 8, done=lambda: done.append(1))
+    assert found is not None
+    assert found.shape == (8, 24)
+    assert found.dtype == torch.int64
+    assert found.min() >= 0
+    assert found.max() < model.config.vocab_size
+    again = synthesize(model, TOKENS, 8)
+    other = synthesize(model, TOKENS, 8, seed=1)
+    assert again is not None
+    assert other is not None
+    assert torch.equal(found, again)
+    assert not torch.equal(found, other)
+    # From two places in the windows.
+    assert torch.equal(found[:, 0], torch.cat([TOKENS[:, 7], TOKENS[:2, 15]]))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(done) == steps(model, 24, 8) == 23
+    assert_clean(model)
+
+
+def test_tokens_have_the_probabilities_of_the_model(tmp_path: Path) -> None:
+    """Also where the model's own settings are others."""
+    directory = save_model(tmp_path / "model")
+    settings = {"do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.5, "eos_token_id": 5}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    edit_json(directory / "config.json", eos_token_id=5, bos_token_id=0)
+    count = 4000
+    found = synthesize(stream_of(directory), TOKENS[:1, :3], count)
+    assert found is not None
+    assert len(found[:, 0].unique()) > 1  # from several places
+    whole, seen = reference(directory, torch.float64), 0
+    for first in found[:, 0].unique().tolist():
+        mine = found[found[:, 0] == first]
+        with torch.no_grad():
+            probabilities = whole(torch.tensor([[first]])).logits[0, -1].softmax(-1)
+        expected = probabilities * len(mine)
+        counts = mine[:, 1].bincount(minlength=len(expected))
+        chi2 = float(((counts - expected).square() / expected).sum())
+        assert chi2 < 64 + 5 * (2 * 64) ** 0.5
+        seen += len(mine)
+    assert seen == count
+    after = found[(found[:, 1] == 5), 2]
+    assert len(after.unique()) > 5  # the text goes on behind its end
+
+
+def test_memory(tmp_path: Path) -> None:
+    """Fewer sequences at a time, or none."""
+    model = stream_of(save_model(tmp_path / "model"))
+    program, sequence = 2**29, 2 * (2 * 2 * 2) * 8 * 24 * 4
+    assert model.config.hidden_size // model.config.num_attention_heads == 8
+    logits = 3 * 4 * model.config.vocab_size
+    budget = program + model.size + 2 * 2 * (sequence + logits)
+    assert steps(model, 24, 5, budget) == 3 * 23
+    done: list[int] = []
+    assert synthesize(model, TOKENS, 5, budget, done=lambda: done.append(1)) is not None
+    assert len(done) == 3 * 23
+    assert synthesize(model, TOKENS, 5, program + model.size) is None
+    assert steps(model, 24, 5, program + model.size) == 0
+
+
+def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_model(tmp_path / "model")
+    # Threads share the generator of random numbers, which processes do not.
+    monkeypatch.setattr(
+        "niwaki.pruning.own_text._continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
+    )
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    models = [stream_of(directory) for _ in range(2)]
+    sequence = 2 * (2 * 4) * 8 * 24 * 4 + 3 * 4 * 64
+    budgets = [2**29 + models[0].size + 2 * sequence, None]  # for one at a time, and for all
+
+    def do(world: World) -> Tensor | None:
+        return synthesize(models[world.rank], world.share(TOKENS), 5, budgets[world.rank], world)
+
+    for found in in_threads(2, do):
+        assert found is not None
+        assert torch.equal(found, TOKENS[:5, 11:12].expand(-1, 24))
+    assert len(seeds) == len(set(seeds)) == 5  # each draws its own, as many at a time as all have memory for
+
+
+# In a run
+
+
+def test_it_is_as_if_it_had_been_given(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    own = synthesize(stream_of(directory), TOKENS, 3)
+    assert own is not None
+    record = run(directory, tmp_path / "out")
+    assert record.calibration["synthetic"] == 3
+    assert record.matrices[0].tokens == 9 * 24
+    assert "| besides | 3 windows that the dense model wrote itself |" in (tmp_path / "out" / "README.md").read_text()
+    run(directory, tmp_path / "given", "fast", calibration=torch.cat([TOKENS, own]))
+    for key, value in tensors(tmp_path / "out").items():
+        assert torch.equal(value, tensors(tmp_path / "given")[key])
+
+
+def test_a_run_that_was_stopped_keeps_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_model(tmp_path / "model", shards=True)
+    effort = f"{EFFORT}:allocation=loss"
+    run(directory, tmp_path / "whole", effort)
+    with pytest.raises(KeyboardInterrupt):
+        run(directory, tmp_path / "out", effort, progress=StopAt(8))
+    monkeypatch.setattr("niwaki.pruning.walk.synthesize", None)  # it is not written again
+    record = run(directory, tmp_path / "out", effort)
+    assert record.resumed == [1]
+    assert record.calibration["synthetic"] == 3
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    record = run(directory, tmp_path / "out", memory=1)
+    assert record.calibration["synthetic"] == 0
+    assert any("wrote no text" in note and "more --samples" in note for note in record.notes)
+    run(directory, tmp_path / "without", "fast")
+    for key, value in tensors(tmp_path / "out").items():
+        assert torch.equal(value, tensors(tmp_path / "without")[key])
+
+
+def test_a_model_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no cache")
+
+    monkeypatch.setattr(model.model, "generate", fail)
+    said = message(lambda: synthesize(model, TOKENS, 3), UnsupportedModelError)
+    assert "no cache" in said
+    assert "synthetic=0" in said
+    assert_clean(model)
+
+
+def test_stages(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Watch(Progress):
+        def stage(self, block: int, name: str, steps: int) -> None:
+            told.append([name, steps, 0])
+
+        def step(self) -> None:
+            told[-1][2] += 1
+
+    run(save_model(tmp_path / "model"), tmp_path / "out", progress=Watch())
+    assert told[0] == ["synthesis", 23, 23]
+
+
+def test_values() -> None:
+    assert make_effort("fast:synthetic=0.5").plans
+    assert "synthetic must be 0 or more" in message(lambda: make_effort("fast:synthetic=-1"), UsageError)

@@ -1,0 +1,432 @@
+"""Whole runs whose weights end on a grid: what is written, and who can read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from niwaki.cli.display import summary
+from niwaki.errors import OutputError, UnsupportedModelError
+from niwaki.layer.grid import Grid
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.scales import FILE, verify_grid
+from niwaki.models.streamed import StreamedModel
+from niwaki.packed.compressed_tensors import export, packed_integers
+from niwaki.pruning.prune import prune
+from niwaki.records.record import Record
+from support.models import CASES, is_pruned, message, random_tokens, reference, save_model
+from support.runs import files, raw, stopped, tensors, zeros
+
+TOKENS = random_tokens(24, 24)
+BEST = "best:synthetic=0:epochs=2:batch=48:rate=0.007"
+
+
+def run(model: Path, out: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "solver": "wanda",
+        "sparsity": 0.5,
+        "quantize": "int4",
+        "calibration": TOKENS,
+        "text": random_tokens(2, 24, seed=1),
+        "device": "cpu",
+    }
+    return prune(model, out, **{**options, **changes})
+
+
+def codes(W: Tensor, scales: Tensor) -> Tensor:
+    """(out, in) whole numbers in float64, of which ``W`` in the layout (out, in) is the product with its scales."""
+    full = scales.repeat_interleave(W.shape[-1] // scales.shape[-1], dim=-1)
+    q = (W.double() / full.double()).round()
+    assert raw(q.to(full.dtype) * full) == raw(W.to(full.dtype))
+    return q
+
+
+def check(model: Path, out: Path, grid: Grid, case: str = "llama", vectors: bool = False, even: bool = True) -> None:
+    """What was pruned is on the grid, and half zeros, each matrix or all together; all else is as before."""
+    before, after, scales = tensors(model), tensors(out), load_file(out / FILE)
+    assert before.keys() == after.keys()
+    pruned = {key for key in before if is_pruned(case, key)}
+    assert scales.keys() == {f"{key}_scale" for key in pruned}
+    transposed = case.startswith("gpt2") or any("experts" in key and before[key].ndim == 3 for key in pruned)
+    for key in before:
+        W = after[key]
+        if key not in pruned:
+            assert (raw(W) == raw(before[key])) or (vectors and W.ndim == 1), key
+            continue
+        of_it = scales[f"{key}_scale"]
+        if transposed and (case.startswith("gpt2") or W.ndim == 3):
+            W = W.transpose(-1, -2)
+        assert of_it.dtype == W.dtype
+        assert (of_it > 0).all()
+        assert of_it.shape == (*W.shape[:-1], grid.groups(W.shape[-1]))
+        q = codes(W, of_it)
+        assert q.min() >= -(2 ** (grid.bits - 1))
+        assert q.max() < 2 ** (grid.bits - 1)
+        assert len(q.unique()) > 5
+        assert not (W.float().signbit() & (W == 0)).any()
+        for matrix in W if even and W.ndim == 3 else [W] if even else []:
+            assert zeros(matrix) >= matrix.numel() // 2, key
+    assert sum(zeros(after[key]) for key in pruned) >= sum(after[key].numel() for key in pruned) // 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
+    model = save_model(tmp_path / "model", case)
+    record = run(model, tmp_path / "out", measure="none")
+    check(model, tmp_path / "out", Grid(4), case)
+    assert record.quantization == "int4"
+    assert record.sparsity >= 0.5
+    for matrix in record.matrices:
+        assert matrix.sparsity >= 0.5
+        assert float(matrix.stats["error_before_rounding"]) > 0
+        lost = int(matrix.stats["rounded_to_zero"])
+        assert lost == round(matrix.sparsity * math.prod(matrix.shape)) - math.prod(matrix.shape) // 2
+    reference(tmp_path / "out")  # transformers does not mind
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("quantize", ["int8", "int4:8", "int3:16"])
+def test_every_dtype(tmp_path: Path, dtype: str, quantize: str) -> None:
+    """What is stored is the product of code and scale in the dtype of the scales, to the bit."""
+    model = save_model(tmp_path / "model", dtype=getattr(torch, dtype))
+    run(model, tmp_path / "out", quantize=quantize, measure="none", blocks=(1, 2))
+    after, scales = tensors(tmp_path / "out"), load_file(tmp_path / "out" / FILE)
+    assert len(scales) == 7
+    for key, of_it in scales.items():
+        assert str(of_it.dtype) == f"torch.{'float32' if dtype == 'float64' else dtype}"
+        W = after[key.removesuffix("_scale")]
+        assert str(W.dtype) == f"torch.{dtype}"
+        codes(W, of_it)
+        assert ".layers.1." in key
+
+
+def test_weights_are_fitted_to_their_grid(tmp_path: Path) -> None:
+    """Not only rounded: at 8 bits the output error of Wanda's mask is below that of weights left as they were."""
+    model = save_model(tmp_path / "model")
+    plain = run(model, tmp_path / "plain", quantize=None, measure="none", blocks=(0, 1))
+    fine, coarse = (
+        run(model, tmp_path / grid, quantize=grid, measure="none", blocks=(0, 1)) for grid in ("int8", "int3")
+    )
+    for before, after, third in zip(plain.matrices, fine.matrices, coarse.matrices, strict=True):
+        assert after.stats["error_before_rounding"] == third.stats["error_before_rounding"] == before.error
+        assert "error_before_rounding" not in before.stats
+        assert after.error < before.error
+        assert after.error < third.error
+
+
+def test_nothing_is_pruned_at_sparsity_0(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "out", solver="continuation", sparsity=0, quantize="int8", measure="none")
+    assert 0 < record.sparsity < 0.02
+    assert record.mean_error < 1e-3
+
+
+@pytest.mark.parametrize("effort", ["balanced", BEST, f"{BEST}:norms=true"])
+def test_efforts_keep_to_the_grid(tmp_path: Path, effort: str) -> None:
+    model = save_model(tmp_path / "model", "llama grouped")
+    record = run(model, tmp_path / "out", effort=effort, quantize="int4:16")
+    check(model, tmp_path / "out", Grid(4, 16), vectors="norms" in effort, even=False)
+    assert effort == "balanced" or any(fit.after < fit.before for fit in record.fits)
+    written = tensors(tmp_path / "out")
+    for matrix in record.matrices:
+        stored = written[f"model.layers.{matrix.block}.{matrix.name}.weight"]
+        assert matrix.sparsity == zeros(stored) / stored.numel()
+
+
+def test_importance_of_rows_leaves_no_trace_on_the_grid(tmp_path: Path) -> None:
+    """Where rows do not compete, weights and scales are those without importance."""
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16)
+    changes = {"sparsity": None, "pattern": "per-row:0.5", "quantize": "int4:16", "blocks": (0, 1)}
+    one = run(model, tmp_path / "one", **changes)
+    other = run(model, tmp_path / "other", effort="fast:importance=1", **changes)
+    for a, b in zip(one.matrices, other.matrices, strict=True):
+        assert a.error == pytest.approx(b.error, rel=1e-3)
+    for file in ("model.safetensors", FILE):
+        first, second = load_file(tmp_path / "one" / file), load_file(tmp_path / "other" / file)
+        for key, value in first.items():
+            assert (value == second[key]).double().mean() > 0.98, key
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fitted_blocks_of_other_layouts(tmp_path: Path, case: str, dtype: str) -> None:
+    model = save_model(tmp_path / "model", case, dtype=getattr(torch, dtype))
+    record = run(model, tmp_path / "out", effort="fast:epochs=2:batch=48:rate=0.01", quantize="int8")
+    check(model, tmp_path / "out", Grid(8), case)
+    assert any(fit.after < fit.before for fit in record.fits)
+
+
+def test_the_perplexity_is_that_of_what_is_written(tmp_path: Path) -> None:
+    model, text = save_model(tmp_path / "model"), random_tokens(6, 24, seed=5)
+    record = run(model, tmp_path / "out", text=text)
+    whole: Any = reference(tmp_path / "out")
+    loss = float(whole(text, labels=text).loss)
+    assert record.perplexity["after"]["value"] == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama grouped", shards=True)
+    changes = {"quantize": "int4:16", "effort": BEST, "calibration": TOKENS}
+    run(model, tmp_path / "whole", **changes)
+    stopped(model, tmp_path / "out", 10, **changes)
+    said = message(lambda: run(model, tmp_path / "out", **{**changes, "quantize": "int4:8"}))
+    assert "quantize (int4:16 there, int4:8 here)" in said
+    said = message(lambda: run(model, tmp_path / "out", **{**changes, "quantize": None}))
+    assert "quantize (int4:16 there, None here)" in said
+    assert run(model, tmp_path / "out", **changes).resumed == [1]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert FILE in files(tmp_path / "out")
+
+
+def test_without_scales_a_run_does_not_go_on(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama grouped")
+    stopped(model, tmp_path / "out", 10, quantize="int4")
+    (tmp_path / ".out.partial" / FILE).unlink()
+    said = message(lambda: run(model, tmp_path / "out", calibration=random_tokens(4, 24)), OutputError)
+    assert "scales.safetensors of an unfinished run is gone; start over with --restart" in said
+
+
+def test_with_little_memory(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    for memory in (None, 1):
+        run(model, tmp_path / f"{memory}", effort=BEST, memory=memory)
+    assert tensors(tmp_path / "None").keys() == tensors(tmp_path / "1").keys()
+    for path in ("model.safetensors", FILE):
+        assert (tmp_path / "None" / path).read_bytes() == (tmp_path / "1" / path).read_bytes()
+
+
+def test_what_was_on_a_grid_can_be_pruned_again(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "first")
+    record = run(tmp_path / "first", tmp_path / "second", sparsity=0.7, quantize="int3")
+    check(tmp_path / "first", tmp_path / "second", Grid(3))
+    assert any(FILE in note for note in record.notes)
+    run(tmp_path / "first", tmp_path / "third", quantize=None)
+    assert not (tmp_path / "third" / FILE).exists()
+    assert "quantization" not in json.loads((tmp_path / "third" / "config.json").read_text())["pruning_config"]
+
+
+@pytest.mark.parametrize(
+    ("quantize", "said"),
+    [
+        ("int4:32", "48 inputs cannot be divided into groups of 32 that share a scale; try int4:16, or int4 for one"),
+        ("int9", "a grid has 2 to 8 bits; got 9"),
+        ("q4", "'q4' is no grid for weights; try int4:128, int4 or int8"),
+    ],
+)  # fmt: skip
+def test_grids_that_cannot_be(tmp_path: Path, quantize: str, said: str) -> None:
+    model = save_model(tmp_path / "model")
+    assert message(lambda: run(model, tmp_path / "out", quantize=quantize)).startswith(said)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_told(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    record = run(model, tmp_path / "out", quantize="int4:16")
+    assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
+
+    def mean(errors: list[float]) -> float:
+        return math.exp(sum(map(math.log, errors)) / len(errors))
+
+    before = mean([float(matrix.stats["error_before_rounding"]) for matrix in record.matrices])
+    after = mean([matrix.error for matrix in record.matrices])
+    said = f"int4:16: error {before:.4g} before rounding, {after:.4g} after; "
+    assert record.rounding.startswith(said)
+    sizes = [math.prod(matrix.shape) for matrix in record.matrices]
+    zero = sum(int(matrix.stats["rounded_to_zero"]) for matrix in record.matrices)
+    assert record.rounding.endswith(f"; {200 * zero / sum(sizes):.2g} % of the remaining weights became 0")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| grid of the weights | {record.rounding} |" in card
+    assert "* weights on the grid int4:16 are stored as usual, not packed, so that they load wherever" in card
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(summary(record))
+    assert said in shown.get()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["pruning_config"]["quantization"] == "int4:16"
+    assert "quantization_config" not in config
+    old = dataclasses.asdict(record)
+    del old["quantization"]
+    assert Record.from_json(json.dumps(old)).quantization is None
+
+
+@pytest.mark.parametrize("what", ["weight", "scale"])
+def test_weights_off_the_grid_are_found(tmp_path: Path, what: str) -> None:
+    """What is on the disk is compared, to the bit."""
+    model, out = save_model(tmp_path / "model"), tmp_path / "out"
+    run(model, out)
+    streamed = StreamedModel(Checkpoint(model), "cpu")
+    verify_grid(out, streamed.matrices(), Grid(4))
+    path = out / (FILE if what == "scale" else "model.safetensors")
+    key = "model.layers.1.mlp.up_proj.weight" + ("_scale" if what == "scale" else "")
+    data, value = bytearray(path.read_bytes()), load_file(path)[key]
+    at = data.index(raw(value))
+    changed = value.clone()
+    first = tuple((value != 0).nonzero()[0].tolist())
+    changed[first] = torch.nextafter(changed[first], torch.tensor(9.0))
+    data[at : at + value.nbytes] = raw(changed)
+    path.write_bytes(data)
+    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), OutputError)
+    assert "'model.layers.1.mlp.up_proj.weight' has weights on disk that are not on its grid int4" in said
+    assert message(lambda: export(out, tmp_path / "packed"), OutputError) == said
+
+
+def test_scales_are_positive(tmp_path: Path) -> None:
+    """Of a negative one the weights may well be on the grid."""
+    model, out, key = save_model(tmp_path / "model"), tmp_path / "out", "model.layers.1.mlp.up_proj.weight"
+    run(model, out)
+    path = out / FILE
+    data, scales = bytearray(path.read_bytes()), load_file(path)[f"{key}_scale"]
+    q = codes(tensors(out)[key], scales)
+    row = int((q.amin(dim=1) > -8).nonzero()[0])  # -8 would be 8
+    at = data.index(raw(scales))
+    scales[row] *= -1
+    data[at : at + scales.nbytes] = raw(scales)
+    path.write_bytes(data)
+    streamed = StreamedModel(Checkpoint(model), "cpu")
+    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), OutputError)
+    assert f"{key!r} has weights on disk that are not on its grid" in said
+
+
+# Packed
+
+
+def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Bit for bit, by the definition of the format."""
+    rows = []
+    for words in packed.tolist():
+        stream = "".join(f"{word % 2**32:032b}"[::-1] for word in words)
+        cut = [stream[i * bits : (i + 1) * bits][::-1] for i in range(columns)]
+        rows.append([int(piece, 2) - 2 ** (bits - 1) for piece in cut])
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [8, 32, 21])
+def test_packing(bits: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (50, columns), generator=generator)
+    packed = packed_integers(q.float(), bits)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (50, -(-columns * bits // 32))
+    assert torch.equal(unpacked(packed, bits, columns), q)
+
+
+@pytest.mark.parametrize(("quantize", "shards"), [("int4:16", False), ("int8", True)])
+def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16, shards=shards)
+    (model / "notes.txt").write_text("notes")
+    run(model, tmp_path / "out", quantize=quantize, blocks=(1, 2))
+    export(tmp_path / "out", tmp_path / "packed")
+    before, after = tensors(tmp_path / "out"), tensors(tmp_path / "packed")
+    scales = load_file(tmp_path / "out" / FILE)
+    packed = {key.removesuffix("_scale") for key in scales}
+    bits = int(quantize[3])
+    for key, value in before.items():
+        if key not in packed:
+            assert raw(after.pop(key)) == raw(value)
+            continue
+        assert after.pop(f"{key}_shape").tolist() == list(value.shape)
+        of_it = after.pop(f"{key}_scale")
+        assert raw(of_it) == raw(scales[f"{key}_scale"])
+        q = unpacked(after.pop(f"{key}_packed"), bits, value.shape[1])
+        assert torch.equal(q, codes(value, of_it).long())
+    assert not after
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    quantized = config.pop("quantization_config")
+    assert config == json.loads((tmp_path / "out" / "config.json").read_text())
+    group = quantized["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    wanted = {"num_bits": bits, "strategy": "group" if ":" in quantize else "channel"}
+    assert wanted.items() <= group["weights"].items()
+    assert group["weights"]["group_size"] == (16 if ":" in quantize else None)
+    assert len(quantized["ignore"]) == 8
+    assert "lm_head" in quantized["ignore"]
+    if shards:
+        index = json.loads((tmp_path / "packed" / "model.safetensors.index.json").read_text())
+        for key, shard in index["weight_map"].items():
+            assert key in load_file(tmp_path / "packed" / shard)
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(tmp_path / "packed").values())
+    assert (tmp_path / "packed" / "notes.txt").read_text() == "notes"
+    for name in ("README.md", "niwaki.json"):
+        assert "stored as usual" in (tmp_path / "out" / name).read_text()
+        assert "stored as usual" not in (tmp_path / "packed" / name).read_text()
+        assert "weights are packed integers" in (tmp_path / "packed" / name).read_text()
+    notes = Record.from_json((tmp_path / "packed" / "niwaki.json").read_text()).notes
+    assert len(notes) == len(Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).notes)
+    assert not (tmp_path / "packed" / FILE).exists()
+
+
+@pytest.mark.parametrize("quantize", ["int4:16", "int4", "int8"])
+@pytest.mark.parametrize("case", ["llama biases", "llama tied", "qwen3"])
+@torch.no_grad()
+def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case: str, quantize: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
+    run(model, tmp_path / "out", quantize=quantize)
+    export(tmp_path / "out", tmp_path / "packed")
+    dense, packed = (reference(tmp_path / name, torch.bfloat16) for name in ("out", "packed"))
+    assert torch.equal(dense(TOKENS).logits, packed(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("case", "quantize", "said"),
+    [
+        ("llama", None, "has no weights on a grid; prune the dense model with --quantize int4:128"),
+        ("llama", "int3", "weights of 3 bits cannot be packed in this format; it has 4 or 8"),
+        ("llama", "int2", "weights of 2 bits cannot be packed in this format; it has 4 or 8"),
+        ("gpt2", "int4", "'transformer.h.0.attn.c_attn.weight' of "),
+        ("mixtral", "int4", "block_sparse_moe.experts.0.w1.weight' of "),
+        (
+            "gpt_oss",
+            "int4",
+            "cannot be packed: it is not the weight of a linear layer of its own; use the model as",
+        ),
+    ],
+)
+def test_what_cannot_be_packed(tmp_path: Path, case: str, quantize: str | None, said: str) -> None:
+    model = save_model(tmp_path / "model", case)
+    run(model, tmp_path / "out", quantize=quantize, measure="none")
+    kind = UnsupportedModelError if case != "llama" else Exception
+    with pytest.raises(kind) as caught:
+        export(tmp_path / "out", tmp_path / "packed")
+    assert said in str(caught.value)
+    assert not (tmp_path / "packed").exists()
+
+
+def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", measure="none")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("niwaki.models.shards.save_file", full)
+    assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_packed_files_have_the_usual_mode(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", measure="none")
+    export(tmp_path / "out", tmp_path / "packed")
+    (tmp_path / "usual").touch()
+    files = [path for path in (tmp_path / "packed").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in (*files, tmp_path / "usual")} == {files[0].stat().st_mode}
+
+
+def test_a_packed_model_is_not_pruned(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", measure="none")
+    export(tmp_path / "out", tmp_path / "packed")
+    said = message(lambda: run(tmp_path / "packed", tmp_path / "again"), UnsupportedModelError)
+    assert "was exported for other programs; give the directory that it was made from" in said

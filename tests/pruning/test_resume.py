@@ -1,0 +1,278 @@
+"""Runs that are stopped: what they leave, who may go on with it, and that the result is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from niwaki.errors import OutputError
+from niwaki.files import write_json
+from niwaki.models.output import workplace
+from niwaki.records.record import MatrixRecord
+from support import crashes as crash_runs
+from support.models import message, random_tokens, save_model
+from support.runs import StopAt, files, run, stopped
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", "llama grouped", shards=True)  # 3 blocks of 7 matrices
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def crashes(model: Path, root: Path, *mode: str) -> Any:
+    """What support/crashes.py found."""
+    done = subprocess.run(
+        [sys.executable, crash_runs.__file__, str(model), str(root), *mode],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None:
+    found = crashes(model, tmp_path / "runs", "points")
+    assert found["kills"] >= 50
+    assert found["resumed"] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path, model: Path) -> None:
+    assert crashes(model, tmp_path / "runs", "random", "60")["kills"] == 60
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+@pytest.mark.parametrize("matrices", [7, 8, 21])
+def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, matrices: int) -> None:
+    """Interrupted before a block is done nothing stays, later all that is done."""
+    run(model, tmp_path / "whole")
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    stopped(model, out, matrices)
+    done = (matrices - 1) // 7
+    where = out if there else tmp_path
+    name = ".partial" if there else ".out.partial"
+    assert [n for n in names(where) if n.startswith(".")] == ([name, f"{name}.json"] if done else [])
+    assert out.exists() == there
+    progress = StopAt(100)
+    record = run(model, out, progress=progress)
+    assert record.resumed == ([done] if done else [])
+    assert progress.left == 100 - 21 + 7 * done  # no block is solved twice
+    assert any(note.startswith(f"going on behind the first {done} of 3 blocks") for note in progress.notes) == bool(
+        done
+    )
+    assert files(out) == files(tmp_path / "whole")
+    assert [m.block for m in record.matrices] == [0] * 7 + [1] * 7 + [2] * 7
+    assert not [n for n in names(where) if n.startswith(".")]
+
+
+def test_stopped_twice(tmp_path: Path, model: Path) -> None:
+    run(model, tmp_path / "whole")
+    stopped(model, tmp_path / "out", 9)
+    stopped(model, tmp_path / "out", 10)
+    assert run(model, tmp_path / "out").resumed == [1, 2]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_both_perplexities(tmp_path: Path, model: Path) -> None:
+    whole = run(model, tmp_path / "whole", measure="both")
+    stopped(model, tmp_path / "out", measure="both")
+    assert run(model, tmp_path / "out", measure="both").perplexity == whole.perplexity
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sparsity": 0.6}, "pattern (per-row:0.5 there, per-row:0.6 here)"),
+        ({"solver": "magnitude"}, "solver (Wanda() there, Magnitude() here)"),
+        ({"calibration": random_tokens(4, 24, seed=7)}, "differs in calibration; ask"),
+        ({"text": random_tokens(2, 24, seed=7)}, "differs in text; ask"),
+        ({"measure": "after"}, "measure (both there, after here)"),
+        ({"dtype": "bfloat16"}, "dtype (float32 there, bfloat16 here)"),
+        ({"mask_from": "magnitude"}, "mask_from (None there, magnitude here)"),
+    ],
+    ids=str,
+)
+def test_another_run_is_refused(tmp_path: Path, model: Path, changes: dict[str, Any], said: str) -> None:
+    stopped(model, tmp_path / "out")
+    before = files(tmp_path)
+    text = message(lambda: run(model, tmp_path / "out", **changes))
+    assert said in text
+    assert "1 blocks done" in text
+    assert "--restart" in text
+    assert files(tmp_path) == before
+    # What is there is still good for the run that it belongs to.
+    assert run(model, tmp_path / "out").resumed == [1]
+
+
+def test_tf32_is_part_of_what_was_asked_where_there_is_any(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(model, tmp_path / "without", tf32="auto")
+    assert run(model, tmp_path / "without", tf32="always").resumed == [1]
+    monkeypatch.setattr("niwaki.pruning.prune.has_tf32", lambda device: True)
+    stopped(model, tmp_path / "with", tf32="auto")
+    said = message(lambda: run(model, tmp_path / "with", tf32="always"))
+    assert "tf32 (auto there, always here)" in said
+
+
+def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    shutil.rmtree(model)
+    save_model(model, "llama grouped", shards=True, seed=1)
+    assert "differs in model; ask" in message(lambda: run(model, tmp_path / "out"))
+
+
+def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(model, tmp_path / "out")
+    monkeypatch.setattr("niwaki.pruning.prune.versions", lambda: {"niwaki": "9.9"})
+    assert "'niwaki': '9.9'" in message(lambda: run(model, tmp_path / "out"))
+
+
+def test_restart(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    record = run(model, tmp_path / "out", restart=True, solver="magnitude")
+    assert record.resumed == []
+    run(model, tmp_path / "whole", solver="magnitude")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert names(tmp_path) == ["model", "out", "whole"]
+
+
+def test_a_journal_that_is_broken(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    journal = tmp_path / ".out.partial.json"
+    for text in ("", "{", "[]", '{"blocks": 3}', '{"fingerprint": {}, "unheard": 1}'):
+        journal.write_text(text)
+        assert "--restart" in message(lambda: run(model, tmp_path / "out"), OutputError)
+    run(model, tmp_path / "out", restart=True)
+
+
+def test_a_shard_that_went_missing(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    for path in (tmp_path / ".out.partial").glob("*.safetensors"):
+        path.unlink()
+    assert "--restart" in message(lambda: run(model, tmp_path / "out"), OutputError)
+
+
+def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
+    with workplace(tmp_path / "out", {}) as place:
+        assert "another run" in message(lambda: run(model, tmp_path / "out"))
+        assert place.directory.exists()
+    assert (tmp_path / ".out.partial").exists() is False or run(model, tmp_path / "out")
+
+
+def test_what_others_put_beside_it_meanwhile_stays(tmp_path: Path, model: Path) -> None:
+    class Neighbour(StopAt):
+        def solved(self, matrix: MatrixRecord) -> None:
+            (tmp_path / "runs" / "of" / "others.txt").write_text("keep me")
+            super().solved(matrix)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "runs" / "of" / "mine" / "out", progress=Neighbour(2))
+    assert names(tmp_path / "runs" / "of") == ["others.txt"]
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "new" / "er" / "out", progress=StopAt(2))
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_that_was_made_meanwhile(tmp_path: Path, model: Path) -> None:
+    stopped(model, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("keep me")
+    assert "not an empty directory" in message(lambda: run(model, tmp_path / "out"))
+    assert (tmp_path / "out" / "precious.txt").read_text() == "keep me"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 KiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system takes root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk(tmp_path: Path, model: Path, small_disk: Path) -> None:
+    """Too small from the start; full on the way; and room again."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 250_000)
+    assert "no space left" in message(lambda: run(model, small_disk / "out"), OutputError)
+    assert names(small_disk) == ["ballast"]
+    ballast.unlink()
+    out = small_disk / "out"
+    stopped(model, out)
+    free = shutil.disk_usage(small_disk).free
+    ballast.write_bytes(b"x" * (free - free % 4096))
+    assert "no space left" in message(lambda: run(model, out), OutputError).lower()
+    ballast.unlink()
+    assert run(model, out).resumed == [1]
+    run(model, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_journal_that_cannot_be_written(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """What it could not say is done is not."""
+
+    class Told(StopAt):
+        def stopped(self, done: int, blocks: int) -> None:
+            told.append((done, blocks))
+
+    def full(path: Path, text: str, sync: bool = False) -> None:
+        left.pop()
+        if not left:
+            raise OutputError("no space left on disk")
+        write_json(path, text, sync)
+
+    told: list[tuple[int, int]] = []
+    left = [None] * (block + 1)
+    with monkeypatch.context() as changed:
+        changed.setattr("niwaki.models.output.write_json", full)
+        message(lambda: run(model, tmp_path / "out", progress=Told(100)), OutputError)
+    assert told == ([(1, 3)] if block else [])
+    assert names(tmp_path) == [*([".out.partial", ".out.partial.json"] if block else []), "model"]
+    assert run(model, tmp_path / "out").resumed == ([1] if block else [])
+    run(model, tmp_path / "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
+    from niwaki.models.checkpoint import Checkpoint
+    from niwaki.models.output import fingerprint
+
+    first = fingerprint(Checkpoint(save_model(tmp_path / "a")))
+    assert fingerprint(Checkpoint(save_model(tmp_path / "b"))) == first
+    assert fingerprint(Checkpoint(save_model(tmp_path / "c", seed=1))) != first
+    assert fingerprint(Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16))) != first
+
+
+def test_a_record_where_nothing_can_be_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows before the work: the tests may run as root, whom nothing is forbidden."""
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))
+    said = message(lambda: run(model, tmp_path / "out", record_to=tmp_path / "closed" / "new" / "a.json"))
+    assert str(tmp_path / "closed") in said
+    assert names(tmp_path) == ["closed", "model"]

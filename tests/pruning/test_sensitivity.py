@@ -1,0 +1,437 @@
+"""Sensitivities of a streamed model, against a backward pass in float64 through the whole model of transformers."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from niwaki.errors import NumericalError, UnsupportedModelError
+from niwaki.models import streamed as blocks
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.families import ROUTERS
+from niwaki.models.hidden_states import MemoryBudget
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.pruning import sensitivity
+from niwaki.pruning.sensitivity import sensitivities
+from support.models import CASES, decoder_blocks, message, random_model, random_tokens, reference, save_model
+from support.streams import assert_clean, save_starved, stream_of
+from support.threads import in_threads
+
+T = TypeVar("T")
+Found = list[dict[str, Tensor]]
+
+SAMPLES, LENGTH = 5, 20
+TOKENS = random_tokens(SAMPLES, LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SpillList of two samples, so that the last of five is smaller, and several pieces of gradients."""
+    monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", 2 * LENGTH + 1)
+    monkeypatch.setattr(sensitivity, "_ROWS", 7)
+
+
+# The whole model
+
+
+def expected(directory: Path, tokens: Tensor = TOKENS, seed: int = 0) -> Found:
+    """The same from hooks on each output in the whole model, in float64."""
+    whole = reference(directory, torch.float64)
+    whole.get_input_embeddings().weight.requires_grad_(True)  # so that all that follows has gradients
+    found: list[dict[str, Any]] = [defaultdict(float) for _ in decoder_blocks(whole)]
+
+    def watch(sums: dict[str, Any], name: str, y: Tensor) -> None:
+        def keep(gradient: Tensor) -> None:
+            sums[name] = sums[name] + gradient.flatten(0, -2).square().sum(dim=0)
+
+        y.register_hook(keep)
+
+    for sums, layer in zip(found, decoder_blocks(whole), strict=True):
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] in ROUTERS:
+                continue
+            if isinstance(module, nn.Linear | Conv1D):
+                module.register_forward_hook(lambda _, __, y, sums=sums, name=name: watch(sums, name, y))
+            if name.endswith(".experts"):
+                a_token_at_a_time(module, whole.config.model_type, name, sums)
+    logits = whole(tokens).logits
+    draws = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).double()
+    labels = (logits.softmax(-1).cumsum(-1) <= draws.unsqueeze(-1)).sum(-1)
+    assert labels.unique().numel() > 10
+    assert not tokens[:, 1:].numel() or not torch.equal(labels[:, :-1], tokens[:, 1:])
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return [{name: value / tokens.numel() for name, value in sums.items()} for sums in found]
+
+
+def a_token_at_a_time(experts: Any, family: str, name: str, sums: dict[str, Any]) -> None:
+    """Experts as the definition has them, each matrix times the inputs of one token, with gradients into ``sums``."""
+    fused = family.startswith("llama4") or family == "gpt_oss"  # gate and up are one matrix
+    first, second = ("gate_proj", "up_proj"), "down_proj"
+    if family == "mixtral":
+        name, first, second = "block_sparse_moe.experts", ("w1", "w3"), "w2"
+    for e in range(len(experts.gate_up_proj)):
+        widths = (experts.gate_up_proj.shape[1:], experts.down_proj.shape[1:])
+        heights = [shape[1] if fused else shape[0] for shape in widths]
+        if fused:
+            sums[f"{name}.gate_up_proj.{e}"] = torch.zeros(heights[0]).double()
+            sums[f"{name}.down_proj.{e}"] = torch.zeros(heights[1]).double()
+        else:
+            for matrix in first:
+                sums[f"{name}.{e}.{matrix}"] = torch.zeros(heights[0] // 2).double()
+            sums[f"{name}.{e}.{second}"] = torch.zeros(heights[1]).double()
+
+    def add(name: str) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            sums[name] += gradient.square()
+
+        return keep
+
+    def one(e: int, x: Tensor) -> Any:
+        if fused:
+            both = x @ experts.gate_up_proj[e]
+            both.register_hook(add(f"{name}.gate_up_proj.{e}"))
+            if family == "gpt_oss":
+                both = both + experts.gate_up_proj_bias[e]
+                gate, up = both[0::2].clamp(max=7), both[1::2].clamp(-7, 7)
+                y = ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ experts.down_proj[e]
+            else:
+                gate, up = both.chunk(2)
+                y = (gate * torch.sigmoid(gate) * up) @ experts.down_proj[e]
+            y.register_hook(add(f"{name}.down_proj.{e}"))
+            return y + experts.down_proj_bias[e] if family == "gpt_oss" else y
+        W1, W3 = experts.gate_up_proj[e].chunk(2)
+        gate, up = W1 @ x, W3 @ x
+        gate.register_hook(add(f"{name}.{e}.{first[0]}"))
+        up.register_hook(add(f"{name}.{e}.{first[1]}"))
+        y = experts.down_proj[e] @ (gate * torch.sigmoid(gate) * up)
+        y.register_hook(add(f"{name}.{e}.{second}"))
+        return y
+
+    def chosen(X: Tensor, which: Tensor, scores: Tensor) -> Tensor:
+        rows = [
+            sum((s * one(int(e), x) for e, s in zip(es, ss, strict=True)), torch.zeros(()).double())
+            for x, es, ss in zip(X, which, scores, strict=True)
+        ]
+        return torch.stack(rows)
+
+    def routed(X: Tensor) -> Tensor:
+        """LLaMA 4: all tokens for each expert, weighted with 0 if they are not its own."""
+        tokens = len(X) // len(experts.gate_up_proj)
+        rows = [one(i // tokens, x) if x.any() else torch.zeros_like(x) for i, x in enumerate(X)]
+        return torch.stack(rows)
+
+    experts.forward = routed if family.startswith("llama4") else chosen
+
+
+def compare(found: Found, wanted: Found, model: StreamedModel, tolerance: float = 1e-4) -> None:
+    assert len(found) == len(wanted) == len(model.blocks)
+    for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert list(one) == [matrix.name for matrix in model.matrices(index)]
+        assert set(one) == set(other)
+        for matrix in model.matrices(index):
+            value, correct = one[matrix.name], other[matrix.name]
+            assert (value.dtype, value.device.type, value.shape) == (torch.float32, "cpu", matrix.shape[:1])
+            size = float(correct.mean())
+            torch.testing.assert_close(
+                value.double(),
+                correct.double(),
+                rtol=tolerance,
+                atol=tolerance * size + 1e-12,  # where all are 0 but for rounding
+                msg=f"{index} {matrix.name}: {{}}".format,
+            )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sensitivities_are_those_of_the_whole_model(tmp_path: Path, case: str) -> None:
+    directory = save_model(tmp_path / "model", case)
+    model = stream_of(directory)
+    found = sensitivities(model, TOKENS)
+    compare(found, expected(directory), model)
+    assert_clean(model)
+    # Rows differ, or the comparison would hold for any order of them.
+    for values in found:
+        assert all(float(v.std()) > 0.1 * float(v.mean()) for v in values.values() if v.any())
+        assert any(v.any() for v in values.values())
+
+
+def test_windows_of_one_token(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model", "mixtral")
+    tokens = random_tokens(30, 1)
+    model = stream_of(directory)
+    compare(sensitivities(model, tokens), expected(directory, tokens), model)
+
+
+def test_an_expert_that_no_token_goes_to(tmp_path: Path) -> None:
+    directory = save_starved(tmp_path / "model")
+    model = stream_of(directory)
+    found = sensitivities(model, TOKENS)
+    compare(found, expected(directory), model)
+    of_last = [value for name, value in found[0].items() if ".experts.3." in name]
+    assert len(of_last) == 3
+    assert not any(value.any() for value in of_last)
+
+
+def test_labels_have_the_probabilities_of_the_model() -> None:
+    p = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.3, 0.0])
+    draws = (torch.arange(1000) + 0.5) / 1000
+    labels = sensitivity._labels(p.expand(1000, 6), draws).squeeze(-1)
+    assert torch.bincount(labels, minlength=6).tolist() == [0, 100, 0, 600, 300, 0]
+    ends = torch.tensor([0.0, 1 - 2**-24])
+    assert sensitivity._labels(p[:5].expand(2, 5), ends).flatten().tolist() == [1, 4]
+
+
+def test_labels_depend_on_the_seed(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    model = stream_of(directory)
+    found = sensitivities(model, TOKENS, seed=3)
+    compare(found, expected(directory, seed=3), model)
+    other = sensitivities(model, TOKENS)
+    assert not torch.allclose(found[0]["self_attn.o_proj"], other[0]["self_attn.o_proj"], rtol=1e-2)
+    assert_same(other, sensitivities(model, TOKENS))
+
+
+# SpillList, memory, processes
+
+
+def assert_same(one: Found, other: Found) -> None:
+    """To the last bit."""
+    for a, b in zip(one, other, strict=True):
+        assert list(a) == list(b)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("case", ["llama", "mixtral", "gemma2"])
+def test_batches_make_no_difference(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stream_of(save_model(tmp_path / "model", case))
+    wanted = sensitivities(model, TOKENS)
+    # A sample at a time; all at once; logits of 7 positions at a time, and of one.
+    for tokens, logits in ((1, 1 << 27), (10**6, 1 << 27), (10**6, 4 * 64 * 7), (2 * LENGTH, 1)):
+        monkeypatch.setattr(blocks, "TOKENS_PER_BATCH", tokens)
+        monkeypatch.setattr(sensitivity, "LOGITS_PER_BATCH", logits)
+        compare(sensitivities(model, TOKENS), wanted, model)
+
+
+def test_weights_that_are_read_ahead(tmp_path: Path) -> None:
+    """As for a GPU."""
+    directory = save_model(tmp_path / "model", "llama grouped")
+    model = stream_of(directory)
+    model._ahead = True
+    assert_same(sensitivities(model, TOKENS), sensitivities(stream_of(directory), TOKENS))
+    assert_clean(model)
+
+
+#: Of the hidden states of two samples.
+BATCH = 2 * LENGTH * 32 * 4
+
+
+@pytest.mark.parametrize("size", [0, BATCH, 4 * BATCH, 2**30])
+def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, size: int) -> None:
+    directory = save_model(tmp_path / "model", "mixtral")
+    wanted = sensitivities(stream_of(directory), TOKENS)
+    room = MemoryBudget(size)
+    model = StreamedModel(Checkpoint(directory), "cpu", "float32", room)
+    before = open_files()
+    seen: list[int] = []
+    assert_same(sensitivities(model, TOKENS, done=lambda: seen.append(open_files() - before)), wanted)
+    assert max(seen) == (size < 2**30)
+    assert open_files() == before
+    # The room is as it was.
+    assert room.outside == 0
+    assert room.take(size)
+    assert not room.take(1)
+
+
+def open_files() -> int:
+    """How many files of no name this process has open."""
+    paths = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("(deleted)" in os.readlink(path) for path in paths if path.is_symlink())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_have_the_sums_of_all(tmp_path: Path, size: int) -> None:
+    directory = save_starved(tmp_path / "model")
+    tokens = torch.cat([TOKENS[:2].roll(1, 0), TOKENS[2:3].expand(3, -1)])
+    model, *models = [stream_of(directory) for _ in range(size + 1)]
+    wanted = sensitivities(model, tokens)
+
+    def do(world: World) -> Found:
+        return sensitivities(models[world.rank], world.share(tokens), world)
+
+    found = in_threads(size, do)
+    compare(found[0], wanted, model)
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+# What is left alone
+
+
+def test_only_some_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_model(tmp_path / "model", "llama4_text")
+    wanted = sensitivities(stream_of(directory), TOKENS)
+    model = stream_of(directory)
+    model.limit(range(1, 2))
+    model.embed(TOKENS)  # which reads the first block once
+    reads: list[str] = []
+    read = StreamedModel._read
+
+    def watched(self: StreamedModel, module: nn.Module, prefix: str, *others: Any, **named: Any) -> Any:
+        reads.append(prefix)
+        return read(self, module, prefix, *others, **named)
+
+    monkeypatch.setattr(StreamedModel, "_read", watched)
+    steps: list[None] = []
+    found = sensitivities(model, TOKENS, done=lambda: steps.append(None))
+    assert found[0] == found[2] == {}
+    assert_same([found[1]], [wanted[1]])
+    names = [prefix.rstrip(".").rpartition(".")[2] for prefix in reads]
+    assert names == ["", "0", "1", "2", "", "2", "1"]
+    assert len(steps) == 3 * (3 + 2)
+
+
+def test_the_model_is_as_before(tmp_path: Path) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    states = model.embed(TOKENS)
+    for block in model.stream():
+        block.advance(states)
+    losses = model.losses(states)
+    sensitivities(model, TOKENS)
+    assert_clean(model)
+    states = model.embed(TOKENS)
+    seen = []
+    for block in model.stream():
+        parameters = list(model.blocks[block.index].parameters())
+        assert not any(value.requires_grad or value.grad is not None for value in parameters)
+        block.advance(states)
+        seen.append(block.index)
+    assert seen == [0, 1]
+    assert torch.equal(model.losses(states), losses)
+    assert not any(value.requires_grad for value in model.model.parameters())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("call", [1, 5, 7])
+def test_nothing_is_left_where_it_ends_early(tmp_path: Path, call: int) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    before = open_files()
+    steps: list[None] = []
+
+    def end() -> None:
+        steps.append(None)
+        if len(steps) == call:
+            raise KeyboardInterrupt
+
+    model.room = MemoryBudget(0)
+    with pytest.raises(KeyboardInterrupt):
+        sensitivities(model, TOKENS, done=end)
+    assert_clean(model)
+    assert open_files() == before
+
+
+# Half precision
+
+
+def save_changed(path: Path, change: Callable[[PreTrainedModel], None], dtype: torch.dtype) -> Path:
+    model = random_model("llama", dtype=dtype)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(path)
+    return path
+
+
+def total(values: dict[str, Tensor], name: str) -> float:
+    return float(values[name].sum(dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [1.0, 2.0**-7, 2.0**-13])
+def test_half_precision(tmp_path: Path, dtype: str, factor: float) -> None:
+    """With a small head and a small norm before it gradients are below what float16 can have."""
+
+    def change(model: Any) -> None:
+        model.lm_head.weight *= factor
+        model.model.norm.weight *= factor
+
+    directory = save_changed(tmp_path / "model", change, torch.bfloat16)
+    wanted = expected(directory)
+    model = StreamedModel(Checkpoint(directory), "cpu", dtype)
+    found = sensitivities(model, TOKENS)
+    for one, other in zip(found, wanted, strict=True):
+        for name in one:
+            assert one[name].dtype == torch.float32
+            # A few labels may be others.
+            assert abs(total(one, name) / total(other, name) - 1) < 0.1, name
+            difference = (one[name] - other[name]).norm() / other[name].norm()
+            assert difference < 0.2, name
+
+
+def test_gradients_that_grow_from_block_to_block(tmp_path: Path) -> None:
+    """Small hidden states are normalised at first, so gradients grow by as much."""
+
+    def change(model: Any) -> None:
+        model.model.embed_tokens.weight *= 2.0**-12
+
+    directory = save_changed(tmp_path / "model", change, torch.bfloat16)
+    model = StreamedModel(Checkpoint(directory), "cpu", "float16")
+    found, wanted = sensitivities(model, TOKENS), expected(directory)
+    for one, other in zip(found, wanted, strict=True):
+        for name in one:
+            assert abs(total(one, name) / total(other, name) - 1) < 0.1, name
+
+
+def test_the_normalisation_is_exact() -> None:
+    for largest, exponent in ((1.0, 1), (0.75, 0), (6e-8, -23), (2.0**-149, -148), (3e38, 128), (0.0, 0)):
+        values = torch.tensor([largest, -largest / 2, 0.0])
+        scaled, found = sensitivity._normalised(values, "here")
+        assert found == exponent
+        assert torch.equal(scaled.double(), values.double() / 2.0**exponent)
+        assert torch.equal(values, torch.tensor([largest, -largest / 2, 0.0]))
+
+
+# Errors
+
+
+def test_gradients_that_are_not_finite(tmp_path: Path) -> None:
+    def change(model: Any) -> None:
+        model.model.norm.weight.fill_(3e38)
+
+    model = stream_of(save_changed(tmp_path / "model", change, torch.float32))
+    text = message(lambda: sensitivities(model, TOKENS), NumericalError)
+    assert text.startswith("the model's outputs: gradients are NaN or infinite on the calibration text; try")
+
+
+def test_gradients_that_overflow_in_a_block(tmp_path: Path) -> None:
+    def change(model: Any) -> None:  # outputs are small, but gradients between the two are large
+        model.model.layers[1].self_attn.o_proj.weight.fill_(60_000)
+        model.model.layers[1].self_attn.v_proj.weight *= 2.0**-20
+
+    directory = save_changed(tmp_path / "model", change, torch.bfloat16)
+    model = StreamedModel(Checkpoint(directory), "cpu", "float16")
+    text = message(lambda: sensitivities(model, TOKENS), NumericalError)
+    assert text.endswith("gradients are NaN or infinite on the calibration text; try --dtype float32, or another text")
+
+
+def test_a_matrix_that_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    mlp = model.blocks[1].get_submodule("mlp")
+    monkeypatch.setattr(mlp, "forward", lambda x: 2 * x)
+    text = message(lambda: sensitivities(model, TOKENS), UnsupportedModelError)
+    assert text == "mlp.gate_proj.weight is not used when its block runs; please report this model"
+
+
+def test_a_matrix_of_which_a_part_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    up: Any = model.blocks[1].get_submodule("mlp.up_proj")
+    monkeypatch.setattr(up, "forward", lambda x: torch.cat([x @ up.weight[:24].T, x @ up.weight[24:].T], -1))
+    text = message(lambda: sensitivities(model, TOKENS), UnsupportedModelError)
+    assert text == "mlp.up_proj.weight is used in parts when its block runs; please report this model"

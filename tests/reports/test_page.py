@@ -1,0 +1,759 @@
+"""Reports: every number is the record's, nothing in a page runs or loads, and a real browser shows it all."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("altair", reason="needs the extra niwaki[report]")
+pytest.importorskip("vl_convert", reason="needs the extra niwaki[report]")
+
+import niwaki
+from niwaki.cli import main as cli
+from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.text import load_tokenizer
+from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
+from niwaki.records.speed import Speed, SpeedRecord
+from niwaki.reports.from_model import extras, generate, mask_pictures, png
+from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
+from niwaki.reports.page import render, write
+from niwaki.reports.view import View
+from support.models import message, reference, save_model_with_tokenizer
+
+EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
+BLOCKS, NAMES = 3, ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
+
+
+def record(model: str = "some/model", method: str = "wanda", pattern: str = "unstructured:0.6", **more: Any) -> Record:
+    """A record in which no two numbers are the same."""
+    found = Record("niwaki prune ...", model, method, f"{method}()", pattern, None, {}, "cpu", "float32")
+    found.calibration = {"source": "c4", "samples": 8, "sequence_length": 32, "tokens_sha256": "ab" * 32}
+    found.versions = {"niwaki": "0.1.0", "torch": "2"}
+    seed = sum(map(ord, method + pattern))
+    for block in range(BLOCKS):
+        for index, name in enumerate(NAMES):
+            place = len(NAMES) * block + index
+            error = 0.001 * 1.5**place * (1 + seed / 1000)
+            found.matrices.append(
+                MatrixRecord(block, name, (16, 8 + index), 0.5 + 0.01 * place, error, 0.25 + place, 256, {})
+            )
+    found.sparsity = 0.6
+    found.seconds = {"capture": 2.5, "solve": 1.25, "check": 0.0, "total": 3.75}
+    found.peak_memory = {"resident": 3 * 2**29}
+    return dataclasses.replace(found, **more)
+
+
+def perplexity(value: float, text: str = "wikitext2") -> dict[str, Any]:
+    return dataclasses.asdict(Perplexity(value, value / 50, 1023 * 7, 1024, 7, text))
+
+
+def model_directory(path: Path, **more: Any) -> Path:
+    path.mkdir(parents=True)
+    measured = {"before": perplexity(20.25), "after": perplexity(31.5)}
+    (path / "niwaki.json").write_text(record(**{"perplexity": measured, **more}).to_json())
+    return path
+
+
+#: Perplexities by method and pattern; one is missing.
+TABLE = {
+    "wanda": {"50 %": 21.5, "60 %": 40.0, "2:4": 55.25},
+    "admm-grad": {"50 %": 20.75, "60 %": 33.0, "2:4": 44.5},
+    f"late{EVIL}": {"50 %": 30.0, "60 %": 1234.5},
+}
+
+
+def comparison(path: Path) -> Path:
+    cells: list[dict[str, Any]] = [
+        {
+            "method": "dense",
+            "pattern": "",
+            "sparsity": 0.0,
+            "seconds": 0.0,
+            "error": 0.0,
+            "perplexity": {"wikitext2": perplexity(20.0)},
+            "stages": {},
+            "record": None,
+        }
+    ]
+    (path / "records").mkdir(parents=True)
+    for method, row in TABLE.items():
+        for pattern, value in row.items():
+            share = 0.5 if pattern == "2:4" else float(pattern.rstrip(" %")) / 100
+            done = record(method=method, pattern=pattern, notes=["damping was raised"] if pattern == "2:4" else [])
+            name = f"records/{len(cells)}.json"
+            (path / name).write_text(done.to_json())
+            stages = {"capture": 2.0 + share, "solve": value / 10, "check": 0.0}
+            cells.append(
+                {
+                    "method": method,
+                    "pattern": pattern,
+                    "sparsity": share,
+                    "seconds": 9.0,
+                    "perplexity": {"wikitext2": perplexity(value)},
+                    "error": done.mean_error,
+                    "stages": stages,
+                    "record": name,
+                }
+            )
+    values = {
+        "model": f"m{EVIL}",
+        "calibration": record().calibration,
+        "texts": ["wikitext2"],
+        "cells": cells,
+        "command": f"niwaki compare {EVIL}",
+        "versions": {"niwaki": "0.1.0"},
+        "seconds": 99.0,
+    }
+    (path / "compare.json").write_text(json.dumps(values))
+    return path
+
+
+def view(material: Material, published: bool = False, more: Extras | None = None) -> View:
+    return View(material, more or Extras(), published)
+
+
+class Page(HTMLParser):
+    """The elements of a page, with their attributes, and its text by element."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.said: list[tuple[str, str]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.said.append((self.elements[-1][0] if self.elements else "", data))
+
+    def text(self) -> str:
+        return "".join(data for tag, data in self.said if tag not in ("script", "style"))
+
+
+# Numbers
+
+
+def test_the_head_of_a_model(tmp_path: Path) -> None:
+    tiles = {what: (value, where) for what, value, where in view(load(model_directory(tmp_path / "m"))).tiles}
+    assert tiles["zeros"] == ("60 %", "of 12 matrices, 0.001824 M weights")
+    assert tiles["perplexity dense"] == ("20.25 ± 0.41", "7,161 tokens of wikitext2, context 1,024")
+    assert tiles["perplexity pruned"] == ("31.50 ± 0.63", "+55.6 % against dense")
+    assert tiles["time"] == ("4 s", "on cpu in float32")
+    assert tiles["peak memory"] == ("1.5 GiB", "resident")
+
+
+def smaller(path: Path, **more: Any) -> Path:
+    """A record of ``niwaki shrink``."""
+    structure = StructureRecord({"before": 8000, "after": 5944}, 0.3125, [0.5, 0.1, 0.25, 0.2], [1, 3])
+    pattern = "2 of 4 blocks, 50 % of the neurons of each block"
+    return model_directory(path, sparsity=0.0, structure=structure, pattern=pattern, **more)
+
+
+def test_a_smaller_model(tmp_path: Path) -> None:
+    """Nothing of zeros and masks, which it has none of."""
+    material = load(smaller(tmp_path / "m"))
+    shown = view(material, published=True)
+    assert shown.title == "model, 25.7 % smaller"
+    assert [tile[:2] for tile in shown.tiles] == [
+        ("fewer parameters", "25.7 %"),
+        ("removed", "31.2 %"),
+        ("perplexity dense", "20.25 ± 0.41"),
+        ("perplexity pruned", "31.50 ± 0.63"),
+        ("time", "4 s"),
+        ("peak memory", "1.5 GiB"),
+    ]
+    assert shown.tiles[0][2] == "5,944 of 8,000 stay"
+    assert "2 of 4 blocks" in shown.tiles[1][2]
+    facts = dict(shown.facts)
+    assert facts["blocks removed"] == "1, 3, counted from 0"
+    assert "pattern" not in facts
+    assert shown.allocation is None
+    assert len(shown.heat_maps) == 1
+    assert not shown.ratios  # it has no place on an axis of zeros
+    text = Page(render(material)).text().split("To make it again")[0]
+    assert "sparse" not in text
+    assert "zeros in" not in text.lower()
+    blocks_only = view(load(smaller(tmp_path / "n", matrices=[])))
+    assert blocks_only.heat_maps == []
+    assert "error" not in dict(blocks_only.facts)
+
+
+def test_a_single_run(tmp_path: Path) -> None:
+    """The tiles have its perplexities; beside published ones it is drawn."""
+    material = load(model_directory(tmp_path / "m"))
+    shown = view(material, published=True)
+    assert shown.frontiers == []
+    assert dict(shown.facts)["±"].startswith("standard errors")
+    assert [point["value"] for point in shown.ratios] == [pytest.approx(31.5 / 20.25)]
+    assert sum(label.startswith("measured: ") for label in marks(shown.published[0].figures[0].wide)) == 1
+    text = Page(render(material, reference="paper")).text()
+    assert "filled marks are this model" in text
+    exact = {key: {**perplexity(9.0), "standard_error": None} for key in ("before", "after")}
+    assert "±" not in dict(view(load(model_directory(tmp_path / "n", perplexity=exact))).facts)
+
+
+def test_one_of_each(tmp_path: Path) -> None:
+    calibration = {"source": "c4", "samples": 1, "sequence_length": 32}
+    done = record(matrices=record().matrices[:1], calibration=calibration)
+    shown = view(load(model_directory(tmp_path / "m", matrices=done.matrices, calibration=calibration)))
+    assert dict(shown.facts)["calibration"] == "1 window of 32 tokens of c4"
+    assert shown.tiles[0][2].startswith("of 1 matrix, ")
+
+
+def test_a_model_that_was_not_measured(tmp_path: Path) -> None:
+    shown = view(load(model_directory(tmp_path / "m", perplexity={}, notes=["a note"], resumed=[2])))
+    assert ("perplexity", "?", "not measured") in shown.tiles
+    assert shown.frontiers == []
+    assert shown.notes == ["a note", "stopped and gone on with behind block 2"]
+
+
+def test_the_table_of_a_comparison(tmp_path: Path) -> None:
+    shown = view(load(comparison(tmp_path / "c")))
+    (frontier,) = shown.frontiers
+    assert frontier.table.head == ["method", "50 %", "60 %", "2:4"]
+    rows = {row[0].text: row[1:] for row in frontier.table.rows}
+    assert [cell.text for cell in rows.pop("dense")] == ["20.00 ± 0.40", "", ""]
+    for method, row in rows.items():
+        for pattern, cell in zip(frontier.table.head[1:], row, strict=True):
+            value = TABLE[method].get(pattern)
+            if value is None:
+                assert cell.text == ""
+                continue
+            assert float(cell.text.split(" ± ")[0].replace(",", "")) == pytest.approx(value, abs=0.501)
+            assert cell.best == (method == "admm-grad")
+    assert [tile[:2] for tile in shown.tiles[1:]] == [
+        ("best at 50 %", "20.75 ± 0.41"),
+        ("best at 60 %", "33.00 ± 0.66"),
+        ("best at 2:4", "44.50 ± 0.89"),
+    ]
+    assert shown.notes == ["2 of 8 runs: damping was raised"]
+
+
+def test_errors_and_zeros_of_matrices(tmp_path: Path) -> None:
+    """Each cell is the mean of the matrices of its kind, and darker where the error is greater."""
+    done = record()
+    shown = view(load(model_directory(tmp_path / "m")))
+    (errors,) = shown.heat_maps
+    assert shown.allocation is not None
+    assert errors.table.head == ["block", "q_proj", "up_proj", "down_proj"]
+    for table, what, form in (
+        (errors.table, "error", "{:.4f}"),
+        (shown.allocation.table, "sparsity", "{:.1%}"),
+    ):
+        for block, row in enumerate(table.rows):
+            values = [getattr(matrix, what) for matrix in done.matrices if matrix.block == block]
+            wanted = [values[0], (values[1] + values[2]) / 2, values[3]]
+            assert [cell.text for cell in row] == [str(block), *(form.format(value) for value in wanted)]
+    cells = [cell for row in errors.table.rows for cell in row[1:]]
+    steps = [cell.step for cell in sorted(cells, key=lambda cell: float(cell.text))]
+    assert steps == sorted(steps, key=lambda step: -1 if step is None else step)
+    assert (steps[0], steps[-1]) == (0, 8)
+    figure = errors.figures[0]
+    for svg in (figure.wide, figure.narrow):
+        assert len(re.findall(r'aria-roledescription="rect mark"', svg)) == BLOCKS * 3
+
+
+def test_time(tmp_path: Path) -> None:
+    shown = view(load(model_directory(tmp_path / "m")))
+    assert shown.time is not None
+    assert [[cell.text for cell in row[:2]] for row in shown.time.table.rows] == [
+        ["capture", "2.50"],
+        ["solve", "1.25"],
+    ]
+    assert shown.solving is not None
+    seconds = {row[0].text: row[2].text for row in shown.solving.table.rows}
+    places = [4 * block + index for block in range(BLOCKS) for index in (1, 2)]
+    assert seconds["mlp.experts.*.up_proj"] == f"{sum(0.25 + place for place in places):.2f}"
+    compared = view(load(comparison(tmp_path / "c"))).time
+    assert compared is not None
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in compared.table.rows}
+    assert rows["wanda"] == [f"{2 + (0.5 + 0.6 + 0.5) / 3:.2f}", f"{(2.15 + 4.0 + 5.525) / 3:.2f}"]
+
+
+def test_stages_have_colours_of_their_own(tmp_path: Path) -> None:
+    stages = ["prepare", "plan", "capture", "read", "solve", "fit", "advance", "write", "perplexity", "check"]
+    shown = view(load(model_directory(tmp_path / "m", seconds=dict.fromkeys(stages, 1.0)))).time
+    assert shown is not None
+    bars = re.findall(r'<path aria-label="[^"]*"[^>]*aria-roledescription="bar"[^>]*>', shown.figures[0].wide)
+    colours = {found for bar in bars for found in re.findall(r'fill="(var\(--c\d+\))"', bar)}
+    assert len(colours) == len(bars) == len(stages)
+    style = (Path(niwaki.__file__).parent / "reports/templates/report.css").read_text()
+    for scheme in style.split("@media screen and (prefers-color-scheme: dark)")[:2]:
+        values = [re.findall(rf"{found[4:-1]}: (#\w+);", scheme) for found in colours]
+        assert len({value for (value,) in values}) == len(stages)
+
+
+def test_speed(tmp_path: Path) -> None:
+    """Forms of the model are columns: three and their names have room on a phone."""
+    forms = (("dense", "bfloat16", 40.0), ("dense", "float32", 30.5), ("packed", "float32", 45.25))
+    speeds = [
+        Speed(name, dtype, 2**20, 2**21, 2**30, 0.5, 0.002, rate, 0.8 * rate, rate) for name, dtype, rate in forms
+    ]
+    found = SpeedRecord("m", 8, 4, 2, "cpu", 1, "native", "", speeds, {})
+    path = model_directory(tmp_path / "m")
+    (path / "niwaki-bench.json").write_text(found.to_json())
+    shown = view(load(path)).speed
+    assert shown is not None
+    assert shown.head == ["weights", "dense", "dense", "packed"]
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in shown.rows}
+    assert rows["computed in"] == ["bfloat16", "float32", "float32"]
+    assert rows["on disk"] == ["1.0 MiB"] * 3
+    assert rows["in memory"] == ["2.0 MiB"] * 3
+    assert rows["peak"] == ["1.00 GiB"] * 3
+    assert rows["loaded in"] == ["0.50 s"] * 3
+    assert rows["first token"] == ["2.0 ms"] * 3
+    assert rows["tokens/s"] == ["40.00", "30.50", "45.25"]
+    assert len(rows) == 7
+    page = render(load(path))
+    assert (
+        "a prompt of 8 tokens, 4 written, the median of 2, tokens/s up to 25 % apart; 1 thread; packed weights: native"
+        in page
+    )
+
+
+def test_fits(tmp_path: Path) -> None:
+    fits = [FitRecord(0, 0.5, 0.25, 3, 1.5), FitRecord(1, 0.125, 0.1, 0, 2.5)]
+    shown = view(load(model_directory(tmp_path / "m", fits=fits))).fits
+    assert shown is not None
+    assert [[cell.text for cell in row] for row in shown.table.rows] == [
+        ["0", "0.5", "0.25", "3", "1.5"],
+        ["1", "0.125", "0.1", "0", "2.5"],
+    ]
+    assert len(re.findall(r'aria-roledescription="point"', shown.figures[0].wide)) == 4
+
+
+def marks(svg: str) -> dict[str, float]:
+    """What each point of a chart says, and its height in pixels."""
+    found = re.findall(
+        r'<path aria-label="([^"]*)" role="graphics-symbol" aria-roledescription="point" '
+        r'transform="translate\(([-\d.e]+),([-\d.e]+)\)',
+        svg,
+    )
+    return {label: float(y) for label, _, y in found}
+
+
+def test_points_are_where_their_values_are(tmp_path: Path) -> None:
+    """The axis is logarithmic here; heights are those of the perplexities that the marks say."""
+    (frontier,) = view(load(comparison(tmp_path / "c"))).frontiers
+    plain, grouped = frontier.figures
+    for svg in (plain.wide, plain.narrow):
+        points = marks(svg)
+        assert len(points) == 6
+        assert len(marks(svg)) + len(marks(grouped.wide)) == 8
+        values = {
+            label: TABLE[m][p]
+            for m in ("wanda", "admm-grad")
+            for p in ("50 %", "60 %")
+            for label in points
+            if label.startswith(f"{m}, {p}: ")
+        }
+        assert len(values) == 4
+        (low, y0), *_, (high, y1) = sorted((values[label], points[label]) for label in values)
+        for label, value in values.items():
+            along = math.log(value / low) / math.log(high / low)
+            assert points[label] == pytest.approx(y0 + along * (y1 - y0), abs=0.01)
+        # A line per method, a bar of standard error per point, and the dense model.
+        assert "dense: 20.00 ± 0.40" in svg
+        assert len(re.findall(r'<path[^>]* d="M[^"]*L[^"]*" stroke="var\(--c\d\)"', svg)) == 3
+
+
+def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:
+    shown = view(load(comparison(tmp_path / "c")), published=True).published
+    first = next(item for item in shown if "LLaMA-7B" in item.title)
+    points = marks(first.figures[0].wide)
+    published = [label for label in points if label.startswith("published, not measured: ")]
+    measured = [label for label in points if label.startswith("measured: ")]
+    assert (len(published), len(measured), len(points)) == (16, 6, 22)
+    rows = {(row[0].text, row[1].text): [cell.text for cell in row[2:]] for row in first.table.rows}
+    assert rows["admm-grad", "70 %"] == ["18.66", "5.68", f"{18.66 / 5.68:.3g}"]
+    assert rows["admm-grad", "2:4"] == ["9.9", "5.68", f"{9.9 / 5.68:.3g}"]
+    assert any(label.startswith("measured: wanda, 60 %: 40.00 ± 0.80") and "2 times" in label for label in measured)
+    # Hollow is filled like the card.
+    hollow = re.findall(r'<path aria-label="published[^>]*fill="var\(--card\)"', first.figures[0].wide)
+    assert len(hollow) == 16
+    assert not view(load(comparison(tmp_path / "d"))).published
+
+
+def test_the_view_of_published_numbers_is_complete() -> None:
+    data = json.loads((Path(niwaki.__file__).parent / "reports" / "published.json").read_text())
+    for series in data["series"]:
+        assert series["source"] in data["sources"]
+        values = list(series["perplexity"].values())
+        assert all(value > series["dense"] > 1 for value in values)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "grouped"),
+    [
+        ("2:4", True),
+        ("mixed-2:4", True),
+        ("2:4+per-row:0.6", True),
+        ("60 %", False),
+        ("unstructured:0.6", False),
+        ("block-4x4:0.5", False),
+        ("per-row:0.6", False),
+    ],
+)
+def test_which_patterns_are_no_percentages(tmp_path: Path, pattern: str, grouped: bool) -> None:
+    (run,) = load(model_directory(tmp_path / "m", pattern=pattern)).runs
+    assert run.grouped == grouped
+
+
+# The page
+
+
+def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
+    picture = MaskPicture(0, f"q{EVIL}", (9, 9), (2, 3), 0.5, png(torch.tensor([[True, False, True], [False] * 3])))
+    samples = [Sample(EVIL, f"pruned{EVIL}", f"dense{EVIL}"), Sample("p", "</pre></script>", None)]
+    more = Extras([picture], samples, 4, [EVIL])
+    model = model_directory(tmp_path / "m", model=EVIL, notes=[EVIL, "\ud800"], mask_from=EVIL)
+    for material in (load(model), load(comparison(tmp_path / "c"))):
+        html = render(material, more, reference="paper")
+        page = Page(html)
+        assert EVIL not in html
+        assert page.text().count(EVIL) > 8
+        tags = [tag for tag, _ in page.elements]
+        assert (tags.count("script"), tags.count("style"), tags.count("img")) == (1, 1, 1)
+        assert not {"link", "iframe", "object", "embed", "base", "form"} & set(tags)
+        for tag, attributes in page.elements:
+            assert not [name for name in attributes if name.startswith("on") or name == "style"], tag
+            for name in ("src", "href", "xlink:href", "action", "srcset"):
+                assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
+        (policy,) = (a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+        assert policy is not None
+        assert policy.startswith("default-src 'none';")
+        for tag in ("script", "style"):
+            (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+            assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_the_record_is_in_the_page(tmp_path: Path) -> None:
+    material = load(model_directory(tmp_path / "m"))
+    page = Page(render(material))
+    text = (tmp_path / "m" / "niwaki.json").read_text()
+    assert text in page.text()
+    (link,) = (a for t, a in page.elements if t == "a" and a.get("download") == "niwaki.json")
+    assert base64.b64decode((link["href"] or "").partition(",")[2]).decode() == text
+    compared = Page(render(load(comparison(tmp_path / "c"))))
+    links = [a["href"] or "" for t, a in compared.elements if t == "a" and a.get("download") != "compare.json"]
+    records = [json.loads(base64.b64decode(link.partition(",")[2])) for link in links]
+    kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "c" / "records").iterdir())]
+    assert records == kept
+
+
+def test_where_lines_break(tmp_path: Path) -> None:
+    """In commands between words, in names of methods at the @."""
+    path = comparison(tmp_path / "c")
+    file = path / "compare.json"
+    values = json.loads(file.read_text().replace("admm-grad", "continuation@balanced"))
+    values["command"] = "niwaki compare m --solvers wanda,<b> --out 'a b'"
+    file.write_text(json.dumps(values))
+    html = render(load(path))
+    assert '<th scope="row">continuation\u200b@balanced</th>' in html
+    (command,) = re.findall(r'<pre class="command">(.*?)</pre>', html)
+    assert "<span>--solvers</span> <span>wanda,<wbr>&lt;b&gt;</span> <span>--out</span> " in command
+    assert "".join(data for _, data in Page(command).said) == values["command"]
+
+
+def test_pages_are_whole_or_not_there(tmp_path: Path) -> None:
+    assert write("page", tmp_path) == tmp_path / "report.html"
+    assert write("page", tmp_path, tmp_path / "new" / "x.html").read_text() == "page"
+    assert "it is a directory" in message(lambda: write("page", tmp_path, tmp_path), OutputError)
+
+
+# What goes wrong
+
+
+def _spoil(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said", "kind"),
+    [
+        (None, "is no directory", UsageError),
+        ({}, "has neither niwaki.json nor compare.json", UsageError),
+        ({"niwaki.json": b"{"}, "niwaki.json cannot be read as what niwaki writes there", CheckpointError),
+        ({"niwaki.json": b"\xff"}, "cannot be read as", CheckpointError),
+        ({"niwaki.json": b"[]"}, "cannot be read as", CheckpointError),
+        ({"compare.json": b"{}"}, "no 'cells'", CheckpointError),
+        ({"compare.json": ("records/1.json", "records/11.json")}, "11.json", CheckpointError),
+        ({"compare.json": ("records/1.json", "../other.json")}, "outside of its directory", CheckpointError),
+        ({"compare.json": ('"value"', '"valu"')}, "valu", CheckpointError),
+    ],
+)
+def test_directories_that_cannot_be_read(
+    tmp_path: Path, spoilt: dict[str, Any] | None, said: str, kind: type[NiwakiError]
+) -> None:
+    path = tmp_path / "dir"
+    if spoilt is not None:
+        path.mkdir()
+    for name, content in (spoilt or {}).items():
+        if isinstance(content, tuple):
+            shutil.rmtree(path)
+            content = _spoil((comparison(path) / name).read_text(), *content).encode()
+            (tmp_path / "other.json").write_text(record().to_json())
+        (path / name).write_bytes(content)
+    text = message(lambda: load(path), kind)
+    assert said in text
+    assert str(path) in text
+
+
+@pytest.mark.parametrize("missing", ["altair", "jinja2", "vl_convert"])
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    text = message(lambda: render(load(model_directory(tmp_path / "m"))), OutputError)
+    assert text == f"reports need {missing}; install it with pip install 'niwaki[report]'"
+
+
+def test_an_unknown_reference(tmp_path: Path) -> None:
+    assert "'papers'" in message(lambda: render(load(model_directory(tmp_path / "m")), reference="papers"))
+
+
+# What is in the model
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pruned model whose dense one is beside it."""
+    path = tmp_path_factory.mktemp("report")
+    save_model_with_tokenizer(path / "dense")
+    niwaki.prune(
+        path / "dense",
+        path / "out",
+        solver="wanda",
+        pattern="2:4",
+        calibration="demo",
+        samples=4,
+        length=32,
+        text_samples=2,
+    )
+    return path / "out"
+
+
+def unpacked(picture: bytes) -> list[list[int]]:
+    """The bits of a PNG with a palette of two colours, row by row."""
+    width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+    start = picture.index(b"IDAT")
+    size = int.from_bytes(picture[start - 4 : start], "big")
+    raw = zlib.decompress(picture[start + 4 : start + 4 + size])
+    across = 1 + -(-width // 8)
+    lines = [raw[row * across : (row + 1) * across] for row in range(height)]
+    assert all(line[0] == 0 for line in lines)
+    return [[line[1 + i // 8] >> (7 - i % 8) & 1 for i in range(width)] for line in lines]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 8), (5, 13)])
+def test_pictures_are_the_masks(shape: tuple[int, int]) -> None:
+    kept = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert unpacked(png(kept)) == kept.int().tolist()
+
+
+def test_masks_of_a_model(pruned: Path) -> None:
+    checkpoint = Checkpoint(pruned)
+    pictures = mask_pictures(checkpoint, Record.from_json((pruned / "niwaki.json").read_text()))
+    assert len(pictures) == 7
+    assert len({picture.name for picture in pictures}) == 7
+    assert {picture.block for picture in pictures} == {0, 1}
+    for picture in pictures:
+        weight = checkpoint.read(f"model.layers.{picture.block}.{picture.name}.weight")
+        assert picture.shape == tuple(weight.shape)
+        assert unpacked(picture.png) == (weight != 0).int().tolist()
+        assert picture.zeros == pytest.approx(0.5)
+
+
+def test_text_is_the_most_likely_one(pruned: Path) -> None:
+    """A token at a time, by the whole model without a cache."""
+    (text,) = generate(Checkpoint(pruned), ["It was a dark"])
+    tokenizer, model = load_tokenizer(pruned), reference(pruned)
+    given = tokenizer.encode("It was a dark")
+    tokens = list(given)
+    for _ in range(48):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert text == tokenizer.decode(tokens[len(given) :])
+
+
+def test_what_cannot_be_had_is_said(pruned: Path, tmp_path: Path) -> None:
+    done = Record.from_json((pruned / "niwaki.json").read_text())
+    found = extras(pruned, done, ["One"])
+    assert found.remarks == []
+    assert found.samples[0].dense is not None
+    gone = extras(pruned, dataclasses.replace(done, model=str(tmp_path / "gone")), ["One"])
+    assert gone.samples == [dataclasses.replace(found.samples[0], dense=None)]
+    assert gone.remarks == [f"text of the dense model: there is no directory {tmp_path / 'gone'} here"]
+    (said,) = extras(pruned, dataclasses.replace(done, model="demo"), ["One"]).remarks
+    assert said == "text of the dense model: demo is another model than the one that was pruned"
+    (said,) = extras(pruned, dataclasses.replace(done, model="nobody/nothing"), ["One"]).remarks
+    assert said == "text of the dense model: nobody/nothing is not on this machine"
+    assert not extras(pruned, done, []).samples
+    (said,) = extras(pruned, done, [""]).remarks
+    assert "no tokens" in said
+    (said,) = extras(model_directory(tmp_path / "empty"), done).remarks
+    assert said.startswith("masks and text: ")
+
+
+def test_text_of_a_smaller_model(pruned: Path, tmp_path: Path) -> None:
+    """Its dense one is known by the number of parameters; there are no masks."""
+    options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "text_samples": 0}
+    done = niwaki.shrink(pruned.parent / "dense", tmp_path / "s", neurons=0.5, device="cpu", **options)
+    found = extras(tmp_path / "s", done, ["One"])
+    assert (found.remarks, list(found.masks)) == ([], [])
+    assert found.samples[0].dense == generate(Checkpoint(pruned.parent / "dense"), ["One"])[0]
+    (said,) = extras(tmp_path / "s", dataclasses.replace(done, model="demo"), ["One"]).remarks
+    assert said == "text of the dense model: demo is another model than the one that was pruned"
+
+
+def test_command(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def ran(*arguments: object) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["niwaki", "report", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            return exit_.code
+        return 0
+
+    out = tmp_path / "out"
+    shutil.copytree(pruned, out)
+    assert ran(out, "--prompt", "One", "--prompt", "Two") in (0, None)
+    page = Page((out / "report.html").read_text())
+    assert page.text().count("pruned") > 2
+    assert len([tag for tag, _ in page.elements if tag == "img"]) == 7
+    assert f"written to {out / 'report.html'}" in capfd.readouterr().out
+    assert ran(out, "--no-samples", "-o", tmp_path / "x.html") in (0, None)
+    assert 'id="samples"' not in (tmp_path / "x.html").read_text()
+    assert ran(tmp_path) == 2
+    assert capfd.readouterr().err.startswith("error: ")
+    # The model stays one, and the report on it is not taken for one on what is made from it.
+    niwaki.prune(
+        out,
+        tmp_path / "again",
+        solver="magnitude",
+        sparsity=0.6,
+        calibration="demo",
+        samples=4,
+        length=32,
+        measure="none",
+    )
+    assert not (tmp_path / "again" / "report.html").exists()
+    assert (tmp_path / "again" / "tokenizer.json").exists()
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright to drive a browser")
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("there is no chromium here; on Debian: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Material]]:
+    """A report of each kind."""
+    path = tmp_path_factory.mktemp("pages")
+    found = extras(pruned, Record.from_json((pruned / "niwaki.json").read_text()), ["One"])
+    compared = comparison(path / "c")
+    kinds = {"model": (load(pruned), found), "comparison": (load(compared), None)}
+    return {
+        name: (write(render(material, more, reference="paper"), path, path / f"{name}.html"), material)
+        for name, (material, more) in kinds.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize("what", ["model", "comparison"])
+def test_in_a_browser(
+    browser: Any, pages: dict[str, tuple[Path, Material]], what: str, width: int, scheme: str
+) -> None:
+    """No errors, all marks visible where their data are, legible colours, and nothing wider than the window."""
+    file, material = pages[what]
+    page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme, has_touch=width < 500)
+    errors: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda said: errors.append(said.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(file.as_uri())
+    assert [url for url in requests if not url.startswith("data:")] == [file.as_uri()]
+
+    def count(selector: str) -> int:
+        script = "all => all.filter(mark => mark.checkVisibility()).length"
+        return int(page.locator(selector).evaluate_all(script))
+
+    if what == "model":
+        assert count("#errors [aria-roledescription='rect mark']") == 2 * 7
+        assert count("#sparsity [aria-roledescription='tick']") == 2 * 7
+        assert count("#frontier") == 0
+        assert count("#masks img") == 7
+        assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+        before = page.locator(".mask img").first.bounding_box()
+        page.locator("#zoom").fill("4")
+        zoomed = page.locator(".mask img").first.bounding_box()
+        assert (zoomed["width"], zoomed["height"]) == (4 * before["width"], 4 * before["height"])
+        page.locator(".mask .frame").first.click()
+        assert page.locator("#zoom").input_value() == "5"
+    else:
+        assert count("#frontier [aria-roledescription='point']") == 8
+        assert count("#errors [aria-roledescription='rect mark']") == 3 * BLOCKS * 3
+        assert count("#time [aria-roledescription='bar']") == 3 * 2
+        assert count("#published [aria-roledescription='point']") == sum(
+            len(marks(shown.figures[0].wide)) for shown in view(material, published=True).published
+        )
+        page.locator("details.run summary").first.click()
+        assert count("details.run td.h8") + count("details.run td.h4") > 0
+    # Colours follow the scheme: what is drawn stands out from the card.
+    section, drawn = ("#time", "bar") if what == "model" else ("#frontier", "point")
+    colours = page.evaluate(
+        """drawn => ['section', 'body'].map(name => getComputedStyle(document.querySelector(name)).backgroundColor)
+           .concat(getComputedStyle(document.body).color,
+                   [...document.querySelectorAll(drawn)].map(mark => getComputedStyle(mark).fill))""",
+        f"{section} [aria-roledescription={drawn}]",
+    )
+    card, _, ink, *filled = [
+        sum(map(int, re.findall(r"\d+", value)[:3])) / 3 for value in colours if "none" not in value
+    ]
+    assert (card > 200 and ink < 60) if scheme == "light" else (card < 60 and ink > 200)
+    assert filled
+    assert all(abs(card - mark) > 60 for mark in filled)
+    # Pointing at a mark says what it is.
+    mark = page.locator(f"{section} [aria-roledescription={drawn}]:visible").last  # on top of all others
+    (mark.tap if width < 500 else mark.hover)(force=True)
+    assert page.locator("#tip").inner_text() == mark.get_attribute("aria-label")
+    page.evaluate("document.querySelectorAll('details').forEach(detail => { detail.open = true })")
+    across, window = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert across <= window == width
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor") == "rgb(255, 255, 255)"
+    assert count(f"{section} .wide") >= 1
+    assert count(f"{section} .narrow") == 0
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.close()
+    assert errors == []

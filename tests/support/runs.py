@@ -1,0 +1,101 @@
+"""Whole runs: what they wrote, and how to stop them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from niwaki import prune
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers import Solver
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord, Record
+from support.models import random_tokens
+
+
+@dataclass(frozen=True)
+class Untouched(Solver):
+    """Gives back what it was given."""
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        return problem.solution(problem.W, torch.ones_like(problem.W, dtype=torch.bool))
+
+    def flops(self, rows: int, columns: int) -> float:
+        return 0.0
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def zeros(tensor: Tensor) -> int:
+    return tensor.numel() - int(tensor.count_nonzero())
+
+
+class StopAt(Progress):
+    """Interrupts the run when it has solved so many matrices."""
+
+    def __init__(self, matrices: int) -> None:
+        self.left = matrices
+        self.notes: list[str] = []
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "niwaki.json"
+    }
+
+
+#: A run of a moment.
+SMALL = (
+    "--calibration",
+    "demo",
+    "--samples",
+    "4",
+    "--seqlen",
+    "32",
+    "--text-samples",
+    "2",
+    "--device",
+    "cpu",
+)
+
+
+def run(model: Path, out: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "solver": "wanda",
+        "sparsity": 0.5,
+        "calibration": random_tokens(4, 24),
+        "text": random_tokens(2, 24, seed=1),
+        "device": "cpu",
+    }
+    return prune(model, out, **{**options, **changes})
+
+
+def stopped(model: Path, out: Path, matrices: int = 10, **changes: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(model, out, progress=StopAt(matrices), **changes)
