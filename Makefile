@@ -11,7 +11,7 @@ BIN = $(VENV)/bin
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev --group docs
 	touch $@
 
 setup: $(VENV)/.done
@@ -23,6 +23,10 @@ demo: setup
 results: setup
 	$(BIN)/python benchmarks/results.py
 
+# The documentation as a site, in site/index.html.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 check: setup
 	BIN=$(BIN) scripts/check
 
@@ -33,6 +37,6 @@ quick: setup
 	$(BIN)/pytest -m 'not slow'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site
 
-.PHONY: setup demo results check test quick clean
+.PHONY: setup demo results docs check test quick clean

@@ -44,3 +44,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{link[1]}{config.repo_url}/blob/main/{target}"
 
     return LINK.sub(address, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Shows what docstrings write in another markup: names, such as :func:`niwaki.prune`, and literal blocks."""
+    html = re.sub(r":\w+:<code>~?(?:[\w.]*\.)?(\w+)</code>", r"<code>\1</code>", html)
+    return html.replace("<p>::</p>", "")
