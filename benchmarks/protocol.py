@@ -41,8 +41,9 @@ from transformers.utils import logging
 from niwaki.cli.display import perplexity_table
 from niwaki.evaluation.compare import compare
 from niwaki.models.checkpoint import locate_model
+from niwaki.options import Calibration, Measurement
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
-from niwaki.records.progress import TableProgress
+from niwaki.records.progress import Progress
 
 STEPS = (1, 10, 20, 50, 100)
 RATES = (0.01, 0.03, 0.1)
@@ -101,7 +102,7 @@ def float32_copy(model: str, out: Path) -> str:
     return str(out)
 
 
-class Lines(TableProgress):
+class Lines(Progress):
     """A line for each cell."""
 
     def __init__(self, console: Console) -> None:
@@ -120,13 +121,10 @@ def measure(arguments: argparse.Namespace, texts: list[str], model: str, progres
         compare(
             model,
             solvers=arguments.methods or methods,
-            sparsities=arguments.patterns or patterns,
-            calibration=arguments.calibration,
-            samples=arguments.samples,
-            length=arguments.length,
-            texts=texts if round_ == 0 else (),
-            text_samples=arguments.text_samples,
             progress=progress,
+            patterns=arguments.patterns or patterns,
+            calibration=Calibration(arguments.calibration, samples=arguments.samples, length=arguments.length),
+            measurement=Measurement(texts if round_ == 0 else (), samples=arguments.text_samples),
         )
         for round_ in range(arguments.repeat)
     ]

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from niwaki import prune
 from niwaki.evaluation.evaluate import evaluate
+from niwaki.options import Calibration, Measurement
 
 #: Sparsity, effort and grids.
 RUNS = (
@@ -55,7 +56,7 @@ def main() -> None:
     texts = parser.parse_args().text or ["demo-held"]
 
     def measured(model: str | Path, *what: str) -> None:
-        values = ", ".join(f"{evaluate(model, text, length=256, samples=200).value:.2f}" for text in texts)
+        values = ", ".join(f"{evaluate(model, Measurement(text, length=256, samples=200)).value:.2f}" for text in texts)
         print(f"{' '.join(what)}: {values}", flush=True)
 
     measured("demo", "dense")
@@ -66,13 +67,11 @@ def main() -> None:
                 prune(
                     "demo",
                     out,
-                    sparsity=sparsity,
+                    sparsity,
                     effort=effort,
-                    quantize=grid or None,
-                    calibration="demo",
-                    samples=256,
-                    length=256,
-                    measure="none",
+                    grid=grid or None,
+                    calibration=Calibration("demo", samples=256, length=256),
+                    measurement=Measurement(samples=0),
                 )
                 measured(out, str(sparsity), effort, grid and f"{grid} together")
             for grid in grids:

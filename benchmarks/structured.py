@@ -21,16 +21,18 @@ from protocol import float32_copy
 from transformers.utils import logging
 
 import niwaki
+from niwaki.options import Calibration, Measurement
 
 SIZES = [Fraction(1, 10), Fraction(1, 6), Fraction(1, 4), Fraction(1, 3), Fraction(1, 2)]
 LENGTH, SAMPLES, TEXT_SAMPLES = 256, 256, 200
-CALIBRATION: dict[str, Any] = {"calibration": "demo", "samples": SAMPLES, "length": LENGTH}
+CALIBRATION = Calibration("demo", samples=SAMPLES, length=LENGTH)
+NOTHING = Measurement(samples=0)
 
 
 def options(method: str, size: Fraction) -> dict[str, Any] | None:
     """Those of ``shrink`` or ``prune`` for the embedded model, whose MLPs have 2/3 of a block's parameters."""
     if method == "zeros anywhere":
-        return {"effort": "fast", "sparsity": float(size)}
+        return {"effort": "fast", "pattern": float(size)}
     if method == "blocks":
         return {"blocks": int(6 * size)} if (6 * size).denominator == 1 else None
     if method == "neurons":
@@ -57,7 +59,7 @@ def main() -> None:
             # Where a file lies on this machine is nobody else's business.
             Path(text).name: {**dataclasses.asdict(perplexity), "text": Path(text).name}
             for text in arguments.text or ["demo-held"]
-            for perplexity in [niwaki.evaluate(directory, text, length=LENGTH, samples=TEXT_SAMPLES)]
+            for perplexity in [niwaki.evaluate(directory, Measurement(text, length=LENGTH, samples=TEXT_SAMPLES))]
         }
         cells.append(
             {
@@ -84,9 +86,9 @@ def main() -> None:
                 if chosen is None or (method, float(size)) in done:
                     continue
                 if method == "zeros anywhere":
-                    record = niwaki.prune(model, out, **chosen, **CALIBRATION, measure="none")
+                    record = niwaki.prune(model, out, calibration=CALIBRATION, measurement=NOTHING, **chosen)
                 else:
-                    record = niwaki.shrink(model, out, **chosen, **CALIBRATION, text_samples=0)
+                    record = niwaki.shrink(model, out, calibration=CALIBRATION, measurement=NOTHING, **chosen)
                 removed = record.structure.removed if record.structure else record.sparsity
                 measured(method, size, out, removed, record.seconds["total"])
 

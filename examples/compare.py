@@ -13,12 +13,9 @@ with tempfile.TemporaryDirectory() as scratch:
         "demo",
         sys.argv[1] if len(sys.argv) > 1 else scratch,
         solvers=["wanda", "admm-grad"],
-        sparsities=[0.5, "2:4"],
-        calibration="demo",
-        samples=8,
-        length=64,
-        texts=["demo-held"],
-        text_samples=8,
+        patterns=[0.5, "2:4"],
+        calibration=niwaki.Calibration("demo", samples=8, length=64),
+        measurement=niwaki.Measurement("demo-held", samples=8),
     )
 print(comparison.to_markdown())
 

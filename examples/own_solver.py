@@ -37,11 +37,8 @@ for solver in (Power(), make_solver("wanda"), make_solver("continuation")):
 comparison = niwaki.compare(
     "demo",
     solvers=[Power(), "wanda"],
-    sparsities=[0.5],
-    calibration="demo",
-    samples=8,
-    length=64,
-    texts=["demo-held"],
-    text_samples=8,
+    patterns=[0.5],
+    calibration=niwaki.Calibration("demo", samples=8, length=64),
+    measurement=niwaki.Measurement("demo-held", samples=8),
 )
 print(*comparison.cells, sep="\n")

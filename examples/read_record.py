@@ -12,7 +12,8 @@ import niwaki
 with tempfile.TemporaryDirectory() as scratch:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(scratch) / "out" / "niwaki.json"
     if len(sys.argv) == 1:
-        niwaki.prune("demo", path.parent, sparsity=0.5, calibration="demo", samples=8, length=64, measure="none")
+        calibration = niwaki.Calibration("demo", samples=8, length=64)
+        niwaki.prune("demo", path.parent, 0.5, calibration=calibration, measurement=niwaki.Measurement(samples=0))
     record = niwaki.Record.from_json(path.read_text(encoding="utf-8"))
 
 print(f"{record.model} by {record.solver}, {record.pattern}: {100 * record.sparsity:.2f} % zeros")

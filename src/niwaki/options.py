@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: The solver with the lowest layer errors for its time; see docs/methods.md.
+DEFAULT_SOLVER = "continuation"
 #: Which windows of a text.
 Order = Literal["first", "random"]
 #: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from niwaki.errors import WorkerError
 from niwaki.evaluation import bench as measuring
+from niwaki.options import Compute
+from niwaki.records.progress import Progress
 from niwaki.records.speed import Speed
 from support.models import message, save_model
 
@@ -103,7 +105,7 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
     dense, seen = save_model(tmp_path / "dense"), []
 
     @contextlib.contextmanager
-    def both(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, Path]]:
+    def both(path: Path, progress: Progress) -> Iterator[tuple[Path, Path]]:
         yield path, path.with_name("packed")
 
     def measured(*given: Any) -> Speed:
@@ -114,7 +116,7 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(measuring, "_both", both)
     monkeypatch.setattr(measuring, "_measured", measured)
-    found = measuring.bench(dense, prompt=8, tokens=4, repeats=3, device=device, dtype=dtype)
+    found = measuring.bench(dense, prompt=8, tokens=4, repeats=3, compute=Compute(device, dtype))
     assert seen == ["dense", "packed"]
     assert [speed.tokens_per_second for speed in found.speeds] == [1, 2]
     assert (found.prompt, found.tokens, found.repeats, found.device) == (8, 4, 3, device)

@@ -20,7 +20,6 @@ from transformers import AutoTokenizer
 
 import niwaki
 from niwaki import Comparison
-from niwaki.cli.comparing import _seconds
 from niwaki.cli.display import TableDisplay
 from niwaki.errors import OutputError
 from niwaki.evaluation import compare as comparison
@@ -28,9 +27,11 @@ from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
 from niwaki.models.hidden_states import MemoryBudget
+from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
-from niwaki.records.progress import TableProgress
+from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record
+from support.arguments import arguments
 from support.models import edit_json, message, save_model_with_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -74,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(source: str, out: Path, **options: Any) -> Record:
         found.append(out.name)
-        return niwaki.prune(source, out, **options)
+        return niwaki.prune(source, out, **arguments(**options))
 
     monkeypatch.setattr(comparison, "prune", counted)
     return found
@@ -83,7 +84,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run(
     model: Path, out: Path | None, solvers: Any = ("wanda",), sparsities: Any = (0.5,), **changes: Any
 ) -> Comparison:
-    return niwaki.compare(model, out, **{**SMALL, "solvers": solvers, "sparsities": sparsities, **changes})
+    return niwaki.compare(model, out, **arguments(**{**SMALL, "solvers": solvers, "sparsities": sparsities, **changes}))
 
 
 def values(found: Comparison) -> dict[tuple[str, str], Any]:
@@ -108,7 +109,9 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
         asked: dict[str, Any]
         for pattern, asked in (("60 %", {"sparsity": 0.6}), ("2:4", {"pattern": "2:4"})):
             out = tmp_path / f"{name} {pattern}"
-            record = niwaki.prune(model, out, solver=solver, effort=effort, measure="none", **asked, **options)
+            record = niwaki.prune(
+                model, out, **arguments(solver=solver, effort=effort, measure="none", **asked, **options)
+            )
             expected[name, pattern] = record, out
     assert keys(found) == [
         ("dense", ""),
@@ -117,7 +120,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
     ids = AutoTokenizer.from_pretrained(model)(_excerpt("demo"))["input_ids"]
     for key, (made, out) in expected.items():
         cell = found.done()[key]
-        assert cell.perplexity["demo-held"] == niwaki.evaluate(out, "demo-held", length=32, samples=3)
+        assert cell.perplexity["demo-held"] == niwaki.evaluate(out, Measurement("demo-held", length=32, samples=3))
         behind = cell.perplexity["demo"]
         assert behind.text == "the text behind the calibration windows of demo"
         assert behind.value == _perplexity(out, ids[4 * 32 : 7 * 32])
@@ -196,7 +199,9 @@ def test_without_a_directory(model: Path) -> None:
 def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
     found = run(model, tmp_path / "out", ["wanda"], ["2:4"], keep=True)
     kept = tmp_path / "out" / "models" / "wanda_2-4"
-    assert niwaki.evaluate(kept, "demo-held", length=32, samples=3) == found.cells[1].perplexity["demo-held"]
+    assert (
+        niwaki.evaluate(kept, Measurement("demo-held", length=32, samples=3)) == found.cells[1].perplexity["demo-held"]
+    )
 
 
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +245,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, model: Path, calls: list
     assert calls[5:] == ["ria_50"]
 
 
-class StopAt(TableProgress):
+class StopAt(Progress):
     """Interrupts when it has been told of so many things of a kind."""
 
     def __init__(self, kind: str, count: int) -> None:
@@ -255,8 +260,9 @@ class StopAt(TableProgress):
     def done(self, cell: Cell) -> None:
         self._count("cells")
 
-    def measured(self, block: int, blocks: int) -> None:
-        self._count("blocks measured")
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        if what.startswith("measuring"):
+            self._count("blocks measured")
 
     def stage(self, block: int, name: str, steps: int) -> None:
         if name == "capture":
@@ -315,8 +321,8 @@ def test_stopped(
 def test_killed(tmp_path: Path, model: Path, whole: Comparison) -> None:
     code = f"""
 import os, signal, niwaki
-from niwaki.progress import TableProgress
-class Kill(TableProgress):
+from niwaki.records.progress import Progress
+class Kill(Progress):
     def done(self, cell):
         if cell.method == "magnitude":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -350,12 +356,12 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     now = [0.0]
 
     def pruned(source: str, out: Path, **options: Any) -> Record:
-        record = niwaki.prune(source, out, **options)
+        record = niwaki.prune(source, out, **arguments(**options))
         record.seconds = {"total": seconds[record.method]}
         now[0] += seconds[record.method]
         return record
 
-    class Told(TableProgress):
+    class Told(Progress):
         expected: list[list[float]] = []  # noqa: RUF012
         left_out: list[tuple[str, str]] = []  # noqa: RUF012
 
@@ -394,12 +400,12 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("text", "seconds"), [("2h", 7200), ("90m", 5400), ("90 min", 5400), ("1h30m", 5400), ("1.5H", 5400), ("45s", 45)]
 )  # fmt: skip
 def test_times(text: str, seconds: float) -> None:
-    assert _seconds(text) == seconds
+    assert parse_time(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "2", "0h", "h", "30m1h", "2d", "-1h", "1.h2"])
 def test_no_times(text: str) -> None:
-    assert repr(text) in message(lambda: _seconds(text))
+    assert repr(text) in message(lambda: parse_time(text))
 
 
 @pytest.mark.parametrize(
@@ -503,7 +509,7 @@ def test_directories_that_are_no_place(tmp_path: Path, model: Path) -> None:
 
 
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
-    class Second(TableProgress):
+    class Second(Progress):
         said = ""
 
         def done(self, cell: Cell) -> None:
@@ -557,7 +563,7 @@ def test_display() -> None:
     def shown(width: int, terminal: bool = False) -> str:
         file = io.StringIO()
         console = Console(file=file, width=width, force_terminal=terminal, highlight=False, emoji=False)
-        with TableDisplay(console) as display:
+        with TableDisplay(console, "comparing") as display:
             found = table(cell("wanda", "2:4", 5.0))
             display.table(found, 2)
             display.run("wanda", "2:4", 0, 2, [0.0, 0.0])
@@ -565,10 +571,8 @@ def test_display() -> None:
                 display.note("[once]")
             display.done(found.cells[1])
             display.run("admm1", "2:4", 1, 2, [600.0, 7200.0])
-            display.measured(1, 6)
-            assert (
-                str(display._status.status) == "run 2 of 2: admm1 2:4, measuring, block 1 of 6, about 2 h 10 min left"
-            )
+            display.status("measuring, block", 1, 6)
+            assert display.describe() == "run 2 of 2: admm1 2:4, measuring, block 1 of 6, about 2 h 10 min left"
             display.finished(found, [("admm1", "2:4")])
         return file.getvalue()
 

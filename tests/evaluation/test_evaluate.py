@@ -16,6 +16,8 @@ from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
+from niwaki.options import Measurement
+from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity
 from support.models import EMBEDDED, random_tokens, reference, save_model, save_model_with_tokenizer, weight
 
@@ -49,7 +51,12 @@ def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     whole = reference(EMBEDDED)
     losses = torch.stack([whole(row[None], labels=row[None]).loss for row in windows]).double()
     steps: list[tuple[int, int]] = []
-    found = evaluate(EMBEDDED, str(text), length=100, done=lambda *step: steps.append(step))
+
+    class Steps(Progress):
+        def status(self, what: str, done: int = 0, count: int = 0) -> None:
+            steps.append((done, count))
+
+    found = evaluate(EMBEDDED, Measurement(str(text), length=100), progress=Steps())
     assert found.value == pytest.approx(losses.mean().exp().item(), rel=1e-4)
     assert found.standard_error == pytest.approx(
         (losses.mean().exp() * losses.std() / math.sqrt(len(losses))).item(), rel=1e-3
@@ -58,14 +65,14 @@ def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     assert found.text == str(text)
     assert found.origin.endswith(f"; all windows, {len(ids) % 100} tokens behind them left out")
     assert steps == [(n, 6) for n in range(1, 7)]
-    first = evaluate(str(EMBEDDED), str(text), length=100, samples=3)
+    first = evaluate(str(EMBEDDED), Measurement(str(text), length=100, samples=3))
     assert first.value == pytest.approx(losses[:3].mean().exp().item(), rel=1e-4)
     # It is a trained model: far better than chance among 4,096 tokens.
     assert found.value < 400
 
 
 def test_the_embedded_model_is_the_default_of_demo() -> None:
-    found = evaluate("demo", "demo-held", samples=4)
+    found = evaluate("demo", Measurement("demo-held", samples=4))
     assert found.context == 256  # all that it has positions for
     assert 20 < found.value < 80
 
@@ -82,11 +89,11 @@ def test_perplexity_of_tokens(tmp_path: Path, case: str) -> None:
 def test_what_goes_wrong(tmp_path: Path) -> None:
     path = save_model_with_tokenizer(tmp_path / "model")
     with pytest.raises(UsageError, match="129 is more than the model's 128"):
-        evaluate(path, "demo", length=129)
+        evaluate(path, Measurement("demo", length=129))
     with pytest.raises(UsageError, match="at least 2"):
-        evaluate(path, "demo", length=1)
+        evaluate(path, Measurement("demo", length=1))
     with pytest.raises(UsageError, match="got 0 of 16"):
-        evaluate(path, "demo", length=16, samples=0)
+        evaluate(path, Measurement("demo", length=16, samples=0))
     with pytest.raises(UsageError, match=r"one text at a time, .*; got \['demo'\]"):
         evaluate(path, ["demo"])  # type: ignore[arg-type]
     (tmp_path / "short.txt").write_text("a b c")
@@ -94,7 +101,7 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
         evaluate(path, str(tmp_path / "short.txt"))
     (path / "tokenizer.json").unlink()
     with pytest.raises(CalibrationError, match="no tokenizer"):
-        evaluate(path, "demo", length=16)
+        evaluate(path, Measurement("demo", length=16))
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         evaluate(tmp_path, "demo")
 
@@ -107,7 +114,7 @@ def test_infinite_activations_are_an_error(tmp_path: Path) -> None:
     dense.save_pretrained(path)
     assert not torch.isfinite(dense(random_tokens(1, 16)).logits).any()
     with pytest.raises(NumericalError):
-        evaluate(path, "demo", length=16, samples=4)
+        evaluate(path, Measurement("demo", length=16, samples=4))
 
 
 def test_survey(tmp_path: Path) -> None:

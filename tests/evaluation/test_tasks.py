@@ -23,6 +23,7 @@ import niwaki
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError
 from niwaki.evaluation.tasks import Score, TaskScores, evaluate_tasks, read_questions
+from niwaki.options import Calibration, Measurement
 from support.models import EMBEDDED, message, reference, save_model_with_tokenizer, weight
 
 Question = dict[str, Any]
@@ -119,12 +120,18 @@ def by_metric(found: TaskScores, task: str) -> dict[str, Score]:
 
 def test_a_packed_model(model: Path, tmp_path: Path) -> None:
     niwaki.prune(
-        model, tmp_path / "pruned", solver="magnitude", effort="fast", sparsity=0.7, calibration="demo", samples=2,
-        length=32, measure="none", device="cpu",
-    )  # fmt: skip
+        model,
+        tmp_path / "pruned",
+        0.7,
+        solver="magnitude",
+        effort="fast",
+        calibration=Calibration("demo", samples=2, length=32),
+        measurement=Measurement(samples=0),
+        compute="cpu",
+    )
     niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
     file = write(tmp_path / "some.jsonl", shipped(6))
-    found = [evaluate_tasks(tmp_path / name, file, device="cpu").scores for name in ("pruned", "packed")]
+    found = [evaluate_tasks(tmp_path / name, file, compute="cpu").scores for name in ("pruned", "packed")]
     assert found[0] == found[1]
 
 

@@ -20,6 +20,7 @@ from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel, _same
+from niwaki.options import Compute
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
 from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model
@@ -31,7 +32,7 @@ TOKENS = random_tokens(4, 24)
 
 
 def run(model: Path, out: Path, solver: str = "sparsegpt") -> Record:
-    return prune(model, out, solver=solver, sparsity=0.5, calibration=TOKENS, device="cpu", dtype="float32")
+    return prune(model, out, 0.5, solver=solver, calibration=TOKENS, compute=Compute(device="cpu", dtype="float32"))
 
 
 def stream_of(directory: Path) -> StreamedModel:
@@ -116,7 +117,7 @@ def test_experts_in_one_tensor(tmp_path: Path, case: str) -> None:
         elif "gate.weight" in key or "norm" in key or "embed" in key:
             assert raw(after[key]) == raw(old)
     assert record.sparsity == 0.5
-    run_untouched = prune(model, tmp_path / "same", solver=Untouched(), sparsity=0.0, calibration=TOKENS)
+    run_untouched = prune(model, tmp_path / "same", 0.0, solver=Untouched(), calibration=TOKENS)
     assert run_untouched.sparsity == 0
     assert (tmp_path / "same" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
@@ -172,7 +173,7 @@ def test_experts_without_tokens_are_as_sparse_as_all(tmp_path: Path, solver: str
 def test_experts_with_tokens_enough_are_not_noted(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "mixtral")
     tokens = random_tokens(16, 64)
-    record = prune(model, tmp_path / "out", solver="wanda", sparsity=0.5, calibration=tokens, device="cpu")
+    record = prune(model, tmp_path / "out", 0.5, solver="wanda", calibration=tokens, compute="cpu")
     assert all(m.tokens >= m.shape[1] for m in record.matrices)
     assert not any("stands in for" in note for note in record.notes)
 

@@ -22,6 +22,7 @@ from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.options import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
+from support.arguments import arguments
 from support.models import random_tokens, save_model
 from support.runs import raw
 
@@ -251,7 +252,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
         "text": random_tokens(3, 24, seed=1),
         "device": "cpu",
     }
-    return prune(model, out, **{**options, **changes})
+    return prune(model, out, **arguments(**{**options, **changes}))
 
 
 class Failing(Progress):

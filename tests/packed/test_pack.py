@@ -26,10 +26,12 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.output import Workplace
 from niwaki.models.scales import FILE as SCALES
+from niwaki.options import Calibration, Measurement
 from niwaki.packed import kernels
 from niwaki.packed.format import Index, PackedCheckpoint, digest_of
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
+from niwaki.records.progress import Progress
 from support.models import (
     CASES,
     edit_json,
@@ -117,7 +119,12 @@ def as_documented(directory: Path) -> dict[str, torch.Tensor]:
 def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16)
     calls: list[tuple[int, int]] = []
-    sizes = niwaki.pack(model, tmp_path / "packed", lambda *numbers: calls.append(numbers))
+
+    class Calls(Progress):
+        def status(self, what: str, done: int = 0, count: int = 0) -> None:
+            calls.append((done, count))
+
+    sizes = niwaki.pack(model, tmp_path / "packed", Calls())
     expected, found = load_file(model / "model.safetensors"), as_documented(tmp_path / "packed")
     count = len(expected)
     assert calls == [(number + 1, count) for number in range(count)]
@@ -140,7 +147,7 @@ def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
     assert (sizes.matrices, sizes.packed) == (sum(before.values()), sum(after.values()))
     assert (sizes.dense, sizes.total) == (dense, dense - sizes.matrices + sizes.packed)
     calls.clear()
-    niwaki.unpack(tmp_path / "packed", tmp_path / "again", lambda *numbers: calls.append(numbers))
+    niwaki.unpack(tmp_path / "packed", tmp_path / "again", Calls())
     assert calls == [(number + 1, count) for number in range(count)]
 
 
@@ -229,12 +236,18 @@ def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
     """Whatever reads a model reads a packed one."""
     model = save_model_with_tokenizer(tmp_path / "model")
     niwaki.prune(
-        model, tmp_path / "pruned", solver="magnitude", effort="fast", sparsity=0.8, calibration="demo",
-        samples=4, length=32, measure="none", device="cpu",
-    )  # fmt: skip
+        model,
+        tmp_path / "pruned",
+        0.8,
+        solver="magnitude",
+        effort="fast",
+        calibration=Calibration("demo", samples=4, length=32),
+        measurement=Measurement(samples=0),
+        compute="cpu",
+    )
     niwaki.pack(tmp_path / "pruned", tmp_path / "packed")
     found = [
-        evaluate(tmp_path / name, "demo-held", length=32, samples=3, device="cpu").value
+        evaluate(tmp_path / name, Measurement("demo-held", length=32, samples=3), compute="cpu").value
         for name in ("pruned", "packed")
     ]
     assert found[0] == found[1]
@@ -245,9 +258,16 @@ def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
     edit = tmp_path / "pruned"
     niwaki.prune(
-        model, edit, solver="magnitude", effort="fast", sparsity=0.5, quantize=grid,
-        calibration="demo", samples=4, length=32, measure="none", device="cpu",
-    )  # fmt: skip
+        model,
+        edit,
+        0.5,
+        solver="magnitude",
+        effort="fast",
+        grid=grid,
+        calibration=Calibration("demo", samples=4, length=32),
+        measurement=Measurement(samples=0),
+        compute="cpu",
+    )
     niwaki.pack(edit, tmp_path / "packed")
     stored = Index.read(tmp_path / "packed").tensors
     # Groups of 16 do not fill words of the mask, so that these stay as they are.

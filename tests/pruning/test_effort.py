@@ -26,6 +26,7 @@ from niwaki.pruning.effort import (
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
+from support.arguments import arguments
 from support.models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
@@ -47,7 +48,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
         "text": random_tokens(2, 24, seed=1),
         "device": "cpu",
     }
-    return prune(model, out, **{**options, **changes})
+    return prune(model, out, **arguments(**{**options, **changes}))
 
 
 def vectors(model: Path, out: Path, case: str = "llama") -> set[str]:

@@ -16,6 +16,7 @@ from niwaki.pruning.effort import make_effort
 from niwaki.pruning.own_text import steps, synthesize
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
+from support.arguments import arguments
 from support.models import CASES, edit_json, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors
 from support.streams import assert_clean, stream_of
@@ -33,7 +34,7 @@ def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
         "device": "cpu",
         "solver": "sparsegpt",
     }
-    return prune(model, out, effort=effort, **{**options, **changes})
+    return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
 
 
 @pytest.mark.parametrize("case", CASES)

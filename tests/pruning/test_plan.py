@@ -19,6 +19,7 @@ from niwaki.pruning.prune import prune
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from support.arguments import arguments
 from support.models import is_pruned, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors, zeros
 
@@ -33,7 +34,7 @@ def run(model: Path, out: Path, effort: str, **changes: Any) -> Record:
         "measure": "none",
         "device": "cpu",
     }
-    return prune(model, out, effort=effort, **{**options, **changes})
+    return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
 
 
 def by_key(out: Path, case: str = "llama") -> dict[str, float]:

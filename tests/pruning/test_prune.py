@@ -39,10 +39,13 @@ from niwaki.files import write_json
 from niwaki.layer.patterns import NM, Pattern, PerRow
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import SOLVERS, DSnoT, MaskThenUpdate, Solver, SparseGPT, Swaps
+from niwaki.models.output import check_record
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.prune import prune
+from niwaki.pruning.session import session
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
+from support.arguments import arguments
 from support.models import (
     CASES,
     edit_json,
@@ -70,7 +73,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
     }
     if "pattern" not in changes and "sparsity" not in changes and "mask_from" not in changes:
         options["sparsity"] = 0.5
-    return prune(model, out, **{**options, **changes})
+    return prune(model, out, **arguments(**{**options, **changes}))
 
 
 def listing(directory: Path) -> list[str]:
@@ -360,7 +363,7 @@ def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> 
 def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["niwaki.pruning.prune"]
     monkeypatch.setattr(module, "locate_model", lambda name: model)
-    record = prune("someone/tiny", out, solver="magnitude", sparsity=0.5, calibration=random_tokens(2, 8))
+    record = prune("someone/tiny", out, 0.5, solver="magnitude", calibration=random_tokens(2, 8))
     assert record.model == "someone/tiny"
     assert front_matter(out)["base_model"] == "someone/tiny"
 
@@ -371,7 +374,9 @@ def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytes
 def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
     text = random_tokens(3, 24, seed=1)
     to = tmp_path / "records" / "run.json"
-    record = run(model, out, solver="sparsegpt", text=text, record_to=to, command="niwaki prune x", seed=5)
+    with session("niwaki prune x"):
+        record = run(model, out, solver="sparsegpt", text=text, seed=5)
+    record.save(to)
     written = (out / "niwaki.json").read_text()
     assert to.read_text() == written
     again = Record.from_json(written)
@@ -1192,8 +1197,7 @@ def test_a_record_that_cannot_be_written(tmp_path: Path, model: Path) -> None:
     before = listing(tmp_path)
     # That has to show before the work, and not leave bits of it.
     for to in (tmp_path / "records", tmp_path / "file" / "x.json"):
-        message(lambda to=to: run(model, tmp_path / "out", record_to=to), NiwakiError)  # type: ignore[misc]
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        message(lambda to=to: check_record(to), NiwakiError)  # type: ignore[misc]
         assert listing(tmp_path) == before
 
 

@@ -23,6 +23,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.packed.compressed_tensors import export, packed_integers
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
+from support.arguments import arguments
 from support.models import CASES, is_pruned, message, random_tokens, reference, save_model
 from support.runs import files, raw, stopped, tensors, zeros
 
@@ -39,7 +40,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
         "text": random_tokens(2, 24, seed=1),
         "device": "cpu",
     }
-    return prune(model, out, **{**options, **changes})
+    return prune(model, out, **arguments(**{**options, **changes}))
 
 
 def codes(W: Tensor, scales: Tensor) -> Tensor:

@@ -22,9 +22,11 @@ from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.output import Workplace
+from niwaki.options import Measurement
 from niwaki.pruning.structured import shrink as shrinking
 from niwaki.pruning.structured.units import Part
 from niwaki.records.record import MatrixRecord, Record
+from support.arguments import arguments
 from support.models import (
     decoder_blocks,
     edit_json,
@@ -52,7 +54,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
         "text": random_tokens(3, 24, seed=1),
         "device": "cpu",
     }
-    return niwaki.shrink(model, out, **{**options, **changes})
+    return niwaki.shrink(model, out, **arguments(**{**options, **changes}))
 
 
 def save(path: Path, case: str, **changes: Any) -> Path:
@@ -463,9 +465,9 @@ def test_perplexity_and_files(tmp_path: Path) -> None:
     source, out = save_model_with_tokenizer(tmp_path / "model"), tmp_path / "out"
     (source / "README.md").write_text("---\nlicense: mit\n---\n# dense\n")
     options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "device": "cpu"}
-    record = niwaki.shrink(source, out, neurons=0.5, text="demo-held", text_samples=3, **options)
+    record = niwaki.shrink(source, out, **arguments(neurons=0.5, text="demo-held", text_samples=3, **options))
     for when, directory in (("before", source), ("after", out)):
-        found = evaluate(directory, "demo-held", length=32, samples=3, device="cpu")
+        found = evaluate(directory, Measurement("demo-held", length=32, samples=3), compute="cpu")
         assert record.perplexity[when]["value"] == pytest.approx(found.value, rel=1e-6)
     card = (out / "README.md").read_text()
     assert "license: mit" in card
@@ -474,7 +476,7 @@ def test_perplexity_and_files(tmp_path: Path) -> None:
     assert f"{record.perplexity['after']['value']:.2f}" in card
     assert (out / "README.base.md").read_text().endswith("# dense\n")
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    none = niwaki.shrink(source, tmp_path / "none", neurons=0.5, text_samples=0, **options)
+    none = niwaki.shrink(source, tmp_path / "none", **arguments(neurons=0.5, text_samples=0, **options))
     assert none.perplexity == {}
     assert tensors(tmp_path / "none").keys() == tensors(out).keys()
 

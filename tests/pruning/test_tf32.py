@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from niwaki.layer.tf32 import has_tf32, products
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
+from support.arguments import arguments
 from support.models import random_tokens, save_model
 
 MATMUL = torch.backends.cuda.matmul
@@ -222,9 +223,16 @@ def watched(tmp_path: Path, **options: Any) -> tuple[Watch, Record]:
     model = save_model(tmp_path / "model")
     with Watch() as watch:
         record = prune(
-            *(model, tmp_path / "out"), solver="sparsegpt", sparsity=0.5, device="cpu", measure="none",
-            calibration=random_tokens(2, 24), **options,
-        )  # fmt: skip
+            *(model, tmp_path / "out"),
+            **arguments(
+                solver="sparsegpt",
+                pattern=0.5,
+                device="cpu",
+                measure="none",
+                calibration=random_tokens(2, 24),
+                **options,
+            ),
+        )
     assert watch.grams
     assert watch.others
     assert watch.triangular == {"ieee"}

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from niwaki.options import Calibration, Measurement
+from support.arguments import arguments
+
 pytest.importorskip("altair", reason="needs the extra niwaki[report]")
 pytest.importorskip("vl_convert", reason="needs the extra niwaki[report]")
 
@@ -539,12 +542,10 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     niwaki.prune(
         path / "dense",
         path / "out",
+        "2:4",
         solver="wanda",
-        pattern="2:4",
-        calibration="demo",
-        samples=4,
-        length=32,
-        text_samples=2,
+        calibration=Calibration("demo", samples=4, length=32),
+        measurement=Measurement(samples=2),
     )
     return path / "out"
 
@@ -613,7 +614,7 @@ def test_what_cannot_be_had_is_said(pruned: Path, tmp_path: Path) -> None:
 def test_text_of_a_smaller_model(pruned: Path, tmp_path: Path) -> None:
     """Its dense one is known by the number of parameters; there are no masks."""
     options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "text_samples": 0}
-    done = niwaki.shrink(pruned.parent / "dense", tmp_path / "s", neurons=0.5, device="cpu", **options)
+    done = niwaki.shrink(pruned.parent / "dense", tmp_path / "s", **arguments(neurons=0.5, device="cpu", **options))
     found = extras(tmp_path / "s", done, ["One"])
     assert (found.remarks, list(found.masks)) == ([], [])
     assert found.samples[0].dense == generate(Checkpoint(pruned.parent / "dense"), ["One"])[0]
@@ -647,12 +648,10 @@ def test_command(
     niwaki.prune(
         out,
         tmp_path / "again",
+        0.6,
         solver="magnitude",
-        sparsity=0.6,
-        calibration="demo",
-        samples=4,
-        length=32,
-        measure="none",
+        calibration=Calibration("demo", samples=4, length=32),
+        measurement=Measurement(samples=0),
     )
     assert not (tmp_path / "again" / "report.html").exists()
     assert (tmp_path / "again" / "tokenizer.json").exists()

@@ -28,16 +28,7 @@ TOKENS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0
 
 
 def run(model: Path, out: Path) -> None:
-    prune(
-        model,
-        out,
-        solver="wanda",
-        sparsity=0.5,
-        quantize="int4:16",
-        calibration=TOKENS,
-        text=TOKENS[:2],
-        device="cpu",
-    )
+    prune(model, out, 0.5, solver="wanda", grid="int4:16", calibration=TOKENS, measurement=TOKENS[:2], compute="cpu")
 
 
 def child(work: Callable[[], None]) -> int:

@@ -17,6 +17,7 @@ from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
+from support.arguments import arguments
 from support.models import random_tokens
 
 
@@ -93,7 +94,7 @@ def run(model: Path, out: Path, **changes: Any) -> Record:
         "text": random_tokens(2, 24, seed=1),
         "device": "cpu",
     }
-    return prune(model, out, **{**options, **changes})
+    return prune(model, out, **arguments(**{**options, **changes}))
 
 
 def stopped(model: Path, out: Path, matrices: int = 10, **changes: Any) -> None:

@@ -11,11 +11,8 @@ from niwaki.cli.common import command_line, out, quiet_libraries, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
 from niwaki.errors import UsageError
-from niwaki.files import write_json
-from niwaki.options import Calibration, Compute, Measurement, parse_range
+from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement, parse_range
 from niwaki.pruning.effort import usual_effort
-
-DEFAULT_SOLVER = "continuation"
 
 
 @spread()
@@ -80,7 +77,7 @@ def prune(
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
     chosen = None if blocks is None else parse_range(blocks)
-    method = ":".join([solver or DEFAULT_SOLVER, *_settings(settings or [])])
+    named = ":".join([solver or DEFAULT_SOLVER, *_settings(settings)]) if settings else solver
     effort = effort or usual_effort(solver, mask_from)
     if allocation is not None:
         effort += f":allocation={allocation}"
@@ -97,7 +94,7 @@ def prune(
                 model,
                 output,
                 sparsity if pattern is None else pattern,
-                solver=method,
+                solver=named,
                 effort=effort,
                 mask_from=mask_from,
                 grid=quantize,
@@ -109,7 +106,7 @@ def prune(
                 progress=display,
             )
             if record is not None and team.first:
-                write_json(record, result.to_json())
+                result.save(record)
     if team.first:
         written(output)
 

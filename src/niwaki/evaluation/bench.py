@@ -15,7 +15,7 @@ import torch
 
 from niwaki.errors import NiwakiError, UsageError, WorkerError
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.device import find_device, most_resident
+from niwaki.models.device import most_resident
 from niwaki.options import Compute
 from niwaki.packed import kernels
 from niwaki.packed.format import INDEX
@@ -68,7 +68,7 @@ def bench(
         prompt,
         tokens,
         repeats,
-        str(find_device(compute.device)),
+        compute.device if compute.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"),
         torch.get_num_threads(),
         kernels.describe(),
         current_session().command,

@@ -112,6 +112,7 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
     source = locate_model(request.model)
     if world.first:
         out = check_output(source, out)
+    progress.status(f"reading {request.model}")
     with contextlib.closing(MemoryBudget()) as budget:
         model = StreamedModel(Checkpoint(source), request.compute.device, request.compute.dtype, budget)
         chosen = request.chosen(len(model.blocks))
@@ -121,6 +122,7 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
         if request.grid:
             request.grid.check(matrix.shape[1] for matrix in model.matrices())
         pattern_of = patterns_of(request.pattern, request.mask_model, model)
+        progress.status("reading the text to calibrate on")
         texts = Texts.read(model, request.calibration, request.measurement, USUAL_WINDOWS)
         record = request.record(model, texts, session.command, world)
         asked = request.fingerprint(model, texts, record)

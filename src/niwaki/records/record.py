@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import platform
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niwaki.files import write_json
 from niwaki.records.wording import counted
 
 if TYPE_CHECKING:
@@ -248,6 +251,14 @@ class Record:
     def to_json(self) -> str:
         """JSON text, indented."""
         return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a JSON file.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        write_json(Path(path).expanduser(), self.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> Record:

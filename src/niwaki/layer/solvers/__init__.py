@@ -23,7 +23,7 @@ from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
-from niwaki.options import choose
+from niwaki.options import DEFAULT_SOLVER, choose
 
 __all__ = [
     "ADMM",
@@ -67,9 +67,6 @@ SOLVERS: dict[str, Solver] = {
     "cg": ConjugateGradients(),
     "exact": Exact(),
 }
-
-#: The lowest layer errors for its time; see docs/methods.md.
-DEFAULT_SOLVER = "continuation"
 
 
 def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:

@@ -98,6 +98,7 @@ def shrink(
     if not 0 <= blocks < depth:
         raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can go")
     cuts = [make(streamed, part) for make, part in ((heads_cut, heads), (neurons_cut, neurons)) if part]
+    progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     windows, held = texts.calibration, texts.only
     gone = [f"{blocks} of {depth} blocks"] if blocks else []
