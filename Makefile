@@ -1,7 +1,8 @@
 # Two commands do everything on a machine with only Python:
 #   make demo   sets up and prunes the embedded model by every method
 #   make test   sets up and runs formatting, lint, types and all tests
-# and for those who change something, make results writes the documentation's tables from the records.
+# and for those who change something, make results writes the documentation's tables from the records, and make dist
+# builds the sdist and the wheel.
 .POSIX:
 PYTHON = python3
 VENV = .venv
@@ -36,7 +37,11 @@ test: check
 quick: setup
 	$(BIN)/pytest -m 'not slow'
 
-clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site
+# In dist/, checked and tried. For Linux with a C++ compiler.
+dist:
+	PYTHON=$(PYTHON) scripts/dist
 
-.PHONY: setup demo results docs check test quick clean
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
+
+.PHONY: setup demo results docs check test quick dist clean

@@ -8,8 +8,6 @@
 // address of the next values depends on the bits through one count and one addition only. Rows that are computed
 // together lie far apart, so that values and mask of each are read on and on, which the hardware foresees.
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -27,6 +25,10 @@
 #define NIWAKI_X86
 #define TARGET(features) __attribute__((target(features)))
 #endif
+
+// Of the OpenMP runtime that torch has loaded; null where none has it. A weak name rather than dlsym, which glibc moved
+// to another library in 2.34, so that a wheel built with a newer glibc loads with an older one.
+extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 
 namespace {
 
@@ -407,9 +409,7 @@ Rows rows_of(int path, int dtype, bool pairs) {
 // Calls `body(data)` in `threads` threads at once. They are those of the OpenMP runtime that torch has loaded: threads
 // of two pools, each spinning while it waits, take the cores from each other.
 void in_threads(int threads, void (*body)(void*), void* data) {
-    using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-    static const auto parallel =
-        reinterpret_cast<Parallel>(std::getenv("NIWAKI_NO_OPENMP") ? nullptr : dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    static const auto parallel = std::getenv("NIWAKI_NO_OPENMP") ? nullptr : GOMP_parallel;
     if (threads <= 1) {
         body(data);
     } else if (parallel) {
