@@ -38,7 +38,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from niwaki.cli.display import perplexity_table
+from niwaki.cli.tables import perplexity_table
 from niwaki.evaluation.compare import compare
 from niwaki.models.checkpoint import locate_model
 from niwaki.options import Calibration, Measurement
@@ -49,8 +49,7 @@ STEPS = (1, 10, 20, 50, 100)
 RATES = (0.01, 0.03, 0.1)
 #: What is changed in the effort "fast", one at a time.
 INGREDIENTS = (
-    *("groups=true", "dense_targets=0.5", "importance=0.5"),
-    *("epochs=1", "epochs=1:apart=true", "epochs=1:synthetic=0.5"),
+    *("dense_targets=0.5", "importance=0.5", "epochs=1", "epochs=1:synthetic=0.5"),
     *("allocation=owl", "allocation=error", "allocation=loss:per=block", "allocation=loss"),
 )
 #: Methods and patterns of each experiment. "A+magnitude" is the mask of A with the weights as they were.

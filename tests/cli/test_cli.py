@@ -75,7 +75,14 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert "--tf32 always has no effect: cpu has no TF32" in ran.out
     record = Record.from_json((tmp_path / "out" / "niwaki.json").read_text())
-    assert record.solver == ("ADMM(iterations=5, sparsification_steps=4, schedule='cubic', rho=0.5, damping=0.1)")
+    assert record.solver == {
+        "name": "admm-grad",
+        "iterations": 5,
+        "sparsification_steps": 4,
+        "schedule": "cubic",
+        "rho": 0.5,
+        "damping": 0.1,
+    }
     assert record.method == "admm-grad"
     assert record.pattern == "unstructured:0.25"
     assert record.calibration["order"] == "random"

@@ -236,7 +236,7 @@ def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Comma
     for arguments, said in (
         (["--budget", "soon"], "--budget takes a time such as 2h"),
         (["--solvers", ","], "which solvers"),
-        (["--sparsity", "0.5,2:"], "'2:' is no pattern"),
+        (["--sparsity", "0.5,2:"], "'2:' is not a valid pattern"),
         (["--memory", "much"], "invalid memory size"),
     ):
         ran = niwaki_("compare", model, "-o", tmp_path / "out", *SMALL, *arguments)

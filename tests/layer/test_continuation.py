@@ -113,7 +113,7 @@ def test_it_is_what_it_says(
     solver: Continuation, pattern: Pattern, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if alone:
-        monkeypatch.setattr(continuation, "_APART", 0)
+        monkeypatch.setattr(continuation, "_OWN_CHOICE", 0)
     problem = make_problem(rows=ROWS)
     expected = as_described(problem.W, problem.gram.H, pattern, solver, alone)
     solution = solver(problem, pattern)
@@ -173,7 +173,7 @@ def test_parts_of_other_scales(case: str, sparsity: float) -> None:
     """The same share of zeros in each part would be up to 44 times as bad as ADMM-Grad."""
     W, X = scaled_inputs(case)
     problem = LayerProblem(W, X.T @ X / len(X))
-    assert W.numel() / Continuation().parts >= continuation._APART
+    assert W.numel() / Continuation().parts >= continuation._OWN_CHOICE
     solution = Continuation()(problem, Unstructured(sparsity))
     assert solution.error < 1.02 * ADMM()(problem, Unstructured(sparsity)).error
 

@@ -203,7 +203,7 @@ class TestParse:
             r"unstructured:0\.6 or per-row:0\.6, or transposable-2:4, mixed-2:4, block-4x4:0\.5 "
             r"or 2:4\+per-row:0\.6"
         )
-        with pytest.raises(PatternError, match=f"is no pattern; try 2:4, {examples}"):
+        with pytest.raises(PatternError, match=f"is not a valid pattern; try 2:4, {examples}"):
             parse_pattern(text)
 
     def test_good_form_with_bad_numbers(self) -> None:

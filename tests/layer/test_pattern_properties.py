@@ -232,7 +232,7 @@ def test_runs_of_columns_on_their_own() -> None:
     scores[:, 4:12] *= 5
     runs = scores.split([4, 8, 4], dim=1)
     for pattern in (Unstructured(0.5), Unstructured(0.9), Unstructured(0.0), NM(2, 4), NM(4, 4)):
-        apart = pattern.apart(runs)
+        apart = pattern.split(runs)
         assert apart is not None
         masks = [own.mask(part) for own, part in zip(apart, runs, strict=True)]
         together, whole = torch.cat(masks, dim=1), pattern.mask(scores)
@@ -241,7 +241,7 @@ def test_runs_of_columns_on_their_own() -> None:
         else:
             assert torch.equal(together, whole)
     for other in (PerRow(0.5), TransposableNM(2, 4), Block(0.5, (4, 4)), Quota(NM(2, 4), PerRow(0.75))):
-        assert other.apart(runs) is None
+        assert other.split(runs) is None
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (3, 4), (4, 8), (2, 4)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,10 @@ from niwaki.models.training import trainable, trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit
 from niwaki.records.record import FitRecord
-from support.models import EACH_CASE, decoder_blocks, message, random_tokens, reference, save_model
+from support.models import decoder_blocks, message, random_tokens, reference, save_model
 from support.streams import prune, save_starved, stream_of
 
 LENGTH = 12
-#: Of what blocks are called with, what their attention is not.
-_NOT_TOLD = ("position_ids", "use_cache", "past_key_values", "layer_past")
 
 streams: list[Generator[DecoderBlock]] = []  # a block is there as long as its stream
 
@@ -54,14 +51,12 @@ def embedded(model: StreamedModel, batches: int) -> tuple[HiddenStates, HiddenSt
     return states, origin
 
 
-def prepared(
-    model: StreamedModel, batches: int, sub_outputs: bool = False
-) -> tuple[DecoderBlock, HiddenStates, HiddenStates]:
+def prepared(model: StreamedModel, batches: int) -> tuple[DecoderBlock, HiddenStates, HiddenStates]:
     """The first block with half of its weights, its inputs, and the outputs of the dense block."""
     states, targets = embedded(model, batches)
     streams.append(model.stream())
     block = next(streams[-1])
-    block.advance(targets, sub_outputs=sub_outputs)
+    block.advance(targets)
     prune(block, block.matrices)
     return block, states, targets
 
@@ -104,12 +99,8 @@ def loop(
     layer.load_state_dict(weights(model))
     inputs, outputs = list(states.hidden), list(targets.hidden)
     rotary = whole.model.rotary_emb(inputs[0], torch.arange(LENGTH)[None])
-    parameters = {
-        name: value
-        for name, value in layer.named_parameters()
-        if value.ndim == 2 or effort.norms  # of LLaMA without biases these are all
-    }
-    masks = {name: (value != 0) | (value.ndim == 1) for name, value in parameters.items()}
+    parameters = {name: value for name, value in layer.named_parameters() if value.ndim == 2}
+    masks = {name: value != 0 for name, value in parameters.items()}
     rates = {
         name: effort.rate * float(value[masks[name]].double().square().mean().sqrt())
         for name, value in parameters.items()
@@ -164,14 +155,13 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(value == 0, expected[name] == 0), name
 
 
-@pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("epochs", [1, 3, 0.5, 1.5])
-def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -> None:
+def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
     directory = save_model(tmp_path / "model")
     model = stream_of(directory)
     block, states, targets = prepared(model, 18)  # of which two are held out
     before = weights(model)
-    effort = Effort(epochs=epochs, norms=norms)
+    effort = Effort(epochs=epochs)
     expected = loop(model, directory, states, targets, effort)
     kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
     steps: list[None] = []
@@ -190,13 +180,12 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, norms: bool, epochs: float) -
     assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
     close(weights(model), expected.weights[-1])
     for name, value in weights(model).items():
-        assert torch.equal(value, before[name]) == (value.ndim == 1 and not norms), name
+        assert torch.equal(value, before[name]) == (value.ndim == 1), name
     assert all(torch.equal(a, b) for a, b in zip(kept, (*states.hidden, *targets.hidden), strict=True))
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("room", [None, 0])
-def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None, apart: bool) -> None:
+def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None) -> None:
     """As if batches had been that small, in memory or in a file."""
     directory, found = save_model(tmp_path / "model"), []
     for samples in (1, 3, 4):
@@ -210,10 +199,9 @@ def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None, apart: bool
         assert (model.budget.file.size > 0) == (room == 0 and samples > 1)
         streams.append(model.stream())
         block = next(streams[-1])
-        block.advance(targets, sub_outputs=apart)
-        assert len(targets.sub_outputs) == 2 * apart
+        block.advance(targets)
         prune(block, block.matrices)
-        record = fitted(block, states, targets, epochs=2, batch=LENGTH, apart=apart)
+        record = fitted(block, states, targets, epochs=2, batch=LENGTH)
         found.append((record.before, record.after, weights(model)))
         model.budget.close()
     for before, after, other in found[1:]:
@@ -405,132 +393,6 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
         fitted(block, states, targets, epochs=1, rate=1e-3)
         found.append(sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True)))
     assert found[0] == pytest.approx(found[1], rel=0.1)
-
-
-def test_biases_that_are_zero_are_fitted_too(tmp_path: Path) -> None:
-    model = stream_of(save_model(tmp_path / "model", "llama biases"))
-    block, states, targets = prepared(model, 6)
-    bias = model.blocks[0].get_parameter("mlp.up_proj.bias")
-    bias.data[::2] = 0
-    assert fitted(block, states, targets, epochs=1, norms=True).epochs == 1
-    assert bool(bias.all())
-
-
-def sub_blocks(case: str, layer: Any, x: Tensor, told: dict[str, Any]) -> list[tuple[Tensor, str]]:
-    """The outputs of attention and MLP, written out, and what the names of their parameters begin with."""
-    if case == "opt":
-        a = layer.self_attn(layer.self_attn_layer_norm(x), **told)[0]
-        return [(a, "self_attn"), (layer.fc2(layer.fc1(layer.final_layer_norm(x + a)).relu()), "final|fc")]
-    first = layer.input_layernorm
-    if case == "falcon":  # one norm for both
-        h = first(x)
-        return [(layer.self_attention(h, **told)[0], "input|self_att"), (layer.mlp(h), "input|mlp")]
-    second = layer.post_attention_layernorm
-    if case == "gpt_neox":
-        a, m = layer.attention(first(x), **told)[0], layer.mlp(second(x))
-    elif case == "bloom":  # with the stream in each
-        a = layer.self_attention(first(x), x, **told)[0]
-        m = layer.mlp(second(a), a)
-    else:
-        a = layer.self_attn(first(x), **told)[0]
-        m = layer.mlp(second(x + a))
-    return [(a, "input|self_att|attention"), (m[0] if isinstance(m, tuple) else m, "post|mlp")]
-
-
-# Without biases of keys, which attention without rotation is blind to: their gradients are rounding.
-@pytest.mark.parametrize(
-    ("case", "norms"),
-    [
-        *((case, False) for case in ("llama", "gpt_neox", "bloom", "falcon", "opt", "gpt_oss")),
-        *((case, True) for case in ("llama", "falcon")),
-    ],
-)
-def test_attention_and_mlp_apart(tmp_path: Path, case: str, norms: bool) -> None:
-    """Each as if it were alone: its error has gradients with respect to its own parameters only."""
-    directory = save_model(tmp_path / "model", case)
-    model = stream_of(directory)
-    block, states, targets = prepared(model, 9, sub_outputs=True)
-    dense = decoder_blocks(reference(directory))[0]
-    layer = copy.deepcopy(dense)
-    layer.load_state_dict(weights(model))
-    # Inputs of the dense model are those of the pruned one without the noise.
-    origin = model.embed(random_tokens(18, LENGTH), LENGTH)
-    told = {name: value for name, value in states.arguments[0, 2][1].items() if name not in _NOT_TOLD}
-
-    def outputs(module: Any, x: Tensor) -> list[tuple[Tensor, str]]:
-        return sub_blocks(case, module, x, told)
-
-    wanted = [[out.detach() for out, _ in outputs(dense, x)] for x in origin.hidden]
-    for mine, theirs in zip(targets.sub_outputs, zip(*wanted, strict=True), strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b.view(a.shape), rtol=1e-4, atol=1e-5)
-
-    pruned = {matrix.parameter for matrix in block.matrices}
-    named = {name: v for name, v in layer.named_parameters() if name in pruned or (norms and v.ndim == 1)}
-    masks = {name: (value != 0) | (value.ndim == 1) for name, value in named.items()}
-    rates = [0.02 * float(value.detach()[masks[name]].double().square().mean().sqrt()) for name, value in named.items()]
-    for value in named.values():
-        value.requires_grad_(True)
-    adam = torch.optim.Adam([{"params": [value]} for value in named.values()], eps=1e-16)
-
-    @torch.no_grad()
-    def error() -> float:
-        found = outputs(layer, states.hidden[0])
-        pairs = [(out.view(y.shape).double(), y.double()) for (out, _), y in zip(found, wanted[0], strict=True)]
-        return sum(float((out - y).square().sum() / y.square().sum()) for out, y in pairs)
-
-    first, order = error(), torch.Generator().manual_seed(0)
-    for step, i in enumerate(torch.randperm(8, generator=order).tolist()):
-        adam.zero_grad()
-        for part in (0, 1):
-            out, own = outputs(layer, states.hidden[1 + i])[part]
-            y = wanted[1 + i][part]
-            own_ones = {name: value for name, value in named.items() if re.match(own, name)}
-            assert 0 < len(own_ones) < len(named)
-            loss = (out - y).square().sum() / wanted[0][part].square().sum()
-            gradients = torch.autograd.grad(loss, list(own_ones.values()), allow_unused=True)
-            for value, gradient in zip(own_ones.values(), gradients, strict=True):
-                if gradient is not None:
-                    value.grad = gradient if value.grad is None else value.grad + gradient
-        for group, rate in zip(adam.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - step / 8)
-        for name, value in named.items():
-            if value.grad is not None:
-                value.grad *= masks[name]
-        adam.step()
-    found = fitted(block, states, targets, epochs=1, batch=2 * LENGTH, norms=norms, apart=True)
-    assert found.before == pytest.approx(first, rel=1e-4)
-    assert found.after == pytest.approx(error(), rel=1e-3)
-    assert found.after < 0.99 * found.before
-    close(weights(model), {name: value.detach() for name, value in layer.named_parameters()})
-
-
-@pytest.mark.parametrize("case", [case for case in EACH_CASE if " " not in str(case.values[0])])
-def test_every_family_apart(tmp_path: Path, case: str) -> None:
-    """Attention and MLP are found; masks stay; the same twice."""
-    directory, found = save_model(tmp_path / "model", case), []
-    for _ in range(2):
-        model = stream_of(directory)
-        block, states, targets = prepared(model, 5, sub_outputs=True)
-        assert len(targets.sub_outputs) == 2
-        before = weights(model)
-        record = fitted(block, states, targets, epochs=2, rate=0.005, apart=True)
-        assert record.after < record.before
-        found.append(weights(model))
-        changed = {name for name, value in found[-1].items() if not torch.equal(value, before[name])}
-        assert changed == {matrix.parameter for matrix in block.matrices}
-        for name, value in found[-1].items():
-            assert torch.equal(value == 0, before[name] == 0), name
-    assert all(torch.equal(value, found[0][name]) for name, value in found[1].items())
-
-
-def test_norms_behind_the_last_sub_block_stay_where_these_are_fitted_apart(tmp_path: Path) -> None:
-    model = stream_of(save_model(tmp_path / "model", "gemma2"))
-    block, states, targets = prepared(model, 5, sub_outputs=True)
-    before = weights(model)
-    fitted(block, states, targets, epochs=1, norms=True, apart=True)
-    stay = {name for name, value in weights(model).items() if torch.equal(value, before[name])}
-    assert stay == {"post_feedforward_layernorm.weight"}
 
 
 def block_weights(block: DecoderBlock) -> list[Tensor]:

@@ -131,7 +131,7 @@ def test_it_is_as_if_it_had_been_given(tmp_path: Path) -> None:
     record = run(directory, tmp_path / "out")
     assert record.calibration["synthetic"] == 3
     assert record.matrices[0].tokens == 9 * 24
-    assert "| besides | 3 windows that the dense model wrote itself |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| own text | 3 windows that the dense model wrote itself |" in (tmp_path / "out" / "README.md").read_text()
     run(directory, tmp_path / "given", "fast", calibration=torch.cat([TOKENS, own]))
     for key, value in tensors(tmp_path / "out").items():
         assert torch.equal(value, tensors(tmp_path / "given")[key])

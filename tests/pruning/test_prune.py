@@ -17,6 +17,7 @@ from niwaki.evaluation.evaluate import evaluate
 from niwaki.layer.patterns import NM, PerRow
 from niwaki.layer.solvers import SOLVERS, SparseGPT
 from niwaki.pruning.effort import Effort
+from niwaki.pruning.effort import describe as describe_effort
 from niwaki.pruning.prune import prune
 from support.models import (
     each_case,
@@ -207,8 +208,8 @@ def test_config_json_gains_one_key(model: Path, out: Path) -> None:
         "library": "niwaki",
         "version": niwaki.__version__,
         "method": "wanda",
-        "solver": "Wanda()",
-        "effort": repr(Effort()),
+        "solver": {"name": "wanda"},
+        "effort": describe_effort(Effort()),
         "mask_from": None,
         "pattern": "per-row:0.6",
         "sparsity": round(record.sparsity, 6),

@@ -24,7 +24,7 @@ from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.output import Workplace
 from niwaki.options import Measurement
 from niwaki.pruning.structured import shrink as shrinking
-from niwaki.pruning.structured.units import Part
+from niwaki.pruning.structured.units import UnitParameter
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
 from support.models import (
@@ -555,12 +555,12 @@ def test_models_that_are_refused(
     ("options", "said"),
     [
         ({}, "nothing to remove; give --blocks, --neurons or --heads"),
-        ({"blocks": 3}, "--blocks 3 of 3: from 0 to 2 can go"),
+        ({"blocks": 3}, "--blocks 3 of 3: from 0 to 2 can be removed"),
         ({"blocks": -1}, "--blocks -1 of 3"),
         ({"neurons": 1.0}, "--neurons is a fraction, from 0 to below 1; got 1"),
         ({"neurons": -0.1}, "--neurons is a fraction"),
         ({"heads": float("nan")}, "--heads is a fraction"),
-        ({"neurons": 0.995}, "--neurons 0.995 of 48 would be 48; from 1 to 47 can go"),
+        ({"neurons": 0.995}, "--neurons 0.995 of 48 would be 48; from 1 to 47 can be removed"),
         ({"neurons": 0.001}, "--neurons 0.001 of 48 would be 0"),
         ({"heads": 0.2}, "--heads 0.2 of 2 groups of 2 heads that share keys and values would be 0; its "
                          "configuration allows 0.5"),
@@ -660,17 +660,17 @@ def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytes
 
 def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of other units have the right shapes."""
-    without = Part.without
+    without = UnitParameter.without
 
-    def wrong(part: Part, value: Tensor, kept: Tensor) -> Tensor:
+    def wrong(part: UnitParameter, value: Tensor, kept: Tensor) -> Tensor:
         return without(part, value, kept if part.dimension == 1 else kept.roll(1))
 
-    monkeypatch.setattr(Part, "without", wrong)
+    monkeypatch.setattr(UnitParameter, "without", wrong)
     source = save_model(tmp_path / "model")
     before = listing(tmp_path)
     for options in ({"heads": 0.5}, {"neurons": 0.5}):
         said = message(lambda options=options: run(source, tmp_path / "out", **options), OutputError)  # type: ignore[misc]
-        assert "answers otherwise" in said
+        assert "hidden states differ" in said
     assert listing(tmp_path) == before
 
 

@@ -147,14 +147,14 @@ class _Shared(Rows):
         self._world.sum([values])
         return values
 
-    def behind(self, count: int) -> int:
+    def sum_after(self, count: int) -> int:
         counts = torch.zeros(self._world.size, dtype=torch.int64)
         counts[self._world.rank] = count
         return int(self.sum(counts)[self._world.rank + 1 :].sum())
 
-    def joined(self, part: Tensor) -> Tensor:
-        whole = part.new_empty(self._ends[-1], *part.shape[1:])
-        self._of(self._world.rank, whole).copy_(part)
+    def joined(self, own: Tensor) -> Tensor:
+        whole = own.new_empty(self._ends[-1], *own.shape[1:])
+        self._of(self._world.rank, whole).copy_(own)
         for source in range(self._world.size):
             self._world.send(self._of(source, whole), source)
         return whole

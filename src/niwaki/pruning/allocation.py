@@ -1,7 +1,6 @@
 """How sparse each matrix may be, so that all together have a given number of zeros and lose the least.
 
-Nothing here knows of models: a curve says what each sparsity would cost a matrix, and the zeros go where the next one
-costs least.
+A curve says what each sparsity would cost a matrix, and the zeros go where the next one costs least.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: No matrix is made sparser than that.
+#: The highest sparsity of a matrix.
 MOST = 0.99
-#: Between the points where it was measured a curve is read at so many sparsities.
+#: Points of a curve between 0 and 1, interpolated between the measured ones.
 _STEPS = 256
 
 
@@ -24,8 +23,8 @@ class Curve:
 
     Attributes:
         weights: The number of weights.
-        points: (sparsity, loss), both increasing, from the lowest sparsity that is allowed to the highest.
-        divisible: Whether it can have any number of zeros, or only those of ``points``, as n:m has.
+        points: (sparsity, loss), both increasing, from the lowest allowed sparsity to the highest.
+        divisible: Whether any number of zeros is possible, or only those of ``points``, as for n:m.
     """
 
     weights: int
@@ -34,16 +33,10 @@ class Curve:
 
 
 def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0) -> Curve:
-    """The curve through a few points.
+    """The curve of a matrix of which (sparsity, loss) was ``measured``, at increasing sparsities above 0.
 
-    Logarithms of losses are interpolated; below the first point a loss goes to 0 as a power of the sparsity, and above
-    the last one it goes to ``all_zero``.
-
-    Args:
-        weights: The number of weights.
-        measured: (sparsity, loss) at increasing sparsities above 0.
-        all_zero: The loss without any weights.
-        least: The lowest sparsity that the pattern allows.
+    Logarithms of losses are interpolated; below the first point the loss goes to 0 as a power of the sparsity, and
+    above the last one to ``all_zero``, the loss without any weights. ``least`` is the lowest allowed sparsity.
     """
     sparsities = [sparsity for sparsity, _ in measured]
     tiny = 1e-30  # of a matrix whose inputs are all 0
@@ -76,11 +69,11 @@ def together(curves: Sequence[Curve]) -> Curve:
 
 
 def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
-    """The number of zeros in each matrix: ``zeros`` in all, where they cost least.
+    """The number of zeros in each matrix: ``zeros`` in total, where they cost least.
 
-    Where losses rise ever more steeply, as they nearly do, no other distribution costs less; of other curves the
-    greatest convex one below is taken. If all are divisible the total is exact, as far as the curves go, and otherwise
-    it is the next greater one that their points allow.
+    For convex curves, as they nearly are, no other distribution costs less; of others the greatest convex curve below
+    is used. If all are divisible the total is exact, as far as the curves reach, and otherwise the next greater one
+    that their points allow.
     """
     chosen = [round(curve.points[0][0] * curve.weights) for curve in curves]
     pieces = [
@@ -101,17 +94,12 @@ def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
 
 
 def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int) -> list[int]:
-    """The number of zeros of each block by OWL, ``zeros`` in all.
+    """The number of zeros of each block by OWL, ``zeros`` in total.
 
-    Densities differ from their mean in proportion to the ``ratios`` of outliers, by 0.16 from the lowest to the highest
-    one.
+    Densities differ from their mean in proportion to the ``ratios`` of outliers in each block, by 0.16 from the lowest
+    to the highest one.
 
     Reference: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
-
-    Args:
-        ratios: The share of outliers among the weights of each block.
-        weights: The number of weights of each block.
-        zeros: The number of zeros in all.
     """
     low, high = min(ratios), max(ratios)
     spread = 2 * 0.08 / (high - low) if high > low else 0.0
@@ -128,7 +116,7 @@ def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int) 
 
 
 def rounded(values: Sequence[float], total: int) -> list[int]:
-    """Whole numbers next to ``values`` with the sum ``total``; those that are cut off most get one more."""
+    """Whole numbers next to ``values`` with the sum ``total``; those with the largest remainders are rounded up."""
     floors = [math.floor(value) for value in values]
     order = sorted(range(len(values)), key=lambda i: (floors[i] - values[i], i))
     for i in order[: max(0, total - sum(floors))]:

@@ -1,16 +1,17 @@
-"""Fits what is left of a block's weights to the outputs of the dense block, by gradient descent."""
+"""Fits the remaining weights of a block to the outputs of the dense block, by gradient descent."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from niwaki.errors import NumericalError
-from niwaki.models.block import DecoderBlock, cut_sub_blocks
+from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
@@ -18,11 +19,14 @@ from niwaki.models.training import projected, smallest_weight, trainable
 from niwaki.pruning.effort import Effort
 from niwaki.records.record import FitRecord
 
-#: One in so many batches is held out, the first one at least, to see whether a fit holds.
+#: One batch in this many is held out, the first one at least, to see whether a fit holds.
 _HELD = 16
 
 #: How many times the weights are in memory, in float32: as they are, as they were best, two averages and gradients.
 COPIES = 5
+
+#: (out, in), the weights of a matrix rounded to its grid, with the same zeros.
+OnGrid = Callable[[Matrix, Tensor], Tensor]
 
 
 def fit(
@@ -32,89 +36,49 @@ def fit(
     effort: Effort,
     world: World,
     done: Callable[[], None],
-    on_grid: Callable[[Matrix, Tensor], Tensor] | None = None,
+    on_grid: OnGrid | None = None,
 ) -> FitRecord:
     """Changes the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
 
     Adam on |f(x) - y|^2, where x are the block's inputs in the pruned model and y the outputs of the dense block for
     the dense model's inputs. Steps are relative to the root mean square of each parameter's weights that are not zero,
-    and fall to 0 in a line. Some batches are held out (of one batch alone, itself); the weights are those after the
-    epoch with the lowest error there, before the first one, or in the end. None becomes zero.
+    and decrease linearly to 0. Some batches are held out (of one batch alone, itself); the weights are those of the
+    epoch with the lowest error there, or the original ones if none is better. No weight becomes zero.
 
-    Sub-blocks that are fitted apart have the inputs that the pruned ones before them give, and the error is the sum of
-    theirs. Each, with the norms before it, gets the gradients of its own error only.
+    Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
+    weights and of the activations of a batch.
 
-    Cost: in each epoch a forward and a backward pass of the block for all batches, the latter as much as two of the
-    former; memory of five float32 copies of the weights and of the activations of a batch.
-
-    References: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs; arXiv 2510.14444
-    sub-blocks.
+    Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
 
     Args:
         block: The pruned block.
         states: Its inputs. Not changed.
-        targets: What its outputs should be, of all samples, or of the first ones to fit it to these. In batches for the
-            same parts as ``states``. With their ``sub_outputs`` if sub-blocks are fitted apart. Not changed.
+        targets: What its outputs should be, of all samples or of the first ones, to which it is then fitted. In
+            batches for the same parts as ``states``. Not changed.
         effort: How long, and with which rate.
-        world: The processes of which each has some of the states; a step takes one batch of each.
+        world: The processes, each of which has some of the states; a step takes one batch of each.
         done: Called after each batch, see :func:`batches`.
-        on_grid: (out, in), the weights of a matrix rounded to its grid, with none that becomes zero. The block computes
-            with these, in the end too; steps are made by weights that are not rounded, with the gradients of these.
+        on_grid: Where the weights are on a grid. The block then computes with rounded weights, whose gradients change
+            weights that are not rounded.
 
     Raises:
         NumericalError: the error is not finite.
     """
     began = time.perf_counter()
-    parts = targets.minibatches(tokens_per_part(effort, world))
-    held, rest = _divided(min(world.collected(len(parts))))
+    objective = _Objective(block, states, targets, effort, world, done, on_grid)
+    rest = objective.rest
     order = torch.Generator().manual_seed(block.index)
-    with trainable(block, effort.norms) as parameters:
-        # Vectors are fitted as a whole.
-        masks = [value != 0 if value.ndim > 1 else torch.ones_like(value).bool() for value in parameters]
-        optimizer = torch.optim.Adam(
-            [{"params": [value], "rate": effort.rate * _root_mean_square(value, mask)}
-             for value, mask in zip(parameters, masks, strict=True)],
-            lr=0.0,
-            eps=1e-16,  # relative errors of large blocks have gradients far below the usual 1e-8
-            fused=True,
-        )  # fmt: skip
-        wanted = targets.sub_outputs if effort.apart else [targets.hidden]
-        mine = [sum(float(y.samples(*parts[i]).double().square().sum()) for i in held) for y in wanted]
-        powers = [max(sum(power), 1e-30) for power in zip(*world.collected(mine), strict=True)]
-
-        def squares(i: int) -> Tensor:
-            with cut_sub_blocks(block.module, block.matrices if effort.apart else []) as answers:
-                answer = block.run(states.hidden.samples(*parts[i]), targets)
-            dense = [y.samples(*parts[i]).float() for y in wanted]
-            found = [
-                (answer.reshape(y.shape).float() - y).square() / power
-                for answer, y, power in zip(answers if effort.apart else [answer], dense, powers, strict=True)
-            ]
-            return torch.stack(found)
-
-        def error() -> float:
-            mine = 0.0
-            with projected(block, on_grid):
-                for i in held:
-                    with torch.no_grad():  # in float64 a few huge activations do not hide the rest
-                        mine += float(squares(i).sum(dtype=torch.float64))
-                    done()
-            found = sum(world.collected(mine))
-            if not math.isfinite(found):
-                raise NumericalError(
-                    f"block {block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
-                    f"rate={effort.rate:g}, or --dtype float32"
-                )
-            return found
-
-        best = before = error()
+    with trainable(block, False) as parameters:
+        masks = [value != 0 for value in parameters]
+        optimizer = _optimizer(parameters, masks, effort.rate)
+        best = before = objective.error()
         kept, at = [value.detach().clone() for value in parameters], 0.0
-        steps = _steps(len(rest), passes(states, targets, effort))
+        steps = _steps(len(rest), states, targets, effort)
         for step in range(steps):
             if step % len(rest) == 0:
                 epoch = torch.randperm(len(rest), generator=order).tolist()
             with projected(block, on_grid), torch.enable_grad():
-                squares(rest[epoch[step % len(rest)]]).sum().backward()
+                objective.squares(rest[epoch[step % len(rest)]]).sum().backward()
             gradients = [_gradient(value) for value in parameters]
             world.sum(gradients)
             for gradient, mask in zip(gradients, masks, strict=True):
@@ -126,13 +90,13 @@ def fit(
             done()
             if (step + 1) % len(rest) and step + 1 < steps:
                 continue
-            now = error()
+            now = objective.error()
             if now < best:
                 best, at = now, (step + 1) / len(rest)
                 for old, value in zip(kept, parameters, strict=True):
                     old.copy_(value.detach())
         for old, value, mask in zip(kept, parameters, masks, strict=True):
-            value.data = _off_zero(old, mask, smallest_weight(block)) if value.ndim > 1 else old
+            value.data = _off_zero(old, mask, smallest_weight(block))
         with projected(block, on_grid):
             rounded = [value.data for value in parameters]
         for value, data in zip(parameters, rounded, strict=True):
@@ -140,36 +104,87 @@ def fit(
     return FitRecord(block.index, before, best, at, time.perf_counter() - began)
 
 
+@dataclass
+class _Objective:
+    """The squared error of a block's outputs, relative to the squared outputs of the dense block that are held out."""
+
+    block: DecoderBlock
+    states: HiddenStates
+    targets: HiddenStates
+    effort: Effort
+    world: World
+    done: Callable[[], None]
+    on_grid: OnGrid | None
+
+    def __post_init__(self) -> None:
+        self._parts = self.targets.minibatches(tokens_per_part(self.effort, self.world))
+        #: The batches that are held out, and those to fit to.
+        self._held, self.rest = _divided(min(self.world.collected(len(self._parts))))
+        power = sum(float(self._target(i).double().square().sum()) for i in self._held)
+        self._power = max(sum(self.world.collected(power)), 1e-30)
+
+    def _target(self, i: int) -> Tensor:
+        return self.targets.hidden.samples(*self._parts[i])
+
+    def squares(self, i: int) -> Tensor:
+        """What each output of batch ``i`` contributes."""
+        answer = self.block.run(self.states.hidden.samples(*self._parts[i]), self.targets)
+        wanted = self._target(i).float()
+        return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
+
+    def error(self) -> float:
+        """The error of what is held out, in all processes.
+
+        Raises:
+            NumericalError: it is not finite.
+        """
+        error = 0.0
+        with projected(self.block, self.on_grid):
+            for i in self._held:
+                with torch.no_grad():  # in float64 a few huge activations do not hide the rest
+                    error += float(self.squares(i).sum(dtype=torch.float64))
+                self.done()
+        error = sum(self.world.collected(error))
+        if not math.isfinite(error):
+            raise NumericalError(
+                f"block {self.block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
+                f"rate={self.effort.rate:g}, or --dtype float32"
+            )
+        return error
+
+
+def _optimizer(parameters: list[nn.Parameter], masks: list[Tensor], rate: float) -> torch.optim.Adam:
+    """Each parameter with its own "rate"."""
+    groups = []
+    for value, mask in zip(parameters, masks, strict=True):
+        mean_square = float(value.detach().square().sum(dtype=torch.float64)) / max(1, int(mask.count_nonzero()))
+        groups.append({"params": [value], "rate": rate * math.sqrt(mean_square)})
+    # Relative errors of large blocks have gradients far below the usual epsilon, 1e-8.
+    return torch.optim.Adam(groups, lr=0.0, eps=1e-16, fused=True)
+
+
 def tokens_per_part(effort: Effort, world: World) -> int:
     """Tokens of each process in a step."""
     return max(1, effort.batch // world.size)
 
 
-def passes(states: HiddenStates, targets: HiddenStates, effort: Effort) -> float:
-    """How often a fit goes over ``targets``, of which there may be fewer than ``states`` because it is once."""
-    return 1.0 if sum(map(len, targets.tokens)) < sum(map(len, states.tokens)) else effort.epochs
-
-
 def batches(states: HiddenStates, targets: HiddenStates, effort: Effort, world: World) -> int:
     """How many batches pass through the block in a fit."""
     held, rest = _divided(len(targets.minibatches(tokens_per_part(effort, world))))
-    steps = _steps(len(rest), passes(states, targets, effort))
+    steps = _steps(len(rest), states, targets, effort)
     return len(held) * (1 + math.ceil(steps / len(rest))) + steps
 
 
-def _steps(count: int, epochs: float) -> int:
-    return max(1, round(epochs * count))
+def _steps(count: int, states: HiddenStates, targets: HiddenStates, effort: Effort) -> int:
+    """How many steps a fit to ``count`` batches takes: all batches once if these are only some of the samples."""
+    some = sum(map(len, targets.tokens)) < sum(map(len, states.tokens))
+    return max(1, round((1.0 if some else effort.epochs) * count))
 
 
 def _divided(count: int) -> tuple[list[int], list[int]]:
-    """(what is held out, what is fitted to); of one batch alone both are the same."""
+    """(batches that are held out, batches to fit to); of one batch alone both are the same."""
     held = list(range(0, count, _HELD))
     return held, [i for i in range(count) if i % _HELD] or held
-
-
-def _root_mean_square(value: Tensor, mask: Tensor) -> float:
-    weights = int(mask.count_nonzero())
-    return math.sqrt(float(value.detach().square().sum(dtype=torch.float64)) / max(1, weights))
 
 
 def _gradient(value: nn.Parameter) -> Tensor:
@@ -179,6 +194,6 @@ def _gradient(value: nn.Parameter) -> Tensor:
 
 
 def _off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:
-    """``value``, whose weights on the mask are nowhere below ``smallest``: rounded they would count as pruned."""
+    """``value`` with weights on the mask no smaller than ``smallest``: rounded to 0 they would count as pruned."""
     close = mask & (value.abs() < smallest)
     return value.masked_scatter_(close, torch.full_like(value[close], smallest).copysign(value[close]))

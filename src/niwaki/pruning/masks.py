@@ -20,8 +20,8 @@ PatternOf = Callable[[Matrix], Pattern]
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
-    With both, the mask may be refined within the pattern, and all masks are looked at first: an error in
-    the last block should not come after hours.
+    With both, the mask may be refined within the pattern, and all masks are checked first, so that an error in the
+    last block does not come after hours.
 
     Raises:
         UsageError: there is neither, or the pattern does not fit the matrices or their masks.
@@ -49,7 +49,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
 
 def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
     """Raises PatternError, with what differs, where ``pattern`` does not allow ``mask``."""
-    # Of scores 1 for kept and 0 for pruned weights a mask that is allowed is the best.
+    # With scores 1 for kept and 0 for pruned weights an allowed mask is the best one.
     nearest = pattern.mask(mask.float())
     if torch.equal(nearest, mask):
         return
@@ -79,7 +79,7 @@ def described(wanted: Pattern | None, mask_model: str | None) -> str:
 
 @contextlib.contextmanager
 def named(matrix: Matrix) -> Iterator[None]:
-    """Puts the matrix's name before what goes wrong with it."""
+    """Puts the matrix's name in front of errors."""
     key = matrix.key if matrix.index is None else f"{matrix.key}[{matrix.index}]"
     try:
         yield

@@ -1,7 +1,8 @@
-"""Text that the dense model writes itself, to prune and to fit to besides the text that was given."""
+"""Text that the dense model writes itself, to prune and to fit to in addition to the given text."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -9,26 +10,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 
-#: Of a window's tokens, this share is from the given text.
+#: The share of a window's tokens that is from the given text.
 _PROMPT = 1 / 32
-#: Of the memory beside the weights, this share is for keys and values.
+#: The share of the memory left by the weights that is for keys and values.
 _CACHE = 1 / 2
-#: Sequences at a time, at most: more are hardly faster.
+#: The most sequences at a time: more are hardly faster.
 _SAMPLES = 256
 #: Bytes that Python and the libraries take, about.
 _PROGRAM = 2**29
-#: What models raise that cannot.
+#: What models raise that cannot generate.
 _REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
 
 
@@ -43,14 +39,12 @@ def synthesize(
 ) -> Tensor | None:
     """Windows of text drawn from the dense model, token by token from its own probabilities.
 
-    Each begins with a few tokens of the given text, from other places than those where its windows begin. An end of
-    text may be drawn, and the text goes on behind it.
+    Each begins with a few tokens of the given text, from other places than the beginnings of its windows. The end of a
+    text may be drawn, and the window continues after it. A fit to more text holds better on unseen text, and the
+    model's own is nearly as good for that as real text (docs/effort.md).
 
-    A fit to more text holds better on text that it has not seen, and the model's own is nearly as good for that as
-    real text (docs/effort.md). Unlike everything else here this needs the whole model in memory, with keys and values
-    of some sequences.
-
-    Cost: a pass of the whole model for each position of a window and each batch of sequences.
+    Cost: a pass of the whole model, which has to be in memory with keys and values of some sequences, for each position
+    of a window and each batch of sequences.
 
     Reference: Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
 
@@ -58,10 +52,10 @@ def synthesize(
         model: The dense model.
         tokens: (samples, length) int64, this process's share.
         count: Windows to write, by all processes together.
-        budget: Bytes of memory that there are for the model and its keys and values; by default those of the device.
-        world: The processes of which each has some of the samples, in order; by default there is one.
+        budget: Bytes of memory for the model with its keys and values; by default those of the device.
+        world: The processes, each of which has some of the samples, in order; by default one.
         done: Called after each token of each batch, see :func:`steps`.
-        seed: Of what is drawn.
+        seed: For the draws.
 
     Returns:
         (count, length) int64, the same in all processes; None where the model does not fit in the memory of each.
@@ -71,9 +65,9 @@ def synthesize(
     """
     world = world or World()
     length = tokens.shape[1]
-    # Not at the same places of all windows' text: the first ones of each go on from the middle, say.
     given, width = torch.cat(world.collected(tokens)), _prompt(length)
     rounds = math.ceil(count / len(given))
+    # Each round takes its prompts from another place of the windows; with one round, the middle.
     starts = [(turn + 1) * (length - width) // (rounds + 1) for turn in range(rounds)]
     prompts = torch.cat([given[:, start : start + width] for start in starts])[:count]
     together = min(world.collected(_together(model, length, budget)))
@@ -95,12 +89,12 @@ def steps(model: StreamedModel, length: int, count: int, budget: int | None = No
 
 
 def _prompt(length: int) -> int:
-    """Tokens of a window that are given."""
+    """Tokens per window that are from the given text."""
     return max(1, round(length * _PROMPT))
 
 
-class _Counted(StoppingCriteria):
-    """Never stops, and tells of each token."""
+class _Counter(StoppingCriteria):
+    """Never stops; calls ``done`` after each token."""
 
     def __init__(self, done: Callable[[], None]) -> None:
         self._done = done
@@ -112,11 +106,9 @@ class _Counted(StoppingCriteria):
 
 def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None]) -> Tensor:
     """(samples, length) on the CPU, that begin with ``prompts``."""
-    # A cache that does not grow takes half the time, and some models cannot do with it.
-    try:
+    # A cache that does not grow takes half the time, but not all models can use it.
+    with contextlib.suppress(*_REFUSALS):
         return _generated(whole, prompts, length, done, "static")
-    except _REFUSALS:
-        pass
     try:
         return _generated(whole, prompts, length, done, "dynamic")
     except _REFUSALS as error:
@@ -137,26 +129,26 @@ def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
         cache_implementation=cache,
         disable_compile=True,
     )
-    # What is not set here, such as the end of text, would be taken from the model's own settings.
+    # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings
     try:
-        found = cast("Any", whole).generate(
+        text = cast("Any", whole).generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             generation_config=settings,
-            stopping_criteria=StoppingCriteriaList([_Counted(done)]),
+            stopping_criteria=StoppingCriteriaList([_Counter(done)]),
         )
     finally:
         whole.generation_config = own
-    assert isinstance(found, Tensor)
-    return found.cpu()
+    assert isinstance(text, Tensor)
+    return text.cpu()
 
 
 def _together(model: StreamedModel, length: int, budget: int | None) -> int:
-    """How many sequences may be written at a time; 0 where the model does not fit.
+    """How many sequences to write at a time; 0 where the model does not fit.
 
-    It depends on the size of the memory and not on what is free of it at the time, so that the same run on the same
-    machine draws the same text.
+    It depends on the size of the memory and not on how much of it is free, so that the same run on the same machine
+    draws the same text.
     """
     if budget is None:
         if model.device.type == "cuda":
@@ -167,6 +159,6 @@ def _together(model: StreamedModel, length: int, budget: int | None) -> int:
     heads = int(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     pairs = len(model.blocks) * (getattr(config, "num_key_value_heads", None) or heads)
-    # The last layer's logits in float32 come besides, once more for probabilities and once for their sums.
+    # Also the last token's logits in float32, once more for probabilities and once for their sums.
     sequence = 2 * pairs * width * length * model.dtype.itemsize + 3 * 4 * config.vocab_size
     return min(_SAMPLES, int(max(0, budget - _PROGRAM - model.size) * _CACHE / sequence))

@@ -1,4 +1,4 @@
-"""A look at the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
+"""Examines the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
 
 from __future__ import annotations
 
@@ -31,35 +31,36 @@ from niwaki.pruning.masks import PatternOf, named
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 
-#: Densities where the cost of sparsity is measured, relative to the one that is asked for.
+#: Densities where the cost of sparsity is measured, relative to the requested one.
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
-#: Rows of a matrix that are pruned for that, about.
+#: About how many rows of a matrix are pruned for that.
 _ROWS = 256
-#: The least importance of an output, relative to their mean: of one without any influence its weights still count.
+#: The least importance of an output, relative to the mean: without any influence its weights still count.
 _LEAST = 1e-4
 #: What prunes them. Only the shape of the curves counts, not their height: those of solvers that take many times as
 #: long give no better models (docs/effort.md).
 _SOLVER = Wanda()
-#: An outlier, for OWL: a score so many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
+#: An outlier, for OWL: a score this many times the mean. Yin et al. 2024, arXiv 2310.05175, table 6.
 _OUTLIER = 5.0
-
-
 #: The key of the dense model's text in the file of a plan.
 _SYNTHETIC = "synthetic"
+
+#: A matrix by block and name.
+Place = tuple[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """What is decided before anything is pruned.
 
     Attributes:
-        zeros: The number of zeros of each matrix, by block and name; none where all have the same pattern.
-        importance: (out,) for each matrix, what the squared error of an output counts; likewise.
+        zeros: The number of zeros of each matrix; empty where all have the same pattern.
+        importance: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
         synthetic: (samples, length) int64, text that the dense model wrote, if any.
     """
 
-    zeros: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
-    importance: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
+    zeros: dict[Place, int] = dataclasses.field(default_factory=dict)
+    importance: dict[Place, Tensor] = dataclasses.field(default_factory=dict)
     synthetic: Tensor | None = None
 
     def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
@@ -85,9 +86,8 @@ class Plan:
             zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
         synthetic = tensors.pop(_SYNTHETIC, None)
-        places = {key: key.partition(" ") for key in tensors}
-        found = {(int(block), name): tensors[key] for key, (block, _, name) in places.items()}
-        return cls(zeros, found, synthetic)
+        keys = {key: key.partition(" ") for key in tensors}
+        return cls(zeros, {(int(block), name): tensors[key] for key, (block, _, name) in keys.items()}, synthetic)
 
 
 def plan(
@@ -99,36 +99,36 @@ def plan(
     world: World,
     progress: Progress,
 ) -> Plan:
-    """Looks at the dense model as far as ``effort`` asks for it.
+    """Examines the dense model as far as ``effort`` needs it.
 
-    ``allocation="loss"``: the zeros of all matrices go where the model's loss is expected to grow least. For each
-    matrix a part of its rows is pruned to some sparsities, and the squared errors of its outputs are weighed by how
-    sensitive the loss is to them (the diagonal of the Fisher information, see :mod:`.sensitivity`); a curve
-    through these points says what the next zero costs. "error" does it for errors relative to the squared outputs,
-    "owl" by the share of outliers in each block (Yin et al. 2024).
+    ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
+    pruned to several sparsities, and the squared errors of their outputs are weighted by how sensitive the loss is to
+    them (the diagonal of the Fisher information, see :mod:`.sensitivity`); a curve through these points says what the
+    next zero costs. "error" uses errors relative to the squared outputs instead, "owl" the share of outliers in each
+    block (Yin et al. 2024).
 
     Only patterns that can have another sparsity (:meth:`Pattern.at`) take part.
 
     Args:
         model: The dense model.
         effort: What is wanted.
-        pattern_of: The pattern that each matrix has if all have the same.
+        pattern_of: The pattern of each matrix if all have the same.
         tokens: (samples, length), this process's calibration tokens, of which some are used.
         tf32: See :mod:`niwaki.layer.tf32`.
         world: The processes.
-        progress: Is told of each block.
+        progress: Called as the run proceeds.
     """
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices or not effort.plans:
         return Plan()
     tokens = _pilot(tokens, effort.pilot, world)
-    importance: dict[tuple[int, str], Tensor] = {}
+    importance: dict[Place, Tensor] = {}
     if effort.allocation == "loss" or effort.importance > 0:
         batches = math.ceil(len(tokens) / max(1, TOKENS_PER_BATCH // tokens.shape[1]))
         progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
-        found = sensitivities(model, tokens, world, progress.step)
-        importance = {(m.block, m.name): found[m.block][m.name] for m in matrices}
-    zeros: dict[tuple[int, str], int] = {}
+        by_block = sensitivities(model, tokens, world, progress.step)
+        importance = {(m.block, m.name): by_block[m.block][m.name] for m in matrices}
+    zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
         costs = _Costs(effort, pattern_of, importance, world)
         stop = matrices[-1].block + 1
@@ -139,21 +139,15 @@ def plan(
                 costs.measure(block, states, tf32, progress.step)
                 if block.index < stop - 1:
                     block.advance(states)
-        zeros = costs.allocated()
+        zeros = costs.zeros()
     weights = {place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance}
     return Plan(zeros, weights)
 
 
 class _Costs:
-    """What sparsity costs the matrices, block by block."""
+    """What sparsity costs the matrices, measured block by block."""
 
-    def __init__(
-        self,
-        effort: Effort,
-        pattern_of: PatternOf,
-        importance: dict[tuple[int, str], Tensor],
-        world: World,
-    ) -> None:
+    def __init__(self, effort: Effort, pattern_of: PatternOf, importance: dict[Place, Tensor], world: World) -> None:
         self._effort = effort
         self._pattern_of = pattern_of
         self._importance = importance
@@ -163,30 +157,26 @@ class _Costs:
         self._outliers: list[float] = []  # of each block
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
-        """Looks at the matrices of ``block``."""
-        matrices = [m for m in block.matrices if self._pattern_of(m).at(0.0) is not None]
+        """Examines the matrices of ``block``."""
+        matrices = {m.name: m for m in block.matrices if self._pattern_of(m).at(0.0) is not None}
         if not matrices:
             return
-        found: dict[str, Curve] = {}
-        scores: list[Tensor] = []
-        by_name = {matrix.name: matrix for matrix in matrices}
-        turn = 0
-        for inputs in block.input_grams(states, done, self._world, tf32, matrices):
-            gram = Gram(inputs.H)
-            for matrix in [by_name[name] for name in inputs.names]:
-                turn += 1
-                if self._effort.allocation == "owl":
-                    scores.append((block.weight(matrix).abs() * gram.norm).flatten())
-                elif turn % self._world.size == self._world.rank:
-                    with named(matrix):
-                        found[matrix.name] = self._curve(block.weight(matrix), gram, matrix)
-        if scores:
-            values = torch.cat(scores)
-            self._outliers.append(float((values > _OUTLIER * values.mean()).float().mean()))
-        self._matrices += matrices
-        if self._effort.allocation != "owl":
-            curves = {name: curve for part in self._world.collected(found) for name, curve in part.items()}
-            self._curves += [curves[matrix.name] for matrix in matrices]
+        self._matrices += matrices.values()
+        inputs: list[tuple[Matrix, Gram]] = []
+        for group in block.input_grams(states, done, self._world, tf32, [*matrices.values()]):
+            gram = Gram(group.H)
+            inputs += [(matrices[name], gram) for name in group.names]
+        if self._effort.allocation == "owl":
+            scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
+            self._outliers.append(float((scores > _OUTLIER * scores.mean()).float().mean()))
+            return
+        mine: dict[str, Curve] = {}
+        for turn, (matrix, gram) in enumerate(inputs, 1):
+            if turn % self._world.size == self._world.rank:
+                with named(matrix):
+                    mine[matrix.name] = self._curve(block.weight(matrix), gram, matrix)
+        curves = {name: curve for share in self._world.collected(mine) for name, curve in share.items()}
+        self._curves += [curves[name] for name in matrices]
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         rows = _some(len(W))
@@ -206,11 +196,11 @@ class _Costs:
             return Curve(_size(matrix), ((0.0, 0.0), *points), divisible=False)
         return smooth(_size(matrix), points, problem.power * scale, _at(usual, 0.0).sparsity)
 
-    def allocated(self) -> dict[tuple[int, str], int]:
+    def zeros(self) -> dict[Place, int]:
         """The number of zeros of each matrix."""
         sizes = [_size(matrix) for matrix in self._matrices]
-        asked = [self._pattern_of(matrix).sparsity * size for matrix, size in zip(self._matrices, sizes, strict=True)]
-        total = round(math.fsum(asked))
+        wanted = [self._pattern_of(matrix).sparsity * size for matrix, size in zip(self._matrices, sizes, strict=True)]
+        total = round(math.fsum(wanted))
         if self._effort.allocation != "owl" and self._effort.per == "matrix":
             zeros = allocate(self._curves, total)
         else:
@@ -230,26 +220,26 @@ class _Costs:
 
 
 def _pilot(tokens: Tensor, share: float, world: World) -> Tensor:
-    """This process's part of every so many-th sample of all processes' ``tokens``, of one for each process at least."""
+    """This process's part of that ``share`` of all processes' ``tokens``, of at least one sample per process."""
     step = max(1, math.floor(1 / share))
     whole = torch.cat(world.collected(tokens))
     return world.share(whole[:: max(1, min(step, len(whole) // world.size))])
 
 
 def _some(rows: int) -> Tensor:
-    """Some of so many rows: not at even distances, which heads and their parts have too."""
+    """The numbers of some rows: not at even distances, because heads and their parts have these too."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     return order[: max(_ROWS, math.ceil(rows / 16))].sort().values
 
 
 def _at(pattern: Pattern, sparsity: float) -> Pattern:
-    found = pattern.at(sparsity)
-    assert found is not None
-    return found
+    changed = pattern.at(sparsity)
+    assert changed is not None
+    return changed
 
 
 def _weights(importance: Tensor, power: float) -> Tensor:
-    """What to multiply rows by: the root of a power of their importance, 1 in the mean of squares."""
+    """What to multiply rows by: the root of a power of their importance, with a mean square of 1."""
     mean = importance.mean()
     if not mean > 0:
         return torch.ones_like(importance)
@@ -258,4 +248,4 @@ def _weights(importance: Tensor, power: float) -> Tensor:
 
 
 def _size(matrix: Matrix) -> int:
-    return matrix.shape[0] * matrix.shape[1]
+    return math.prod(matrix.shape)

@@ -29,7 +29,7 @@ from niwaki.pruning.fit import COPIES
 from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.request import Request
 from niwaki.pruning.session import current_session
-from niwaki.pruning.walk import Walk
+from niwaki.pruning.walk import Log, Walk
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -57,8 +57,8 @@ def prune(
     """Prunes the model in directory ``model`` and writes the result to directory ``out``.
 
     One decoder block is in memory at a time, with its Gram matrices and the hidden states of the
-    calibration text. Embeddings, norms and the head are copied; norms and biases of blocks are changed only where
-    the effort says so. A run that was interrupted resumes after its last finished block when it is asked for again.
+    calibration text. Embeddings, norms, biases and the head are copied. An interrupted run resumes after its last
+    finished block when it is asked for again.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
@@ -148,23 +148,11 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
                         f"resuming after the first {journal.blocks} of {len(model.blocks)} blocks, where an "
                         "earlier run was interrupted; these run again for their outputs"
                     )
-                walk = Walk(
-                    model,
-                    request.solver,
-                    request.effort,
-                    pattern_of,
-                    request.grid,
-                    request.compute.budget,
-                    record,
-                    progress,
-                    clock,
-                    world,
-                    journal,
-                )
+                walk = Walk(model, request, pattern_of, world, Log(record, progress, clock, journal))
                 if place:
-                    _write(walk, place, model, request.grid, shares, request.measure)
+                    _write(walk, place, model, request.grid, shares)
                 else:
-                    walk.blocks(*shares, request.measure)
+                    walk.blocks(*shares)
             record = world.told(record)
             if place:
                 place.move()
@@ -173,19 +161,14 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
 
 
 def _write(
-    run: Walk,
-    place: Workplace,
-    model: StreamedModel,
-    grid: Grid | None,
-    shares: tuple[Windows, Windows | None],
-    measure: str,
+    walk: Walk, place: Workplace, model: StreamedModel, grid: Grid | None, shares: tuple[Windows, Windows | None]
 ) -> None:
     """The walk over the blocks and all that is written."""
-    record, clock, journal, checkpoint = run.record, run.clock, place.journal, model.checkpoint
+    record, clock, journal, checkpoint = walk.log.record, walk.log.clock, place.journal, model.checkpoint
     added = places(checkpoint, model.matrices(), grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
     with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as writer:
-        run.blocks(*shares, measure, writer, place)
+        walk.blocks(*shares, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
     record.notes += carry_over(checkpoint, place.directory)

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from niwaki.errors import NumericalError
-from niwaki.layer.dense_targets import dense_targets
-from niwaki.layer.grid import Grid, scale_dtype
-from niwaki.layer.patterns import Pattern
-from niwaki.layer.patterns.rows import ALL, Rows
-from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution, relative
-from niwaki.layer.rounding import flops, onto_grid
-from niwaki.layer.solvers import Solver
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import CheckpointWriter
 from niwaki.models.device import peak_memory
@@ -30,146 +22,138 @@ from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
 from niwaki.models.training import trained_weights
-from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit, tokens_per_part
-from niwaki.pruning.masks import PatternOf, named
+from niwaki.pruning.masks import PatternOf
 from niwaki.pruning.own_text import steps, synthesize
 from niwaki.pruning.plan import Plan, plan
+from niwaki.pruning.request import Request
+from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Perplexity, Record
 
 
-class Walk:
-    """The walk over the blocks.
+@dataclass
+class Log:
+    """What a run keeps track of.
 
     Attributes:
-        record: Of the run.
-        clock: Likewise.
+        record: What was done.
+        progress: Called as the run proceeds.
+        clock: Seconds by stage.
+        journal: What an earlier run has done.
     """
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        solver: Solver,
-        effort: Effort,
-        pattern_of: PatternOf,
-        grid: Grid | None,
-        memory: int | None,
-        record: Record,
-        progress: Progress,
-        clock: Clock,
-        world: World,
-        journal: Journal,
-    ) -> None:
+    record: Record
+    progress: Progress
+    clock: Clock
+    journal: Journal
+
+    def note(self, text: str) -> None:
+        """Adds a note to the record, unless it has it from an earlier run that this one resumes."""
+        if text not in self.record.notes:
+            self.record.notes.append(text)
+        self.progress.note(text)
+
+
+class Streams(NamedTuple):
+    """Hidden states on their way through the blocks: of each text in the pruned and in the dense model, if needed."""
+
+    calibration: HiddenStates
+    calibration_dense: HiddenStates | None
+    heldout: HiddenStates | None
+    heldout_dense: HiddenStates | None
+
+
+class Walk:
+    """The walk over the blocks of ``model``.
+
+    Attributes:
+        log: What it keeps track of.
+    """
+
+    def __init__(self, model: StreamedModel, request: Request, pattern_of: PatternOf, world: World, log: Log) -> None:
+        self.log = log
         self._model = model
-        self._solver = solver
-        self._effort = effort
-        self._usual = pattern_of
-        self._memory = memory
-        self._plan = Plan()
-        self._grid = grid
-        #: Of the present block's matrices, by name.
-        self._scales: dict[str, Tensor] = {}
-        self.record = record
-        self._progress = progress
-        self.clock = clock
+        self._request = request
         self._world = world
-        self._journal = journal
+        self._solver = BlockSolver(request, pattern_of, world, log.progress)
         self._writer: CheckpointWriter | None = None
+        self._place: Workplace | None = None
 
     def blocks(
         self,
         windows: Windows,
-        held: Windows | None,
-        measure: str,
+        heldout: Windows | None,
         writer: CheckpointWriter | None = None,
         place: Workplace | None = None,
     ) -> None:
-        """Walks; the first of the processes has a ``writer`` and a ``place`` for the journal."""
-        model, progress, clock = self._model, self._progress, self.clock
-        self._writer = writer
+        """Prunes all blocks; the first process has a ``writer``, and a ``place`` for the journal."""
+        model, log, progress, clock = self._model, self.log, self.log.progress, self.log.clock
+        self._writer, self._place = writer, place
+        done = log.journal.blocks
         stop = model.matrices()[-1].block + 1
-        progress.begin(self.record, len(model.blocks) if held else stop, len(model.matrices()))
-        self._plan = self._planned(windows, place)
-        if self._plan.synthetic is not None:
-            own = self._world.share(self._plan.synthetic)
+        progress.begin(log.record, len(model.blocks) if heldout else stop, len(model.matrices()))
+        self._solver.plan = self._planned(windows)
+        if self._solver.plan.synthetic is not None:
+            own = self._world.share(self._solver.plan.synthetic)
             windows = dataclasses.replace(windows, tokens=torch.cat([windows.tokens, own]))
         clock.lap("plan")
-        part = tokens_per_part(self._effort, self._world) if self._effort.epochs else None
-        tokens, dense_tokens = self._divided(windows.tokens)
-        states = model.embed(tokens, part)
-        # The same text in the dense model, next to that in the pruned one, as far as it is needed.
-        origin = model.embed(dense_tokens, part) if self._effort.dense else None
-        dense = model.embed(held.tokens) if held and measure == "both" else None
-        pruned = model.embed(held.tokens) if held and measure != "none" else None
+        streams = self._embedded(windows, heldout)
         clock.lap("capture")
-        if spilled := model.budget.file.size:
-            self._note(f"{spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
-        done = self._journal.blocks
+        if model.budget.file.size:
+            log.note(f"{model.budget.file.size / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         for block in model.stream():
-            if block.index >= stop and not held:
+            if block.index >= stop and not heldout:
                 break
             clock.lap("read")
             last = block.index >= stop - 1
-            if dense:
-                block.advance(dense)
-            if block.index < done:
-                if origin and not last:
-                    block.advance(origin)
-                self._restore(block, block.matrices, self._effort.fits_norms)
-            elif block.matrices:
-                self._prune(block, states, origin, last)
-                if writer and place:
-                    writer.sync()
-                    self.record.seconds = dict(clock.seconds)
-                    place.save(blocks=block.index + 1, record=self.record.to_json())
-                clock.lap("write")
-            elif origin and not last:
-                block.advance(origin)
-            progress.stage(block.index, "advance", len(states.hidden))
-            if pruned:
-                block.advance(pruned)
+            if streams.heldout_dense:
+                block.advance(streams.heldout_dense)
+            if block.index >= done and block.matrices:
+                self._prune(block, streams, last)
+                self._save(block.index + 1)
+            else:
+                if streams.calibration_dense and not last:
+                    block.advance(streams.calibration_dense)
+                self._restore(block)
+            progress.stage(block.index, "advance", len(streams.calibration.hidden))
+            if streams.heldout:
+                block.advance(streams.heldout)
             if not last:
-                block.advance(states, progress.step)
+                block.advance(streams.calibration, progress.step)
             clock.lap("advance")
-        total = sum(rows * columns for rows, columns in (m.shape for m in model.matrices()))
-        self.record.sparsity = sum(self._journal.zeros.values()) / total
-        for name, end in (("before", dense), ("after", pruned)):
-            if held and end:
-                losses = self._world.joined(model.losses(end))
-                measured = Perplexity.of(losses, held.source, held.origin)
-                self.record.perplexity[name] = dataclasses.asdict(measured)
-        clock.lap("perplexity")
-        self.record.peak_memory = {
-            where: max(found[where] for found in self._world.collected(peak_memory(model.device)))
-            for where in peak_memory(model.device)
-        }
+        self._measure(streams, heldout)
+
+    def _embedded(self, windows: Windows, heldout: Windows | None) -> Streams:
+        """The inputs of the first block, as far as they are needed."""
+        effort, measure, embed = self._request.effort, self._request.measure, self._model.embed
+        part = tokens_per_part(effort, self._world) if effort.epochs else None
+        tokens, dense_tokens = self._divided(windows.tokens)
+        calibration = embed(tokens, part)
+        calibration_dense = embed(dense_tokens, part) if effort.dense else None
+        heldout_dense = embed(heldout.tokens) if heldout and measure == "both" else None
+        heldout_pruned = embed(heldout.tokens) if heldout and measure != "none" else None
+        return Streams(calibration, calibration_dense, heldout_pruned, heldout_dense)
 
     def _divided(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """``tokens`` in an order in which the first ones are those of which the dense model's states are needed."""
-        share = self._effort.epochs
-        if self._effort.dense_targets or not 0 < share < 1:
+        """(``tokens`` in an order that begins with those for which the dense model's states are needed, these)."""
+        share = self._request.effort.epochs
+        if self._request.effort.dense_targets or not 0 < share < 1:
             return tokens, tokens
         order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
         return tokens[order], tokens[order[: max(1, round(share * len(tokens)))]]
 
-    def _planned(self, windows: Windows, place: Workplace | None) -> Plan:
-        """The plan for all processes: of a run that was stopped the one that it had."""
-        if not self._effort.plans:
+    def _planned(self, windows: Windows) -> Plan:
+        """The plan for all processes; a resumed run has the one it began with."""
+        effort, log, place = self._request.effort, self.log, self._place
+        if not effort.plans:
             return Plan()
-        if self._journal.blocks:
+        if log.journal.blocks:
             return self._world.told(Plan.load(place.plan) if place else Plan())
-        made = plan(
-            self._model,
-            self._effort,
-            self._usual,
-            windows.tokens,
-            self.record.tf32,
-            self._world,
-            self._progress,
-        )
-        if self._effort.synthetic:
+        pattern_of, tf32 = self._solver.pattern_of, log.record.tf32
+        made = plan(self._model, effort, pattern_of, windows.tokens, tf32, self._world, log.progress)
+        if effort.synthetic:
             made = dataclasses.replace(made, synthetic=self._synthesized(windows))
         if place:
             made.save(place.plan)
@@ -177,273 +161,122 @@ class Walk:
 
     def _synthesized(self, windows: Windows) -> Tensor | None:
         """Text of the dense model's own for all processes, if there is memory for it."""
-        given = sum(self._world.collected(len(windows.tokens)))
-        count = max(self._world.size, round(self._effort.synthetic * given))
-        mine = math.ceil(count / self._world.size)
-        length = windows.tokens.shape[1]
-        self._progress.stage(0, "synthesis", steps(self._model, length, mine, self._memory))
-        found = synthesize(self._model, windows.tokens, count, self._memory, self._world, self._progress.step)
-        self.record.calibration["synthetic"] = 0 if found is None else count
-        if found is None:
-            self._note(
-                f"the dense model wrote no text to calibrate on: its {self._model.size / 2**30:,.1f} GiB do not fit in "
+        model, world, log, memory = self._model, self._world, self.log, self._request.compute.budget
+        given = sum(world.collected(len(windows.tokens)))
+        count = max(world.size, round(self._request.effort.synthetic * given))
+        mine = math.ceil(count / world.size)
+        log.progress.stage(0, "synthesis", steps(model, windows.tokens.shape[1], mine, memory))
+        text = synthesize(model, windows.tokens, count, memory, world, log.progress.step)
+        log.record.calibration["synthetic"] = 0 if text is None else count
+        if text is None:
+            log.note(
+                f"the dense model wrote no text to calibrate on: its {model.size / 2**30:,.1f} GiB do not fit in "
                 "memory; more --samples of real text do as well"
             )
-        return found
+        return text
 
-    def _pattern_of(self, matrix: Matrix) -> Pattern:
-        return self._plan.pattern(matrix, self._usual(matrix))
+    def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
+        """Prunes the matrices of a block, and fits it if the effort says so.
 
-    def _restore(self, block: DecoderBlock, matrices: list[Matrix], vectors: bool = False) -> None:
-        """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
-        for matrix in matrices:
-            stored = block.empty(matrix)
-            if self._writer:
-                stored.copy_(self._writer.read(matrix.key, matrix.index))
-            block.put(matrix, self._world.send(stored, 0))
-        for name, key in block.vectors.items() if vectors and matrices else ():
-            value = block.vector(name)
-            if self._writer:
-                value.copy_(self._writer.read(key))
-            self._world.send(value, 0)
-
-    def _prune(self, block: DecoderBlock, states: HiddenStates, origin: HiddenStates | None, last: bool) -> None:
-        """Prunes the matrices of a block, and fits it if asked for.
-
-        ``origin``, the inputs of the dense block, become its outputs, unless this is the last block and nothing needs
-        them.
+        ``streams.calibration_dense``, the inputs of the dense block, become its outputs, unless this is the last block
+        and nothing needs them.
         """
-        effort, progress, clock = self._effort, self._progress, self.clock
-        experts: list[_Counts] = []
-        if origin:
+        effort, log, world = self._request.effort, self.log, self._world
+        progress, clock = log.progress, log.clock
+        states, dense = streams.calibration, streams.calibration_dense
+        if dense:
             block.keep_original()
-        for group in block.groups(states) if effort.groups else [block.matrices]:
-            progress.stage(block.index, "capture", len(states.hidden))
-            grams = block.input_grams(
-                states,
-                progress.step,
-                self._world,
-                self.record.tf32,
-                group,
-                origin if effort.dense_targets else None,
-            )
-            clock.lap("capture")
-            experts += _counts(grams, {matrix.name for matrix in group if matrix.expert is not None})
-            progress.stage(block.index, "solve", len(group))
-            self._solve_all(block, grams)
-            clock.lap("solve")
-            if block.released:
-                self._restore(block, group)
-            clock.lap("write")
-        self._note_loans(block, experts)
-        if origin and (effort.epochs or not last):
+        progress.stage(block.index, "capture", len(states.hidden))
+        targets = dense if effort.dense_targets else None
+        grams = block.input_grams(states, progress.step, world, log.record.tf32, dense=targets)
+        clock.lap("capture")
+        borrowed = _borrowed(block, grams)
+        progress.stage(block.index, "solve", len(block.matrices))
+        self._solver.solve(block, grams, lambda matrix, solved: self._keep(block, matrix, solved))
+        clock.lap("solve")
+        if block.released:
+            self._restore(block)
+        clock.lap("write")
+        if borrowed:
+            log.note(borrowed)
+        if dense and (effort.epochs or not last):
             with block.original():
-                block.advance(origin, sub_outputs=effort.fits_apart)
+                block.advance(dense)
             clock.lap("advance")
-        if origin and effort.epochs:
-            progress.stage(block.index, "fit", batches(states, origin, effort, self._world))
-            on_grid = self._nearest if self._grid else None
-            self.record.fits.append(fit(block, states, origin, effort, self._world, progress.step, on_grid))
-            for key, index, stored in trained_weights(block, effort.norms):
+        if dense and effort.epochs:
+            progress.stage(block.index, "fit", batches(states, dense, effort, world))
+            on_grid = self._solver.nearest if self._request.grid else None
+            log.record.fits.append(fit(block, states, dense, effort, world, progress.step, on_grid))
+            for key, index, stored in trained_weights(block, False):
                 if self._writer:
                     self._writer.write(key, stored, index)
             clock.lap("fit")
 
-    def _solve_all(self, block: DecoderBlock, grams: list[InputGram]) -> None:
-        """Solves the matrices with these inputs, each in one process or the rows in all, and tells the results to all.
-
-        ``grams`` is empty then: each goes when it is not needed any more.
-        """
-        names = [name for inputs in grams for name in inputs.names]
-        matrices = {matrix.name: matrix for matrix in block.matrices if matrix.name in names}
-        costs = [self._flops(*matrices[name].shape) for name in names]
-        owners = self._world.owners(costs, lambda i: self._cost_together(matrices[names[i]]))
-        owner = dict(zip(names, owners, strict=True))
-        found: dict[str, _Solved] = {}
-        block.release(matrices.values())
-        for inputs in grams:
-            shared = [matrices[name] for name in inputs.names if owner[name] is None]
-            if shared:
-                gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
-            for matrix in shared:
-                rows = self._world.rows(matrix.shape[0])
-                found[matrix.name] = self._solve(block, matrix, gram, inputs, rows)
-                self._progress.step()
-        while grams:
-            inputs = grams.pop(0)
-            mine = [matrices[name] for name in inputs.names if owner[name] == self._world.rank]
-            gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
-            for matrix in mine:
-                solved = self._solve(block, matrix, gram, inputs)
-                self._progress.step()
-                if self._world.size == 1:
-                    self._keep(block, matrix, solved)
-                else:
-                    found[matrix.name] = solved
-                del solved
-        if self._world.size == 1:
-            return
-        for name in names:  # in the order of computation, whoever was first
-            matrix, mine_, source = matrices[name], name in found, owner[name]
-            result = found.pop(name) if mine_ else None
-            if source is not None:
-                result = self._sent(block, matrix, result, source)
-            assert result is not None
-            if not mine_:
-                self._progress.step()
-            self._keep(block, matrix, result)
-
-    def _sent(self, block: DecoderBlock, matrix: Matrix, solved: _Solved | None, source: int) -> _Solved:
-        """What process ``source`` has as ``solved``."""
-        done = self._world.told(solved and solved.record, source)
-        assert done is not None
-        stored = self._world.send(solved.stored if solved else block.empty(matrix), source)
-        if not self._grid:
-            return _Solved(stored, None, done)
-        rows, columns = matrix.shape
-        shape, dtype = (rows, self._grid.groups(columns)), scale_dtype(stored.dtype)
-        scales = solved.scales if solved else torch.empty(shape, dtype=dtype, device=stored.device)
-        assert scales is not None
-        return _Solved(stored, self._world.send(scales, source), done)
-
-    def _keep(self, block: DecoderBlock, matrix: Matrix, solved: _Solved) -> None:
-        """Writes a matrix as it is solved, and what was found."""
-        stored, scales, done = solved
-        self._progress.solved(done)
+    def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
+        """Writes a matrix that was solved, and records it."""
+        log, (stored, scales, record) = self.log, solved
+        log.progress.solved(record)
         if not block.released:
             block.put(matrix, stored)
         if self._writer:
             self._writer.write(matrix.key, stored, matrix.index)
-        if scales is not None:
-            self._scales[matrix.name] = scales
-            if self._writer:
+            if scales is not None:
                 self._writer.write(scale_key(matrix), scales, matrix.index)
         zeros = stored.numel() - int(stored.count_nonzero())
-        self._journal.zeros[matrix.key] = self._journal.zeros.get(matrix.key, 0) + zeros
-        self._note_damping(done)
-        self.record.matrices.append(done)
-
-    def _cost_together(self, matrix: Matrix) -> float | None:
-        """What a matrix costs each process that has some of its rows; None if rows cannot be solved apart."""
-        rows, columns = matrix.shape
-        if rows < self._world.size or not self._solver.rows_apart:
-            return None
-        if self._pattern_of(matrix).among(self._world.rows(rows)) is None:
-            return None
-        return self._flops(math.ceil(rows / self._world.size), columns)
-
-    def _flops(self, rows: int, columns: int) -> float:
-        return self._solver.flops(rows, columns) + (flops(rows, columns) if self._grid else 0.0)
-
-    def _nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """(out, in), W on the grid that ``matrix`` has in the present block, with the same zeros."""
-        assert self._grid is not None
-        scales = self._scales[matrix.name]
-        return self._grid.project(W, scales.float(), scales.dtype, same_zeros=True)
-
-    def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> _Solved:
-        """Of the whole matrix, also where ``rows`` are only some of it."""
-        began = time.perf_counter()
-        with named(matrix):
-            W = rows.own(block.weight(matrix))
-            if inputs.cross is not None:
-                W = dense_targets(W, gram, inputs.cross, self._effort.dense_targets, self._effort.ridge)
-            weights = self._plan.importance.get((matrix.block, matrix.name))
-            if weights is not None:
-                weights = rows.own(weights).unsqueeze(1).to(W.device)
-                W = W.mul_(weights)
-            problem = LayerProblem(W, gram)
-            del W
-            pattern, monitor = self._pattern_of(matrix), self._monitor(matrix.name)
-            if rows is not ALL:
-                among = pattern.among(rows)
-                assert among is not None
-                # For a monitor solvers may ask the pattern more, and only the first process has one.
-                pattern, monitor = among, None
-            solution = self._solver(problem, pattern, monitor)
-            if weights is not None:
-                problem = LayerProblem(problem.W.div_(weights), gram)
-                solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
-            error, stats, scales = _error(problem, solution, rows), solution.stats, None
-            stored_as = block.stored_dtype(matrix)
-            if self._grid:  # the weights themselves are on it, not what importance makes of them
-                kept = int(solution.W.count_nonzero())
-                solution, scales = onto_grid(problem, solution, self._grid, scale_dtype(stored_as))
-                lost = rows.total(kept - int(solution.W.count_nonzero()))
-                stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
-                scales = rows.joined(scales).to(scale_dtype(stored_as))
-                error = _error(problem, solution, rows)
-            stored = block.stored(matrix, rows.joined(solution.W))
-        sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
-        seconds = time.perf_counter() - began
-        done = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
-        return _Solved(stored, scales, done)
-
-    def _monitor(self, name: str) -> Monitor | None:
-        if not self._progress.wants_steps:
-            return None
-        return lambda step, steps, error: self._progress.solving(name, step, steps, error)
-
-    def _note_loans(self, block: DecoderBlock, experts: list[_Counts]) -> None:
-        poor = [counts for counts in experts if counts.borrowed]
-        if poor:
-            fewest = min(poor, key=lambda counts: counts.tokens / counts.width)
-            self._note(
-                f"block {block.index}: {len(poor)} of {len(experts)} inputs of experts had fewer tokens than inputs "
-                f"(fewest: {', '.join(fewest.names)}, {fewest.tokens:,} of {fewest.width:,}); the mean of all "
-                "experts stands in for what is missing"
-            )
+        log.journal.zeros[matrix.key] = log.journal.zeros.get(matrix.key, 0) + zeros
+        self._note_damping(record)
+        log.record.matrices.append(record)
 
     def _note_damping(self, matrix: MatrixRecord) -> None:
         asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
         if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
-            self._note(
+            self.log.note(
                 f"block {matrix.block} {matrix.name}: damping raised from {asked:g} to {used:g}, "
                 "because the Gram matrix is close to singular"
             )
 
-    def _note(self, text: str) -> None:
-        if text not in self.record.notes:  # by an earlier run that this one goes on with
-            self.record.notes.append(text)
-        self._progress.note(text)
+    def _restore(self, block: DecoderBlock) -> None:
+        """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
+        for matrix in block.matrices:
+            stored = block.empty(matrix)
+            if self._writer:
+                stored.copy_(self._writer.read(matrix.key, matrix.index))
+            block.put(matrix, self._world.send(stored, 0))
+
+    def _save(self, blocks: int) -> None:
+        """Makes sure that a stopped run can be resumed after so many ``blocks``."""
+        log = self.log
+        if self._writer and self._place:
+            self._writer.sync()
+            log.record.seconds = dict(log.clock.seconds)
+            self._place.save(blocks=blocks, record=log.record.to_json())
+        log.clock.lap("write")
+
+    def _measure(self, streams: Streams, heldout: Windows | None) -> None:
+        """Puts sparsity, perplexity and memory into the record, after the last block."""
+        model, log = self._model, self.log
+        weights = sum(math.prod(matrix.shape) for matrix in model.matrices())
+        log.record.sparsity = sum(log.journal.zeros.values()) / weights
+        for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
+            if heldout and states:
+                losses = self._world.joined(model.losses(states))
+                perplexity = Perplexity.of(losses, heldout.source, heldout.origin)
+                log.record.perplexity[when] = dataclasses.asdict(perplexity)
+        log.clock.lap("perplexity")
+        peaks = self._world.collected(peak_memory(model.device))
+        log.record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}
 
 
-class _Solved(NamedTuple):
-    """A matrix as it is stored, with its scales (out, groups) in their dtype if it is on a grid."""
-
-    stored: Tensor
-    scales: Tensor | None
-    record: MatrixRecord
-
-
-class _Counts(NamedTuple):
-    """What is noted of the inputs of an expert's matrices."""
-
-    names: list[str]
-    width: int
-    tokens: int
-    borrowed: int
-
-
-def _counts(grams: list[InputGram], experts: set[str]) -> list[_Counts]:
-    return [
-        _Counts(inputs.names, len(inputs.H), inputs.tokens, inputs.borrowed)
-        for inputs in grams
-        if inputs.names[0] in experts
-    ]
-
-
-def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
-    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``.
-
-    Raises:
-        NumericalError: it is not finite.
-    """
-    error = solution.error
-    if rows is not ALL:
-        power = problem.power
-        loss = error * power if power > 0 else problem.loss(solution.W)
-        error = relative(*rows.sum(torch.tensor([loss, power], dtype=torch.float64)).tolist())
-    if not math.isfinite(error):
-        raise NumericalError(f"the error of its outputs is {error}; its weights or inputs are too large, or not finite")
-    return error
+def _borrowed(block: DecoderBlock, grams: list[InputGram]) -> str:
+    """What to note if experts had fewer tokens than inputs; else ""."""
+    experts = {matrix.name for matrix in block.matrices if matrix.expert is not None}
+    inputs = [gram for gram in grams if gram.names[0] in experts]
+    poor = [gram for gram in inputs if gram.borrowed]
+    if not poor:
+        return ""
+    fewest = min(poor, key=lambda gram: gram.tokens / len(gram.H))
+    return (
+        f"block {block.index}: {len(poor)} of {len(inputs)} inputs of experts had fewer tokens than inputs "
+        f"(fewest: {', '.join(fewest.names)}, {fewest.tokens:,} of {len(fewest.H):,}); the mean of all "
+        "experts stands in for what is missing"
+    )

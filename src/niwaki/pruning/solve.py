@@ -1,0 +1,194 @@
+"""The matrices of a block: each is solved in one of the processes, or its rows are spread over all of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError
+from niwaki.layer.dense_targets import dense_targets
+from niwaki.layer.grid import scale_dtype
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.patterns.rows import ALL, Rows
+from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution, relative
+from niwaki.layer.rounding import flops, onto_grid
+from niwaki.models.block import DecoderBlock
+from niwaki.models.gram_capture import InputGram
+from niwaki.models.layout import Matrix
+from niwaki.models.processes import World
+from niwaki.pruning.masks import PatternOf, named
+from niwaki.pruning.plan import Plan
+from niwaki.pruning.request import Request
+from niwaki.records.progress import Progress
+from niwaki.records.record import MatrixRecord
+
+#: Of the dense targets, relative to the unit diagonal of H.
+_RIDGE = 0.01
+
+
+class Solved(NamedTuple):
+    """A matrix as it is stored, with its scales (out, groups) in their dtype if it is on a grid."""
+
+    stored: Tensor
+    scales: Tensor | None
+    record: MatrixRecord
+
+
+@dataclass
+class BlockSolver:
+    """Solves the matrices of one block after the other; all processes call it alike."""
+
+    request: Request
+    pattern_of: PatternOf
+    world: World
+    progress: Progress
+    plan: Plan = field(default_factory=Plan)
+    #: The scales of the present block's matrices, by name.
+    _scales: dict[str, Tensor] = field(default_factory=dict)
+
+    def solve(self, block: DecoderBlock, grams: list[InputGram], keep: Callable[[Matrix, Solved], None]) -> None:
+        """Solves all matrices of ``block``, and gives each result to ``keep``, in the same order in all processes.
+
+        ``grams`` is empty afterwards: each is freed as soon as it is not needed any more.
+        """
+        names = [name for inputs in grams for name in inputs.names]
+        matrices = {matrix.name: matrix for matrix in block.matrices if matrix.name in names}
+        costs = [self._flops(*matrices[name].shape) for name in names]
+        owners = self.world.owners(costs, lambda i: self._cost_together(matrices[names[i]]))
+        owner = dict(zip(names, owners, strict=True))
+        results: dict[str, Solved] = {}
+        block.release(matrices.values())
+        for inputs in grams:
+            shared = [matrices[name] for name in inputs.names if owner[name] is None]
+            if shared:
+                gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
+            for matrix in shared:
+                rows = self.world.rows(matrix.shape[0])
+                results[matrix.name] = self._solve(block, matrix, gram, inputs, rows)
+                self.progress.step()
+        while grams:
+            inputs = grams.pop(0)
+            mine = [matrices[name] for name in inputs.names if owner[name] == self.world.rank]
+            gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
+            for matrix in mine:
+                solved = self._solve(block, matrix, gram, inputs)
+                self.progress.step()
+                if self.world.size == 1:
+                    self._keep(matrix, solved, keep)
+                else:
+                    results[matrix.name] = solved
+                del solved
+        if self.world.size == 1:
+            return
+        for name in names:  # in the order of computation, whoever was first
+            matrix, source, own = matrices[name], owner[name], results.pop(name, None)
+            result = own if source is None else self._received(block, matrix, own, source)
+            assert result is not None
+            if own is None:
+                self.progress.step()
+            self._keep(matrix, result, keep)
+
+    def nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
+        """(out, in), W on the grid of ``matrix``, which is of the block solved last, with the same zeros."""
+        assert self.request.grid is not None
+        scales = self._scales[matrix.name]
+        return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+
+    def _keep(self, matrix: Matrix, solved: Solved, keep: Callable[[Matrix, Solved], None]) -> None:
+        if solved.scales is not None:
+            self._scales[matrix.name] = solved.scales
+        keep(matrix, solved)
+
+    def _received(self, block: DecoderBlock, matrix: Matrix, solved: Solved | None, source: int) -> Solved:
+        """The result of process ``source``, which has it as ``solved``."""
+        record = self.world.told(solved and solved.record, source)
+        assert record is not None
+        stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
+        grid = self.request.grid
+        if not grid:
+            return Solved(stored, None, record)
+        rows, columns = matrix.shape
+        shape, dtype = (rows, grid.groups(columns)), scale_dtype(stored.dtype)
+        scales = solved.scales if solved else torch.empty(shape, dtype=dtype, device=stored.device)
+        assert scales is not None
+        return Solved(stored, self.world.send(scales, source), record)
+
+    def _pattern(self, matrix: Matrix) -> Pattern:
+        return self.plan.pattern(matrix, self.pattern_of(matrix))
+
+    def _cost_together(self, matrix: Matrix) -> float | None:
+        """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
+        rows, columns = matrix.shape
+        if rows < self.world.size or not self.request.solver.separable_rows:
+            return None
+        if self._pattern(matrix).for_rows(self.world.rows(rows)) is None:
+            return None
+        return self._flops(math.ceil(rows / self.world.size), columns)
+
+    def _flops(self, rows: int, columns: int) -> float:
+        return self.request.solver.flops(rows, columns) + (flops(rows, columns) if self.request.grid else 0.0)
+
+    def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> Solved:
+        """The whole matrix, also where this process has only some ``rows`` of it."""
+        began = time.perf_counter()
+        with named(matrix):
+            W = rows.own(block.weight(matrix))
+            if inputs.cross is not None:
+                W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
+            weights = self.plan.importance.get((matrix.block, matrix.name))
+            if weights is not None:
+                weights = rows.own(weights).unsqueeze(1).to(W.device)
+                W = W.mul_(weights)
+            problem = LayerProblem(W, gram)
+            del W
+            pattern, monitor = self._pattern(matrix), self._monitor(matrix.name)
+            if rows is not ALL:
+                restricted = pattern.for_rows(rows)
+                assert restricted is not None
+                # With a monitor solvers may ask the pattern more often, and only the first process has one.
+                pattern, monitor = restricted, None
+            solution = self.request.solver(problem, pattern, monitor)
+            if weights is not None:
+                problem = LayerProblem(problem.W.div_(weights), gram)
+                solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
+            error, stats, scales = _error(problem, solution, rows), solution.stats, None
+            stored_as = block.stored_dtype(matrix)
+            if self.request.grid:  # the weights themselves are on it, not what importance makes of them
+                kept = int(solution.W.count_nonzero())
+                solution, scales = onto_grid(problem, solution, self.request.grid, scale_dtype(stored_as))
+                lost = rows.total(kept - int(solution.W.count_nonzero()))
+                stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
+                scales = rows.joined(scales).to(scale_dtype(stored_as))
+                error = _error(problem, solution, rows)
+            stored = block.stored(matrix, rows.joined(solution.W))
+        sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
+        seconds = time.perf_counter() - began
+        record = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
+        return Solved(stored, scales, record)
+
+    def _monitor(self, name: str) -> Monitor | None:
+        if not self.progress.wants_steps:
+            return None
+        return lambda step, steps, error: self.progress.solving(name, step, steps, error)
+
+
+def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
+    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``.
+
+    Raises:
+        NumericalError: it is not finite.
+    """
+    error = solution.error
+    if rows is not ALL:
+        power = problem.power
+        loss = error * power if power > 0 else problem.loss(solution.W)
+        error = relative(*rows.sum(torch.tensor([loss, power], dtype=torch.float64)).tolist())
+    if not math.isfinite(error):
+        raise NumericalError(f"the error of its outputs is {error}; its weights or inputs are too large, or not finite")
+    return error
