@@ -54,6 +54,7 @@ def model(tmp_path: Path) -> Path:
 # The real command
 
 
+@pytest.mark.slow
 def test_prune_as_a_user_does(tmp_path: Path) -> None:
     ran = subprocess_niwaki(
         *("prune", "demo", "out", "--calibration", "demo", "--samples", "8", "--seqlen", "64"),
@@ -314,6 +315,7 @@ def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:
     assert niwaki_("inspect", packed).out == niwaki_("inspect", pruned).out
 
 
+@pytest.mark.slow
 def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms, whichever is given, each in a process of its own; the report has the table."""
     monkeypatch.setattr(measuring, "measure", None)
