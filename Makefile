@@ -14,7 +14,7 @@ PARALLEL = -n auto --dist worksteal
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev --group docs
 	touch $@
 
 setup: $(VENV)/.done
@@ -25,6 +25,10 @@ demo: setup
 # The tables of the documentation and README's picture, from the records in benchmarks/results.
 results: setup
 	$(BIN)/python benchmarks/results.py
+
+# The documentation as a site, in site/index.html.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: setup
 	BIN=$(BIN) scripts/check
@@ -40,6 +44,6 @@ dist:
 	PYTHON=$(PYTHON) scripts/dist
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build dist src/niwaki/_kernels.*
+	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results check test quick dist clean
+.PHONY: setup demo results docs check test quick dist clean

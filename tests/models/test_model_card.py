@@ -7,7 +7,7 @@ from pathlib import Path
 from niwaki.models.model_card import notes, rewrite_notes
 from niwaki.records.record import Record
 
-RECORD = Record("", "m", "wanda", "Wanda()", "2:4", None, {}, "cpu", "float32")  # type: ignore[arg-type,unused-ignore]
+RECORD = Record("", "m", "wanda", {"name": "wanda"}, "2:4", None, {}, "cpu", "float32")
 
 
 def with_notes(*texts: str) -> Record:

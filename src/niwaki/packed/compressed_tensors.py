@@ -95,9 +95,9 @@ def _note(directory: Path, old: str) -> None:
     """Replaces the note ``old`` in the record and on the model card by ``_PACKED``."""
     file = directory / "niwaki.json"
     if file.is_file():
-        record = Record.from_json(file.read_text(encoding="utf-8"))
+        record = Record.load(file)
         record.notes = [_PACKED if note == old else note for note in record.notes]
-        write_json(file, record.to_json())
+        record.save(file)
         rewrite_notes(directory, record)
 
 
