@@ -39,8 +39,8 @@ class Calibration:
 
     Attributes:
         text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens.
-        samples: Windows of it; not used where ``text`` is windows or tokens, and neither is what follows.
-        length: Tokens in a window; None for 2,048, or the model's positions if fewer.
+        samples: Windows of it. Not used where ``text`` is windows or tokens, and neither are ``order`` and ``seed``.
+        length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones.
         seed: For random windows.
 
@@ -140,6 +140,8 @@ class Compute:
         _check_choice("tf32", self.tf32, TF32)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
+        elif self.memory is not None and (not isinstance(self.memory, int) or self.memory < 1):
+            raise UsageError(f"invalid memory size {self.memory!r}; try 8GiB or 500MB")
 
     @classmethod
     def of(cls, value: Compute | str) -> Compute:

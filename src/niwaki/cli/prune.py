@@ -77,24 +77,25 @@ def prune(
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
     chosen = None if blocks is None else parse_range(blocks)
-    named = ":".join([solver or DEFAULT_SOLVER, *_settings(settings)]) if settings else solver
+    parameters = _settings(settings or [])
     effort = effort or usual_effort(solver, mask_from)
     if allocation is not None:
         effort += f":allocation={allocation}"
     with Display(out, f"pruning {model}") as display:
         quiet_libraries()
+        from niwaki.layer.solvers import make_solver
         from niwaki.models.output import check_record
         from niwaki.models.processes import world
         from niwaki.pruning.prune import prune as run
         from niwaki.pruning.session import session
 
         with world(compute.device) as (team, device), session(command_line(), team):
-            record = record and check_record(record)
+            record = check_record(record) if record and team.first else record
             result = run(
                 model,
                 output,
                 sparsity if pattern is None else pattern,
-                solver=named,
+                solver=make_solver(solver or DEFAULT_SOLVER, parameters) if parameters else solver,
                 effort=effort,
                 mask_from=mask_from,
                 grid=quantize,
@@ -111,9 +112,11 @@ def prune(
         written(output)
 
 
-def _settings(pairs: list[str]) -> list[str]:
-    """Parameters as they are written after a name."""
+def _settings(pairs: list[str]) -> dict[str, str]:
+    settings = {}
     for pair in pairs:
-        if "=" not in pair:
+        name, equals, value = pair.partition("=")
+        if not equals:
             raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
-    return ["=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs]
+        settings[name.strip()] = value.strip()
+    return settings

@@ -87,7 +87,9 @@ def compare(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
-    if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)) or measurement.samples == 0:
+    if measurement.samples == 0:
+        raise UsageError("samples must be 1 or more; got 0")
+    if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
     if budget is not None and not budget > 0:
         raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
@@ -110,12 +112,12 @@ def compare(
         calibration=texts.calibration.described(calibration.seed),
         texts=list(texts.heldout),
         missing=[run.key for run in runs],
-        fingerprint=_fingerprint(str(model), streamed, texts),
+        fingerprint=_fingerprint(str(model), streamed, texts, compute),
         command=current_session().command,
         versions=versions(),
     )
     with _place(out) as place:
-        work = _Work(model, texts, compute, progress, place, out is not None, keep)
+        work = _Work(model, texts, calibration.seed, compute, progress, place, out is not None, keep)
         return work.compare(_joined(place, asked), runs, began, budget)
 
 
@@ -151,6 +153,7 @@ class _Work:
 
     dense: str | Path
     texts: Texts
+    seed: int  # of random calibration windows
     compute: Compute
     progress: Progress
     place: Path
@@ -215,7 +218,7 @@ class _Work:
             run.wanted,
             solver=run.given,
             effort=run.effort,
-            calibration=self.texts.calibration,
+            calibration=Calibration(self.texts.calibration, seed=self.seed),
             measurement=Measurement(samples=0),
             compute=self.compute,
             progress=self.progress,
@@ -272,10 +275,10 @@ def _check(out: Path, source: Path) -> None:
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
-        raise UsageError(f"{out} exists and has no comparison to go on with; choose another directory")
+        raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
 
 
-def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str, dict[str, str]]:
+def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, dict[str, str]]:
     """All that has to be the same for cells to compare."""
 
     def size(found: Windows) -> str:
@@ -293,6 +296,7 @@ def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str,
         "texts": entry({text: found.fingerprint() for text, found in heldout.items()}, shown),
         "device": entry(streamed.device.type, streamed.device.type),
         "dtype": entry(dtype, dtype),
+        **({} if compute.tf32 == "auto" else {"tf32": entry(compute.tf32, compute.tf32)}),
         **{name: entry(version, version) for name, version in versions().items()},
     }
 
