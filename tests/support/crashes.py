@@ -62,7 +62,7 @@ def keep_states(place: Path, states: Path) -> None:
     written yet is in no copy either.
     """
     steps = [0]
-    last: list[dict[str, bytes]] = [{}]
+    last: list[dict[Path, bytes | None]] = [{}]
 
     def step() -> None:
         steps[0] += 1
