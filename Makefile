@@ -7,12 +7,14 @@
 PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
+# A process for each core, with one thread each; who has nothing left to do takes over from others.
+PARALLEL = -n auto --dist worksteal
 
 # pip, not uv: see constraints.txt.
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[datasets,report,tasks]' --group dev --group docs
 	touch $@
 
 setup: $(VENV)/.done
@@ -24,20 +26,24 @@ demo: setup
 results: setup
 	$(BIN)/python benchmarks/results.py
 
+# The documentation as a site, in site/index.html.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 check: setup
 	BIN=$(BIN) scripts/check
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 quick: setup
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'not slow'
 
 # In dist/, checked and tried. For Linux with a C++ compiler.
 dist:
 	PYTHON=$(PYTHON) scripts/dist
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build dist src/niwaki/_kernels.*
+	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results check test quick dist clean
+.PHONY: setup demo results docs check test quick dist clean

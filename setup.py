@@ -1,5 +1,6 @@
-"""The native library, for every Python; all else is in pyproject.toml."""
+"""The native library, for every Python, and README.md as package indexes show it; the rest is in pyproject.toml."""
 
+import re
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+REPOSITORY = "https://github.com/niwaki/niwaki"
 # Plain C functions, loaded by ctypes. Where they cannot be compiled, niwaki installs without them and uses torch
 # (niwaki.packed.kernels).
 KERNELS = Extension(
@@ -35,4 +37,16 @@ class BuildWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(ext_modules=[KERNELS], cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel})
+def readme() -> str:
+    """README.md with addresses for its links into the repository."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r'(\]\(|\b(?:src|srcset)=")(docs/figures/)', rf"\1{REPOSITORY}/raw/main/\2", text)
+    return re.sub(r"(\]\()(?!\w+:|#)", rf"\1{REPOSITORY}/blob/main/", text)
+
+
+setup(
+    ext_modules=[KERNELS],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": BuildWheel},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

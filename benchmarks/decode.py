@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from niwaki.packed import kernels
+from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack
-from niwaki.packed.pages import in_large_pages
 
 SIZES = ["11008x4096", "4096x11008"]
 SPARSITIES = [0.5, 0.6, 0.7, 0.8, 0.9]

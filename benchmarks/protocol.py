@@ -38,7 +38,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from niwaki.cli.display import perplexity_table
+from niwaki.cli.tables import perplexity_table
 from niwaki.evaluation.compare import compare
 from niwaki.models.checkpoint import locate_model
 from niwaki.options import Calibration, Measurement

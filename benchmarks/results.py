@@ -57,22 +57,49 @@ def perplexities(cells: list[Cell], text: str, seconds: bool) -> list[str]:
     return markdown(["method", *patterns, *(["seconds"] if seconds else [])], rows)
 
 
+#: The rows of README.md's tables, with what each says of itself.
+README_METHODS = ("wanda", "sparsegpt", "admm-grad", "continuation@balanced", "continuation@best")
+README_EFFORTS = {
+    "wanda": ("none: `--solver wanda`", "a mask from one score, weights unchanged"),
+    "continuation": ("`fast`", "each matrix alone, as methods were published"),
+    "continuation@balanced": (
+        "`balanced`",
+        "shares zeros out by what they cost the loss, fits each block on 0.4 of the text",
+    ),
+    "continuation@best": ("`best`", "fits on all of the text, and on text that the dense model writes"),
+}
+
+
 def readme() -> list[str]:
     """The table of README.md, with what was measured."""
     protocol = record("protocol")
-    cells = protocol["cells"]
+    cells = [cell for cell in protocol["cells"] if cell["method"] in ("dense", *README_METHODS)]
     measured = cells[0]["perplexity"][HELD]
     spread = 100 * measured["standard_error"] / measured["value"]
     return [
         *perplexities(cells, HELD, seconds=True),
         "",
-        f"Perplexity of the embedded 3.4 M parameter model on {measured['tokens']:,} tokens of books it never saw, at "
-        f"context {measured['context']}; calibrated on {protocol['samples']} x {protocol['length']} tokens; seconds of "
-        f"a whole run at 60 % on two CPU cores. ± {spread:.1f} % between texts of this size, much less between methods "
-        "on the same text. "
-        "`python benchmarks/protocol.py --record benchmarks/results/protocol.json` measures it again, "
-        "`make demo` a smaller one.",
+        f"Perplexity (lower is better) on {measured['tokens']:,} tokens of books that the model never saw, at context "
+        f"{measured['context']}; calibrated on {protocol['samples']} x {protocol['length']} tokens; seconds of a whole "
+        f"run at 60 %. ± {spread:.1f} % between texts of this size, much less between methods on the same text. "
+        "[All methods](docs/methods.md). `python benchmarks/protocol.py --record benchmarks/results/protocol.json` "
+        "measures it again.",
     ]
+
+
+def efforts() -> list[str]:
+    """What an effort does, its time, and how much of the gap to the dense model it leaves: README.md."""
+    values = {
+        (cell["method"], cell["pattern"]): cell["perplexity"][HELD]["value"] for cell in record("protocol")["cells"]
+    }
+    times = {cell["method"]: cell["seconds"] for cell in record("table3")["cells"]}
+    dense, patterns, fast = values["dense", ""], ("60 %", "80 %", "2:4"), "continuation"
+    rows = []
+    for method, (effort, does) in README_EFFORTS.items():
+        gaps = [(values[method, pattern] - dense) / (values[fast, pattern] - dense) for pattern in patterns]
+        rows.append([effort, does, f"{times[method] / times[fast]:.1f}", *(f"{gap:.2f}" for gap in gaps)])
+    header = ["effort", "what it does", "time", *(f"gap at {pattern}" for pattern in patterns)]
+    return [*markdown(header, rows), "", "Time, and gap to the dense perplexity, relative to `fast`."]
 
 
 def methods() -> list[str]:
@@ -287,6 +314,7 @@ def _mean(values: Iterable[float]) -> float:
 #: Between which marks of which file each table goes.
 TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("README.md", "results", readme),
+    ("README.md", "efforts", efforts),
     ("docs/methods.md", "results", methods),
     ("docs/effort.md", "ablation", ablation),
     ("docs/structured.md", "structured", structured),

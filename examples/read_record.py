@@ -14,9 +14,9 @@ with tempfile.TemporaryDirectory() as scratch:
     if len(sys.argv) == 1:
         calibration = niwaki.Calibration("demo", samples=8, length=64)
         niwaki.prune("demo", path.parent, 0.5, calibration=calibration, measurement=niwaki.Measurement(samples=0))
-    record = niwaki.Record.from_json(path.read_text(encoding="utf-8"))
+    record = niwaki.Record.load(path)
 
-print(f"{record.model} by {record.solver}, {record.pattern}: {100 * record.sparsity:.2f} % zeros")
+print(f"{record.model} by {record.solver['name']}, {record.pattern}: {100 * record.sparsity:.2f} % zeros")
 for matrix in sorted(record.matrices, key=lambda matrix: -matrix.error)[:5]:
     print(
         f"block {matrix.block} {matrix.name}: error {matrix.error:.4f}, {100 * matrix.sparsity:.1f} % zeros, "

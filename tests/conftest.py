@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
+pytest_plugins = ["support.command"]  # fixtures
 
 # Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late.
 if not torch.cuda.is_available():

@@ -2,21 +2,19 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import results
 
+from support.scripts import run_script
+
 ROOT = Path(__file__).parent.parent
 
 
 def test_tables_and_picture_are_those_of_the_records() -> None:
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "results.py"), "--check"], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    assert not run_script(ROOT / "benchmarks" / "results.py", "--check")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -25,6 +25,7 @@ _HOMES = {
     "load": "niwaki.packed.load",
     "pack": "niwaki.packed.pack",
     "unpack": "niwaki.packed.pack",
+    "report": "niwaki.reports.page",
     "Comparison": "niwaki.records.comparison",
     "Perplexity": "niwaki.records.record",
     "Progress": "niwaki.records.progress",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from niwaki.records.progress import Progress as Progress
     from niwaki.records.record import Perplexity as Perplexity
     from niwaki.records.record import Record as Record
+    from niwaki.reports.page import report as report
 
 
 def __getattr__(name: str) -> Any:

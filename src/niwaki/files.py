@@ -14,9 +14,7 @@ from niwaki.errors import OutputError, UsageError
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:
-    """Writes ``text`` under a temporary name and renames it, so that ``path`` is whole or not there.
-
-    With ``sync`` it is on disk, and not only on its way there, when this returns.
+    """Writes ``text`` to ``path``, all of it or nothing; with ``sync`` it is on disk when this returns.
 
     Raises:
         OutputError: it cannot be written.
@@ -49,7 +47,7 @@ def set_usual_mode(path: Path, mode: int) -> None:
 
 @contextlib.contextmanager
 def output_errors(path: Path, hint: str = "the output is as large as the model") -> Iterator[None]:
-    """Turns an OSError inside into an OutputError of one line; ``hint`` ends it where the disk is full."""
+    """Turns an OSError into an OutputError of one line, which ends with ``hint`` if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -61,11 +59,12 @@ def output_errors(path: Path, hint: str = "the output is as large as the model")
 
 @contextlib.contextmanager
 def locked(directory: Path, out: Path) -> Iterator[None]:
-    """Holds ``directory`` against other processes; the lock goes with the process, however that ends.
+    """Locks ``directory`` against other processes; the lock ends with the process, however that ends.
 
     Raises:
-        UsageError: another one holds it, to write ``out``.
+        UsageError: another process has locked it, to write ``out``.
     """
+    # Not filelock: that leaves a file behind, here in the output, and cannot lock the directory itself.
     try:
         import fcntl
     except ImportError:  # Windows

@@ -198,6 +198,40 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
     return changed
 
 
+def parameters(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, as :func:`choose` takes them."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def name_of(value: object, known: Mapping[str, object]) -> str:
+    """What ``value`` is called in ``known``: of the names for its class the one with the fewest parameters to change.
+
+    A class that is not there goes by its own name in small letters.
+    """
+
+    def changes(name: str) -> tuple[int, int]:
+        changed = _changed(value, known[name])
+        return sum(isinstance(each, str) for each in changed.values()), len(
+            changed
+        )  # a word changes more than a number
+
+    names = [name for name, other in known.items() if type(other) is type(value)]
+    return min(names, key=changes, default=type(value).__name__.lower())
+
+
+def spelled(value: object, known: Mapping[str, object]) -> str:
+    """The text that :func:`choose` reads back as ``value``, such as ``adam:iterations=50``."""
+    name = name_of(value, known)
+    changed = _changed(value, known[name]) if name in known else {}
+    # Without the + of 1e+16, which stands between names.
+    return ":".join([name, *(f"{key}={each}".replace("e+", "e") for key, each in changed.items())])
+
+
+def _changed(value: object, usual: object) -> dict[str, Any]:
+    """The parameters in which ``value`` differs from ``usual``, of the same class."""
+    return {key: each for key, each in parameters(value).items() if each != getattr(usual, key)}
+
+
 def parse_size(text: str) -> int:
     """Bytes of a size such as "8GiB", "500 MB" or "4G".
 

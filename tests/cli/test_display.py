@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from niwaki.cli import display as module
-from niwaki.cli.display import Display, summary
-from niwaki.pruning.effort import EFFORTS
+from niwaki.cli.display import Display
+from niwaki.cli.tables import summary
+from niwaki.pruning.effort import EFFORTS, describe
 from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.wording import duration, operations
 
@@ -43,7 +44,7 @@ def record(**changes: object) -> Record:
         "command": "",
         "model": "models/tiny",
         "method": "wanda",
-        "solver": "Wanda()",
+        "solver": {"name": "wanda"},
         "pattern": "2:4",
         "mask_from": None,
         "calibration": {"samples": 4, "sequence_length": 16, "source": "some.txt"},
@@ -197,11 +198,11 @@ def test_what_the_solver_says(clock: Clock) -> None:
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     where = console(terminal)
     with Display(where, "pruning") as display:
-        play(display, clock, record(flops=3.21e12, effort=repr(EFFORTS["balanced"])))
+        play(display, clock, record(flops=3.21e12, effort=describe(EFFORTS["balanced"])))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
         "models/tiny: 3 blocks with 3 matrices, 2:4",
-        "Wanda()",
+        "wanda",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
         "solving: 3.2 Tflop",
         "effort: balanced (allocation loss, importance 0.5, epochs 0.4)",
@@ -405,7 +406,7 @@ def test_the_summary() -> None:
         ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
         ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
         ["seconds", "1.5 (solve 1.2)"],
-        ["peak memory", "300 MiB resident, 5,120 MiB device"],
+        ["peak memory", "300 MiB resident, 5.00 GiB device"],
     ]
 
 

@@ -102,10 +102,11 @@ def test_a_terminal_has_a_spinner_instead(monkeypatch: pytest.MonkeyPatch, capsy
     started: list[Any] = []
     monkeypatch.setattr(threading, "Thread", lambda *given, **named: started.append(named))
     with Screen("working") as shown:
-        assert shown._spinner is not None
+        spinner = shown._spinner
+        assert spinner is not None
         shown.status("packing", 1, 2)
-        assert str(shown._spinner.status) == "packing 1/2"
+        assert str(spinner.status) == "packing 1/2"
         shown.stop_spinner()
         shown.status("anything")  # does no harm
-    assert shown._spinner is None
+        assert vars(shown)["_spinner"] is None
     assert not started

@@ -21,12 +21,12 @@ from transformers import AutoTokenizer
 import niwaki
 from niwaki import Comparison
 from niwaki.cli.display import TableDisplay
-from niwaki.errors import OutputError
+from niwaki.errors import CheckpointError, OutputError
 from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models.hidden_states import MemoryBudget
+from niwaki.models.hidden_states import SpillFile
 from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
 from niwaki.records.progress import Progress
@@ -206,13 +206,13 @@ def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
 
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = MemoryBudget.reserve
+    real = SpillFile.reserve
 
-    def reserve(room: MemoryBudget, size: int) -> int:
+    def reserve(file: SpillFile, size: int) -> int:
         sizes.append(size)
-        return real(room, size)
+        return real(file, size)
 
-    monkeypatch.setattr(MemoryBudget, "reserve", reserve)
+    monkeypatch.setattr(SpillFile, "reserve", reserve)
     assert values(run(model, None, ["wanda"], memory=1)).items() <= values(whole).items()
     # All hidden states, 32 numbers of 4 bytes: of the dense model, of the calibration text, of the pruned model.
     assert sum(sizes) == (3 + 4 + 3) * 32 * (32 * 4)
@@ -438,7 +438,7 @@ def test_one_alone_is_a_list_of_one(
         ({"sparsities": [0.5, 1.5]}, "1.5"),
         ({"sparsities": ["nan"]}, "nan"),
         ({"sparsities": ["50"]}, "50"),
-        ({"sparsities": ["0.5", "2;4"]}, "'2;4' is no pattern"),
+        ({"sparsities": ["0.5", "2;4"]}, "'2;4' is not a valid pattern"),
         ({"sparsities": ["3:7"]}, "7"),
         ({"sparsities": []}, "which sparsities"),
         ({"solvers": []}, "which solvers"),
@@ -467,7 +467,7 @@ def test_bad_names_fail_before_anything_is_computed(
         ({"texts": ["demo-held", "demo"]}, "texts (3 x 32 tokens of demo-held there, 3 x 32 tokens of demo-held, 3 x"),
         ({"text_samples": 2}, "texts (3 x 32 tokens of demo-held there, 2 x 32 tokens of demo-held here)"),
         ({"dtype": "bfloat16"}, "dtype (float32 there, bfloat16 here)"),
-        ({"solvers": [Flipped(2.0)]}, "flipped at 50 % by Flipped(power=1.0)"),
+        ({"solvers": [Flipped(2.0)]}, "flipped at 50 % by flipped (power 1)"),
     ],
     ids=str,
 )  # fmt: skip
@@ -504,8 +504,8 @@ def test_directories_that_are_no_place(tmp_path: Path, model: Path) -> None:
     assert "own directory" in message(lambda: run(model, model / "out"))
     assert "give one" in message(lambda: run(model, None, keep=True))
     (other / "compare.json").write_text("{")
-    assert "not readable" in message(lambda: run(model, other), OutputError)
-    assert "cannot read" in message(lambda: Comparison.load(model), OutputError)
+    assert "cannot be read as what niwaki writes" in message(lambda: run(model, other), CheckpointError)
+    assert "cannot read" in message(lambda: Comparison.load(model), CheckpointError)
 
 
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
@@ -546,17 +546,19 @@ def test_a_table_with_holes() -> None:
         *(cell("wanda", "2:4", 5.0, 2.0), cell("wanda", "80 %", 9.0, 4.0), cell("admm1", "5 %", 4.0)),
         *(cell("admm1", "2:4", 1e30), cell("x", "80 %", 9.0)),
     )
-    assert found.grid("t") == (
-        ["method", "5 %", "80 %", "2:4", "seconds"],
-        [
-            ["dense", "3.00 ±0.03", "", "", ""],
-            ["wanda", "", "**9.00 ±0.09**", "**5.00 ±0.05**", "3.0"],
-            ["admm1", "**4.00 ±0.04**", "", "1e+30 ±1e+28", "1.0"],
-            ["x", "", "**9.00 ±0.09**", "", "1.0"],
-        ],
-    )
+    header, rows = found.grid("t")
+    assert header == ["method", "5 %", "80 %", "2:4", "seconds"]
+    assert [[entry.text for entry in row] for row in rows] == [
+        ["dense", "3.00 ±0.03", "", "", ""],
+        ["wanda", "", "9.00 ±0.09", "5.00 ±0.05", "3.0"],
+        ["admm1", "4.00 ±0.04", "", "1e+30 ±1e+28", "1.0"],
+        ["x", "", "9.00 ±0.09", "", "1.0"],
+    ]
+    best = {(row[0].text, name) for row in rows for name, entry in zip(header, row, strict=True) if entry.best}
+    assert best == {("wanda", "80 %"), ("wanda", "2:4"), ("admm1", "5 %"), ("x", "80 %")}
+    assert "| wanda |  | **9.00 ±0.09** | **5.00 ±0.05** | 3.0 |" in found.to_markdown()
     assert Comparison.from_json(found.to_json()) == found
-    assert table().grid("t") == (["method", "seconds"], [["dense", "3.00 ±0.03"]])
+    assert table().grid("t") == (["method", "seconds"], [[("dense", False), ("3.00 ±0.03", False)]])
 
 
 def test_display() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNam
 from niwaki.evaluation.tasks import Score, TaskScores, evaluate_tasks, read_questions
 from niwaki.options import Calibration, Measurement
 from support.models import EMBEDDED, message, reference, save_model_with_tokenizer, weight
+from support.scripts import run_script
 
 Question = dict[str, Any]
 QUESTIONS = Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"
@@ -258,7 +258,7 @@ def test_the_questions_that_ship() -> None:
     assert Counter(question["answer"] for question in questions) == dict.fromkeys(range(4), 75)
     assert {len(choice.split()) for choice in counts} == {8}
     script = Path(__file__).parents[2] / "scripts" / "which_follows.py"
-    subprocess.run([sys.executable, script, "--check"], check=True)
+    assert not run_script(script, "--check")
 
 
 @pytest.mark.slow

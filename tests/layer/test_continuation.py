@@ -11,6 +11,7 @@ from torch import Tensor
 from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import ADMM, Continuation, continuation
+from support.covering import covered
 from support.problems import geometric_mean, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 24, 32
@@ -94,6 +95,7 @@ def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, a
     return best
 
 
+@covered
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize(
     "solver",
@@ -111,7 +113,7 @@ def test_it_is_what_it_says(
     solver: Continuation, pattern: Pattern, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if alone:
-        monkeypatch.setattr(continuation, "_APART", 0)
+        monkeypatch.setattr(continuation, "_OWN_CHOICE", 0)
     problem = make_problem(rows=ROWS)
     expected = as_described(problem.W, problem.gram.H, pattern, solver, alone)
     solution = solver(problem, pattern)
@@ -171,7 +173,7 @@ def test_parts_of_other_scales(case: str, sparsity: float) -> None:
     """The same share of zeros in each part would be up to 44 times as bad as ADMM-Grad."""
     W, X = scaled_inputs(case)
     problem = LayerProblem(W, X.T @ X / len(X))
-    assert W.numel() / Continuation().parts >= continuation._APART
+    assert W.numel() / Continuation().parts >= continuation._OWN_CHOICE
     solution = Continuation()(problem, Unstructured(sparsity))
     assert solution.error < 1.02 * ADMM()(problem, Unstructured(sparsity)).error
 

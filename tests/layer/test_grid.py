@@ -18,6 +18,7 @@ from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.rounding import _fitted_scales, onto_grid
 from niwaki.layer.solvers import SOLVERS, Magnitude, Solver, make_solver
 from support.contract import CONTRACT
+from support.covering import covered
 from support.models import message
 from support.problems import KINDS, geometric_mean, gram, inputs, make_problem, normal, squared_error
 
@@ -46,7 +47,7 @@ def test_grids_by_name(text: str, grid: Grid) -> None:
         ("int16:8", "a grid has 2 to 8 bits; got 16"),
         ("int4:0", "a scale is for 1 input or more; got groups of 0"),
         *(
-            (text, f"{text!r} is no grid for weights; try int4:128, int4 or int8")
+            (text, f"{text!r} is not a valid grid for weights; try int4:128, int4 or int8")
             for text in ("", "4", "fp4", "int", "int4:", "int4:-8", "int4:8:8", "int4.5", "INT4", "int٤")
         ),
     ],
@@ -219,6 +220,7 @@ def test_every_solver_is_there() -> None:
     assert {repr(solver) for solver in SOLVERS.values()} <= SHORT.keys()
 
 
+@covered
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grid", [Grid(2, 4), Grid(4), Grid(8, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
@@ -287,8 +289,8 @@ def test_the_scale_of_inputs_makes_no_difference() -> None:
 
 def best_codes(w: Tensor, H: Tensor, kept: list[int], scales: Tensor, bits: int) -> float:
     """The least error of a row, of all ways to choose its codes."""
-    codes = range(-(2 ** (bits - 1)), 2 ** (bits - 1))
-    choices = torch.tensor(list(itertools.product(codes, repeat=len(kept))), dtype=F64)
+    codes = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=F64)
+    choices = torch.cartesian_prod(*[codes] * len(kept))
     D = w.expand(len(choices), -1).clone()
     D[:, kept] -= choices * scales[kept]
     return float((D @ H).mul_(D).sum(dim=1).min())

@@ -16,6 +16,7 @@ from niwaki.layer.solvers import MaskThenUpdate, SparseGPT, Wanda
 from niwaki.layer.solvers.dsnot import DSnoT
 from niwaki.layer.solvers.obs import OBSSaliency
 from niwaki.layer.solvers.ria import RIA
+from support.covering import covered
 from support.problems import (
     DEAD,
     KINDS,
@@ -201,6 +202,7 @@ def dsnot_row(
 
 
 class TestDSnoT:
+    @covered
     @pytest.mark.parametrize("solver", [DSnoT(), DSnoT(cycles=2), DSnoT(threshold=0.0), DSnoT(threshold=0.1)])
     @pytest.mark.parametrize("pattern", [PerRow(0.6), Unstructured(0.4), NM(2, 4), NM(4, 8)], ids=str)
     @pytest.mark.parametrize("kind", ["correlated", "dead input", "few tokens"])

@@ -16,6 +16,7 @@ from niwaki.layer.solvers import Wanda
 from niwaki.layer.solvers.conjugate import ConjugateGradients
 from niwaki.layer.solvers.descent import Descent, Method
 from niwaki.layer.solvers.exact import Exact
+from support.covering import covered
 from support.problems import gram, inputs, least_squares, make_problem, normal, relative_error
 
 ROWS, COLUMNS = 23, 32
@@ -138,6 +139,7 @@ class TestConjugateGradients:
 
 
 class TestDescent:
+    @covered
     @each_pattern
     @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
     @pytest.mark.parametrize(("method", "rate"), [("sgd", 0.7), ("adam", 0.05)])
@@ -220,6 +222,7 @@ class TestDescent:
 
 
 class TestResidualOfExact:
+    @covered
     @each_pattern
     @pytest.mark.parametrize("memory", [1.0, 1e-9], ids=["few batches", "row by row"])
     @pytest.mark.parametrize("damping", [0.0, 0.1])

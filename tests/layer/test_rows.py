@@ -14,6 +14,7 @@ from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import ADMM, SOLVERS, Continuation, MaskThenUpdate, Solver, SparseGPT, continuation
 from niwaki.models.processes import World
+from support.covering import covered
 from support.problems import generator, lowest_go_in_matrix, make_problem, normal
 from support.threads import in_threads
 
@@ -36,7 +37,7 @@ def in_each(size: int, rows: int, work: Callable[[Rows], T]) -> list[T]:
 
 
 def among(pattern: Pattern, rows: Rows) -> Pattern:
-    found = pattern.among(rows)
+    found = pattern.for_rows(rows)
     assert found is not None
     return found
 
@@ -57,6 +58,7 @@ each_kind = pytest.mark.parametrize("kind", ["random", "tied", "last rows"])
 # Patterns
 
 
+@covered
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each_size
 @each_kind
@@ -79,6 +81,7 @@ def test_answers_are_those_of_the_whole(pattern: Pattern, dtype: torch.dtype, ki
     in_each(size, ROWS, work)
 
 
+@covered
 @each_size
 @each_kind
 @each_pattern
@@ -94,6 +97,7 @@ def test_half_way_there(pattern: Pattern, kind: str, size: int) -> None:
     in_each(size, ROWS, work)
 
 
+@covered
 @each_size
 @each_kind
 @each_pattern
@@ -111,16 +115,17 @@ def test_runs_of_columns(pattern: Pattern, kind: str, size: int) -> None:
     in_each(size, ROWS, work)
 
 
+@covered
 @each_size
 @each_kind
 @each_pattern
 def test_parts_with_thresholds_of_their_own(pattern: Pattern, kind: str, size: int) -> None:
     parts = scores_of(kind, torch.float32).mul(torch.arange(1, 3).repeat(COLUMNS // 2)).split([12, 12], dim=1)
-    expected = pattern.apart(parts)
+    expected = pattern.split(parts)
 
     def work(rows: Rows) -> None:
         own = [rows.own(part) for part in parts]
-        share = among(pattern, rows).apart(own)
+        share = among(pattern, rows).split(own)
         assert (share is None) == (expected is None)
         for one, other, mine, part in zip(share or [], expected or [], own, parts, strict=False):
             assert one.sparsity == other.sparsity
@@ -142,7 +147,7 @@ def test_against_a_sort(size: int) -> None:
 
 @pytest.mark.parametrize("pattern", [TransposableNM(2, 4), Block(0.5, (2, 2))], ids=str)
 def test_patterns_whose_rows_stand_or_fall_together(pattern: Pattern) -> None:
-    assert pattern.among(World(0, 2).rows(8)) is None
+    assert pattern.for_rows(World(0, 2).rows(8)) is None
 
 
 def test_shares_of_rows() -> None:
@@ -160,13 +165,13 @@ def test_all_rows_are_here() -> None:
     values = torch.arange(3.0)
     assert ALL.own(values) is values
     assert ALL.joined(values) is values
-    assert (ALL.of(3), ALL.total(5), ALL.behind(5)) == (3, 5, 0)
+    assert (ALL.of(3), ALL.total(5), ALL.sum_after(5)) == (3, 5, 0)
 
 
 # Solvers
 
 APART: list[Solver] = [
-    *(solver for solver in SOLVERS.values() if solver.rows_apart),
+    *(solver for solver in SOLVERS.values() if solver.separable_rows),
     *(
         ADMM(schedule="cubic"),
         ADMM(schedule="printed"),
@@ -179,10 +184,10 @@ APART: list[Solver] = [
 
 def test_which_solvers_have_rows_that_stand_apart() -> None:
     """A new one has to be thought about."""
-    apart = {name for name, solver in SOLVERS.items() if solver.rows_apart}
+    apart = {name for name, solver in SOLVERS.items() if solver.separable_rows}
     assert apart == {"magnitude", "wanda", "obs", "sparsegpt", "admm-grad", "continuation", "admm1"}
-    assert not MaskThenUpdate(SOLVERS["ria"], ADMM()).rows_apart
-    assert not MaskThenUpdate(ADMM(), SOLVERS["swaps"]).rows_apart
+    assert not MaskThenUpdate(SOLVERS["ria"], ADMM()).separable_rows
+    assert not MaskThenUpdate(ADMM(), SOLVERS["swaps"]).separable_rows
 
 
 @pytest.mark.parametrize("solver", APART, ids=repr)
@@ -196,7 +201,7 @@ def test_which_solvers_have_rows_that_stand_apart() -> None:
 )
 def test_the_solution_is_that_of_the_whole(solver: Solver, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     # The parts of the whole are large enough for thresholds of their own, those of a share are not.
-    monkeypatch.setattr(continuation, "_APART", 23 * 8)
+    monkeypatch.setattr(continuation, "_OWN_CHOICE", 23 * 8)
     problem = make_problem(rows=23)
     expected = solver(problem, pattern)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from niwaki.layer.patterns.selection import _kth_by_counting
+from support.covering import covered
 
 
+@covered
 @pytest.mark.parametrize("count", [1, 2, 1000, 100_003])
 @pytest.mark.parametrize("kind", ["normal", "signs", "ties", "zeros", "wide", "close"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

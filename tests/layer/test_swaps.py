@@ -14,6 +14,7 @@ from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
+from support.covering import covered
 from support.problems import KINDS, make_problem, normal
 
 ROWS, COLUMNS = 7, 16
@@ -93,6 +94,7 @@ def test_the_end_is_a_local_optimum(pattern: Pattern, kind: str) -> None:
             assert other > loss[row] * (1 - 1e-10)
 
 
+@covered
 @each_pattern
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

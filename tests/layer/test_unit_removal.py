@@ -142,7 +142,7 @@ def test_the_unit_of_an_input_makes_no_difference() -> None:
         (1, 0, "1 to 11 can be removed, not 0"),
         (1, 12, "1 to 11 can be removed, not 12"),
         (4, 3, "1 to 2 can be removed, not 3"),
-        (5, 1, "12 columns are no whole number of units of 5"),
+        (5, 1, "12 columns are not a multiple of units of 5"),
     ],
 )
 def test_what_makes_no_sense(size: int, count: int, said: str) -> None:

@@ -26,7 +26,7 @@ from niwaki.models.checkpoint import (
     SINGLE_NAME,
     Checkpoint,
     CheckpointWriter,
-    carry_over,
+    copy_files,
     locate_model,
     new_shard,
     verify,
@@ -197,13 +197,13 @@ def test_a_missing_shard(shards: Path) -> None:
     ("raw", "said"),
     [
         (b"", "truncated"),
-        (b"<!DOCTYPE html><html>Repository not found</html>", "no safetensors"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "no safetensors"),
+        (b"<!DOCTYPE html><html>Repository not found</html>", "not a safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "not a safetensors"),
         (struct.pack("<Q", 2) + b"{}", "lacks"),
-        (struct.pack("<Q", 2) + b"[]", "no readable safetensors"),
-        (struct.pack("<Q", 4) + b"null", "no readable safetensors"),
-        (struct.pack("<Q", 4) + b"{{{{", "no readable safetensors"),
-        (struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe", "no readable safetensors"),
+        (struct.pack("<Q", 2) + b"[]", "not a readable safetensors"),
+        (struct.pack("<Q", 4) + b"null", "not a readable safetensors"),
+        (struct.pack("<Q", 4) + b"{{{{", "not a readable safetensors"),
+        (struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe", "not a readable safetensors"),
         (struct.pack("<Q", 1 << 63), "header"),
     ],
 )
@@ -690,7 +690,7 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     (shards / "linked").symlink_to(folder)
     files["linked/b.txt"] = b"b"
 
-    assert sorted(carry_over(shards, out, Checkpoint(shards).shards)) == sorted(left)
+    assert sorted(copy_files(shards, out, Checkpoint(shards).shards)) == sorted(left)
     for name, raw in files.items():
         assert (out / name).read_bytes() == raw, name
         assert not (out / name).is_symlink()
@@ -703,7 +703,7 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
 def test_a_list_of_pickled_shards_stays_with_them(single: Path, out: Path) -> None:
     for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"):
         (single / name).write_text("{}")
-    carry_over(single, out, [SINGLE_NAME])
+    copy_files(single, out, [SINGLE_NAME])
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json"]
 
 

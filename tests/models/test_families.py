@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
 from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model
 from support.runs import Untouched, raw, tensors, zeros
+from support.scripts import run_script
 from support.streams import save_starved
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +105,7 @@ def test_experts_in_one_tensor(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(whole_losses(model, TOKENS), expected)  # transformers reads both
     streamed = stream_of(model)
     torch.testing.assert_close(losses(streamed, TOKENS), expected)
-    parts = [m for m in streamed.matrices() if m.part is not None]
+    parts = [m for m in streamed.matrices() if m.index is not None]
     assert len(parts) == 8 * (1 if case.startswith("deepseek") else 2)  # gate and up are one matrix here
     record = run(model, tmp_path / "out")
     before, after = tensors(model), tensors(tmp_path / "out")
@@ -289,7 +288,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
         ("t5", AutoModel, T5, "is an encoder with a decoder (t5)"),
         ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
         ("bert", AutoModelForCausalLM, {}, "'cls.predictions.decoder.bias' is the same as another parameter"),
-        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "is told something"),
+        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "receives something"),
         ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 1}, "of earlier ones"),
         ("rwkv", AutoModelForCausalLM, {"attention_hidden_size": 32}, "cannot be run a block at a time"),
     ],
@@ -359,6 +358,4 @@ def test_what_counts_as_the_same_argument() -> None:
 
 
 def test_the_table_in_the_documentation_is_the_one_of_the_code() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "models_table.py"), "--check"]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    assert not run_script(ROOT / "scripts" / "models_table.py", "--check")

@@ -18,7 +18,9 @@ from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from support.models import CASES, linear_inputs, random_tokens, reference, save_model
+from niwaki.models.training import trainable
+from support.covering import covered
+from support.models import EACH_CASE, linear_inputs, random_tokens, reference, save_model
 from support.streams import assert_clean, materialised, memory, prune, save_starved, stream_of
 
 SAMPLES, LENGTH = 5, 20
@@ -114,7 +116,10 @@ def test_groups_where_some_experts_have_no_tokens(tmp_path: Path, tokens: Tensor
 
 @pytest.mark.parametrize(
     ("case", "room"),
-    [*((case, False) for case in CASES), *((case, True) for case in ("llama", "mixtral", "gpt2"))],
+    [
+        *(pytest.param(*case.values, False, marks=case.marks) for case in EACH_CASE),
+        *((case, True) for case in ("llama", "mixtral", "gpt2")),
+    ],
 )
 def test_inputs_in_two_models(tmp_path: Path, tokens: Tensor, case: str, room: bool) -> None:
     """Against hooks on a whole dense and a whole pruned model; the first group of each block is pruned before."""
@@ -123,7 +128,7 @@ def test_inputs_in_two_models(tmp_path: Path, tokens: Tensor, case: str, room: b
     model = limited(directory) if room else stream_of(directory)
     states, origin = model.embed(tokens), model.embed(tokens)
     for block in model.stream():
-        block.keep()
+        block.keep_original()
         first, *others = block.groups(states)
         left = [matrix for group in others for matrix in group]
         for group in (first, left, first):  # the last time with weights that were put
@@ -178,7 +183,7 @@ def test_passes_end_where_nothing_is_left_to_see(tmp_path: Path, tokens: Tensor)
         module = model.blocks[block.index]
         full = {name: gram for gram in block.input_grams(states) for name in gram.names}
         whole = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        block.keep()
+        block.keep_original()
         for group, end in zip(block.groups(states), (3, 4, 6, 7), strict=True):
             found = []
             seen = calls(module, lambda: found.extend(block.input_grams(states, matrices=group)))  # noqa: B023
@@ -255,6 +260,7 @@ def test_inputs_that_are_written_over(tmp_path: Path) -> None:
 # Original weights
 
 
+@covered
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("keeps", [False, True])
@@ -266,7 +272,7 @@ def test_original_weights_come_and_go(tmp_path: Path, case: str, room: bool, kee
         before = {name: value.clone() for name, value in module.named_parameters()}
         size = memory(block)
         if keeps:
-            block.keep()
+            block.keep_original()
         some = block.matrices[::2]
         prune(block, some)
         pruned = {name: value.clone() for name, value in module.named_parameters()}
@@ -288,12 +294,12 @@ def test_memory_that_is_limited_holds_no_original(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     for model, count in ((stream_of(directory), 7), (limited(directory), 0)):
         for block in model.stream():
-            block.keep()
+            block.keep_original()
             block.release(block.matrices)
             prune(block, block.matrices)
-            assert block._kept is not None
-            assert sum(value is not None for value in block._kept.values()) == count
-        assert block._kept is None
+            assert block._original is not None
+            assert sum(value is not None for value in block._original.values()) == count
+        assert block._original is None
 
 
 @pytest.mark.parametrize("room", [False, True], ids=["memory", "limited memory"])
@@ -305,10 +311,10 @@ def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, 
     def fail() -> None:
         stream = model.stream()
         block = next(stream)
-        block.keep()
+        block.keep_original()
         prune(block, block.matrices)
         try:
-            with block.original(), block.training(True):
+            with block.original(), trainable(block, True):
                 raise ZeroDivisionError
         finally:
             stream.close()
@@ -328,6 +334,7 @@ def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, 
 # Training
 
 
+@covered
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("case", ["llama biases", "mixtral"])
@@ -341,7 +348,7 @@ def test_training(tmp_path: Path, tokens: Tensor, dtype: str, norms: bool, case:
         trained = {m.parameter for m in block.matrices}
         trained |= {name for name, value in before.items() if value.ndim == 1 and norms}
         assert not any(value.requires_grad for value in module.parameters())
-        with block.training(norms) as parameters:
+        with trainable(block, norms) as parameters:
             inside = dict(module.named_parameters())
             assert {id(value) for value in parameters} == {id(inside[name]) for name in trained}
             for name, value in inside.items():
@@ -367,10 +374,10 @@ def test_training(tmp_path: Path, tokens: Tensor, dtype: str, norms: bool, case:
 def test_what_the_block_had_before_training_does_not_change(tmp_path: Path) -> None:
     model = stream_of(save_model(tmp_path / "model"))
     block = next(stream := model.stream())
-    block.keep()
+    block.keep_original()
     parameter = model.blocks[0].get_parameter("self_attn.q_proj.weight")
     data, copy = parameter.data, parameter.data.clone()
-    with block.training(False) as parameters:
+    with trainable(block, False) as parameters:
         for value in parameters:
             value.data.mul_(2)
     assert torch.equal(data, copy)

@@ -85,28 +85,28 @@ def test_sizes_that_are_none(text: str) -> None:
 
 
 def test_room_for_everything() -> None:
-    room = MemoryBudget()
-    assert all(room.take(2**60) for _ in range(3))
-    assert room.outside == 0
-    room.close()
+    budget = MemoryBudget()
+    assert all(budget.take(2**60) for _ in range(3))
+    assert budget.file.size == 0
+    budget.close()
 
 
 def test_room_is_taken_until_none_is_left() -> None:
-    room = MemoryBudget(100)
-    assert room.take(60)
-    assert not room.take(41)  # and nothing is taken then
-    assert room.take(40)
-    assert not room.take(1)
-    assert room.take(0)
-    room.limit(5)
-    assert room.take(5)
-    assert not room.take(1)
+    budget = MemoryBudget(100)
+    assert budget.take(60)
+    assert not budget.take(41)  # and nothing is taken then
+    assert budget.take(40)
+    assert not budget.take(1)
+    assert budget.take(0)
+    budget.limit(5)
+    assert budget.take(5)
+    assert not budget.take(1)
 
 
 def test_places_in_the_file_do_not_overlap() -> None:
-    room = MemoryBudget(0)
-    assert [room.reserve(size) for size in (10, 0, 7)] == [0, 10, 10]
-    assert room.outside == 17
+    budget = MemoryBudget(0)
+    assert [budget.file.reserve(size) for size in (10, 0, 7)] == [0, 10, 10]
+    assert budget.file.size == 17
 
 
 # SpillList
@@ -128,11 +128,11 @@ def append_all(batches: SpillList, tensors: list[Tensor]) -> None:
 def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: Path) -> None:
     wanted = random_batches(dtype)
     sizes = [tensor.nbytes for tensor in wanted]
-    room = MemoryBudget(sum(sizes[:fits]))
-    batches = SpillList(room)
+    budget = MemoryBudget(sum(sizes[:fits]))
+    batches = SpillList(budget)
     append_all(batches, wanted)
     assert len(batches) == 4
-    assert room.outside == sum(sizes[fits:])
+    assert budget.file.size == sum(sizes[fits:])
     inside = [batches[i] is tensor for i, tensor in enumerate(wanted)]
     assert inside == [i < fits for i in range(4)]
 
@@ -152,67 +152,67 @@ def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: P
         batches[i].zero_()
     check()
     assert list(temporary.iterdir()) == []
-    room.close()
+    budget.close()
 
 
 def test_a_smaller_batch_fits_in_between() -> None:
-    room = MemoryBudget(100)
-    batches = SpillList(room)
+    budget = MemoryBudget(100)
+    batches = SpillList(budget)
     wanted = [torch.arange(n, dtype=torch.float32) for n in (20, 10, 5, 1)]
     append_all(batches, wanted)
-    assert room.outside == 4 * (10 + 1)
+    assert budget.file.size == 4 * (10 + 1)
     assert all(torch.equal(a, b) for a, b in zip(batches, wanted, strict=True))
-    room.close()
+    budget.close()
 
 
 def test_several_lists_share_a_room() -> None:
-    room = MemoryBudget(200)
-    lists = [SpillList(room) for _ in range(3)]
+    budget = MemoryBudget(200)
+    lists = [SpillList(budget) for _ in range(3)]
     for number in range(4):
         for which, batches in enumerate(lists):
             batches.append(torch.full((5, 2), float(10 * which + number)))
-    assert room.outside == 12 * 40 - 200
+    assert budget.file.size == 12 * 40 - 200
     lists[1][3] = torch.full((5, 2), -1.0)
     for which, batches in enumerate(lists):
         assert [float(b[0, 0]) for b in batches] == [
             -1.0 if (which, number) == (1, 3) else 10.0 * which + number for number in range(4)
         ]
-    room.close()
+    budget.close()
 
 
 def test_tensors_that_are_not_contiguous() -> None:
-    room = MemoryBudget(0)
-    batches = SpillList(room)
+    budget = MemoryBudget(0)
+    batches = SpillList(budget)
     wanted = torch.arange(24.0).view(2, 3, 4).transpose(1, 2)
     batches.append(wanted)
     assert torch.equal(batches[0], wanted)
     batches[0] = wanted.flip(0).expand(2, 4, 3)
     assert torch.equal(batches[0], wanted.flip(0))
-    room.close()
+    budget.close()
 
 
 @pytest.mark.parametrize("size", [None, 0])
 def test_outputs_of_sub_blocks(size: int | None) -> None:
     """Of which one block may have fewer than the others."""
-    room = MemoryBudget(size)
-    states = HiddenStates([], SpillList(room))
+    budget = MemoryBudget(size)
+    states = HiddenStates([], SpillList(budget))
     generator = torch.Generator().manual_seed(0)
     for parts in (2, 2, 1, 3, 0):
         outputs = [[torch.randn(2, 5, 7, generator=generator) for _ in range(parts)] for _ in range(3)]
         for i, batch in enumerate(outputs):
-            states.keep(i, batch)
-        assert len(states.inner) == parts
-        for kept, wanted in zip(states.inner, zip(*outputs, strict=True), strict=True):
+            states.set_sub_outputs(i, batch)
+        assert len(states.sub_outputs) == parts
+        for kept, wanted in zip(states.sub_outputs, zip(*outputs, strict=True), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
-    room.close()
+    budget.close()
 
 
 def test_the_directory_of_the_file(tmp_path: Path, temporary: Path) -> None:
     """On Linux the file has no name, but a place."""
     (tmp_path / "elsewhere").mkdir()
     for directory, where in ((None, temporary), (tmp_path / "elsewhere", tmp_path / "elsewhere")):
-        room = MemoryBudget(0, directory)
-        SpillList(room).append(torch.zeros(3))
+        budget = MemoryBudget(0, directory)
+        SpillList(budget).append(torch.zeros(3))
         if Path("/proc/self/fd").exists():
             assert any(
                 os.readlink(path).startswith(str(where))
@@ -220,14 +220,14 @@ def test_the_directory_of_the_file(tmp_path: Path, temporary: Path) -> None:
                 if path.is_symlink()
             )
         assert list(where.iterdir()) == []
-        room.close()
-        room.close()  # once is enough, twice does no harm
+        budget.close()
+        budget.close()  # once is enough, twice does no harm
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    room = MemoryBudget(0, tmp_path / "nowhere")
+    budget = MemoryBudget(0, tmp_path / "nowhere")
     with pytest.raises(OutputError, match=r"cannot write .*nowhere: No such file"):
-        SpillList(room).append(torch.zeros(3))
+        SpillList(budget).append(torch.zeros(3))
 
 
 # Whole runs
@@ -307,8 +307,8 @@ def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, model: Path) -> Non
 @pytest.mark.parametrize("limit", [0, 1000, 10_000])
 def test_no_space_for_hidden_states(tmp_path: Path, limit: int) -> None:
     """Files may have ``limit`` bytes: the first batch does not fit, or does in part, or a later one does not."""
-    room = MemoryBudget(0)
-    batches = SpillList(room)
+    budget = MemoryBudget(0)
+    batches = SpillList(budget)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -318,7 +318,7 @@ def test_no_space_for_hidden_states(tmp_path: Path, limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-    room.close()
+    budget.close()
 
 
 def test_a_full_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

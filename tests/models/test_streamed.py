@@ -20,8 +20,10 @@ from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from support.covering import covered
 from support.models import (
     CASES,
+    EACH_CASE,
     decoder_blocks,
     edit_json,
     linear_inputs,
@@ -43,7 +45,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_STRIP", 7)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=EACH_CASE)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("family") / request.param, request.param)
 
@@ -299,6 +301,7 @@ def test_inputs_that_change_or_give_way_to_others(tmp_path: Path) -> None:
     stream.close()
 
 
+@covered
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss", "llama4_text", "gpt2", "falcon"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("samples", "length"), [(3, 16), (1, 9), (1, 1)])

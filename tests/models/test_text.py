@@ -433,7 +433,7 @@ def test_a_hub_that_cannot_be_reached(
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     said = message(lambda: read_windows("c4", tokenizer, 16, 8))
-    assert "the data set c4 could not be had" in said
+    assert "the data set c4 is not available" in said
     assert (str(error).splitlines() or [type(error).__name__])[0] in said
     assert "'demo' (to calibrate) or 'demo-held' (to measure)" in said  # what to do instead
     assert "--" not in said  # commands differ in their options

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from niwaki.packed import linear
 from niwaki.packed.matrix import PackedMatrix, pack
+from support.covering import covered
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -126,6 +127,7 @@ def test_tiles_of_large_matrices(tile: tuple[int, int], monkeypatch: pytest.Monk
         check(pack(W), W, vectors, HALF)
 
 
+@covered
 @pytest.mark.parametrize("vectors", [1, 2, 7])
 @pytest.mark.parametrize(("columns", "groups"), [(70, 1), (192, 3), (2304, 18)])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])

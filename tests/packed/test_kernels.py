@@ -15,6 +15,7 @@ import support
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.matrix import pack
+from support.covering import covered
 from support.sparse import sparse, vectors
 
 SOURCE = Path(niwaki.__file__).parents[1] / "native" / "kernels.cpp"
@@ -40,6 +41,7 @@ def emulated(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.best_path() == Instructions.AVX512_BF16
 
 
+@covered
 @pytest.mark.parametrize("path", [Instructions.AVX512, Instructions.AVX512_BF16])
 @pytest.mark.parametrize("columns", [8, 64, 100, 320])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])

@@ -24,8 +24,9 @@ from niwaki.errors import CheckpointError
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import DIRECT, SparseLinear
+from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack, unpacked
-from niwaki.packed.pages import in_large_pages
+from support.covering import covered
 from support.sparse import sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,6 +79,7 @@ def test_bytes_of_scales_count() -> None:
     assert packed.nbytes == 20 * 24 + values + 21 * 8 + 20 * 3 * 4
 
 
+@covered
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 7, 8, 63, 64, 65, 200])
 @pytest.mark.parametrize("sparsity", SPARSITIES)
@@ -109,6 +111,7 @@ def test_whole_numbers_come_back_bit_for_bit(groups: int) -> None:
     assert same_bits(kernels.expand(packed, 3, 11), W[3:11])
 
 
+@covered
 @pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [8, 64, 100, 320])
@@ -283,7 +286,7 @@ class TestParts:
         mask = good.mask.clone()
         mask[4, column // 8] |= 1 << column % 8
         values = torch.cat([good.values, good.values.new_zeros(1)])
-        assert "behind column 70" in self.refused(mask=mask, values=values)
+        assert "after column 70" in self.refused(mask=mask, values=values)
 
     def test_shapes_and_dtypes(self) -> None:
         good = self.packed()
@@ -438,3 +441,10 @@ class TestSparseLinear:
         assert "install a C++ compiler" in kernels.describe()
         with pytest.raises(RuntimeError, match="not built"):
             kernels.multiply(layer.packed, vectors(1, 100))
+
+
+@pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 10)])
+def test_rows_that_a_matrix_does_not_have(rows: tuple[int, int]) -> None:
+    """The native library would read whatever lies there."""
+    with pytest.raises(RuntimeError, match=f"has no rows {rows[0]} to {rows[1]}"):
+        kernels.expand(pack(sparse(9, 70, 0.5)), *rows)

@@ -33,7 +33,7 @@ from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
 from support.models import (
-    CASES,
+    each_case,
     edit_json,
     is_pruned,
     message,
@@ -67,7 +67,7 @@ def same_files(a: Path, b: Path) -> bool:
     return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
     sizes = niwaki.pack(model, tmp_path / "packed")
@@ -139,7 +139,7 @@ def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
     before = {key: value.nbytes for key, value in expected.items() if stored[key].packed}
     assert {key for key in expected if is_pruned(case, key) and expected[key].ndim > 1} == before.keys()
     after = {
-        key: math.prod(tensor.rows[:1]) * math.ceil(tensor.rows[1] / 64) * 8 + 2 * (tensor.count + 64)
+        key: math.prod(tensor.matrix_shape[:1]) * math.ceil(tensor.matrix_shape[1] / 64) * 8 + 2 * (tensor.count + 64)
         for key, tensor in stored.items()
         if tensor.packed
     }
@@ -596,7 +596,7 @@ class TestRefusals:
         body = data[8 + size :]
         file.write_bytes(len(text).to_bytes(8, "little") + text + body[:end] + b"gap." + body[end:])
         said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
-        assert "no tensor's" in said
+        assert "bytes outside of its tensors" in said
 
     def test_later_version(self, tmp_path: Path) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
@@ -783,7 +783,7 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
         return message(lambda: PackedCheckpoint(directory), CheckpointError)
 
     for number in (-1, 2**48, True, 1.0):
-        assert said(packed, count=number).endswith("a number is none")
+        assert "Expected `int`" in said(packed, count=number)
     for key in (packed, plain):
         assert "should be there" in said(key, shape=tensors[key]["shape"][::-1])
     assert "should be there" in said(packed, count=tensors[packed]["count"] + 1)

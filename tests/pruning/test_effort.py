@@ -18,6 +18,7 @@ from niwaki.pruning.effort import (
     EFFORTS,
     PLAIN_EFFORT,
     Effort,
+    describe,
     described,
     make_effort,
     usual_effort,
@@ -26,7 +27,8 @@ from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
-from support.models import CASES, decoder_blocks, is_pruned, message, random_tokens, reference, save_model
+from support.covering import covered
+from support.models import decoder_blocks, each_case, is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
 
@@ -104,15 +106,15 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
     assert usual_effort("wanda", None) == usual_effort(None, "wanda") == PLAIN_EFFORT
     model = save_model(tmp_path / "model")
     record = run(model, tmp_path / "named", effort=None)
-    assert record.effort == repr(Effort())
+    assert record.effort == describe(Effort())
     record = run(model, tmp_path / "usual", effort=None, solver=None)
-    assert record.effort == repr(make_effort(DEFAULT_EFFORT))
+    assert record.effort == describe(make_effort(DEFAULT_EFFORT))
 
 
 # What comes of it
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""
     model = save_model(tmp_path / "model", case)
@@ -131,7 +133,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
         assert 0 < fit.after <= fit.before
         assert (fit.epochs == 0) == (fit.after == fit.before)
         assert fit.seconds > 0
-    assert record.effort == repr(make_effort(BEST))
+    assert record.effort == describe(make_effort(BEST))
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
 
 
@@ -189,6 +191,7 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
         assert f"{len(poor)} of 8 inputs" in note
 
 
+@covered
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("computing", ["half", "float32"])
 def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:
@@ -351,25 +354,25 @@ def test_stages_and_steps(tmp_path: Path) -> None:
 
 
 def test_efforts_in_words() -> None:
-    names = {name: described(repr(make_effort(name))) for name in EFFORTS}
+    names = {name: described(describe(make_effort(name))) for name in EFFORTS}
     assert names == {
         "fast": "fast",
         "balanced": "balanced (allocation loss, importance 0.5, epochs 0.4)",
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
     }
-    other = repr(make_effort("best:epochs=3"))
-    assert described(other) == other
+    other = describe(make_effort("best:epochs=3"))
+    assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3)"
 
 
 def test_the_files_say_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run(model, tmp_path / "out", effort=BEST)
-    effort = repr(make_effort(BEST))
+    effort = describe(make_effort(BEST))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pruning_config"]["effort"] == effort
-    assert f"| effort | `{effort}` |" in (tmp_path / "out" / "README.md").read_text()
+    assert f"| effort | {described(effort)} |" in (tmp_path / "out" / "README.md").read_text()
     values = json.loads((tmp_path / "out" / "niwaki.json").read_text())
     assert values["effort"] == effort
     del values["effort"], values["fits"]  # as before there were any
     old = Record.from_json(json.dumps(values))
-    assert (old.effort, old.fits) == ("", [])
+    assert (old.effort, old.fits) == ({}, [])

@@ -19,6 +19,7 @@ from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.training import trainable, trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import batches, fit
 from niwaki.records.record import FitRecord
@@ -192,17 +193,17 @@ def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", samples * LENGTH)
             if room is not None and samples > 1:
-                model.room.limit(room)
+                model.budget.limit(room)
             tokens = random_tokens(22, LENGTH)
             states, targets = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
-        assert (model.room.outside > 0) == (room == 0 and samples > 1)
+        assert (model.budget.file.size > 0) == (room == 0 and samples > 1)
         streams.append(model.stream())
         block = next(streams[-1])
         block.advance(targets)
         prune(block, block.matrices)
         record = fitted(block, states, targets, epochs=2, batch=LENGTH)
         found.append((record.before, record.after, weights(model)))
-        model.room.close()
+        model.budget.close()
     for before, after, other in found[1:]:
         assert (before, after) == pytest.approx(found[0][:2], rel=1e-4)
         close(other, found[0][2])
@@ -318,8 +319,8 @@ def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> No
     assert found.after < found.before
     assert found.epochs > 0
     changed = 0
-    for key, part, stored in block.trained(False):
-        matrix = next(m for m in block.matrices if (m.key, m.part) == (key, part))
+    for key, part, stored in trained_weights(block, False):
+        matrix = next(m for m in block.matrices if (m.key, m.index) == (key, part))
         old = matrix.within(before[matrix.parameter])
         new = stored.T if matrix.transposed else stored
         assert new.dtype == computing
@@ -346,7 +347,7 @@ def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> N
     zeros = {m.name: int((m.within(weights(model)[m.parameter]) == 0).sum()) for m in block.matrices}
     found = fitted(block, states, targets, epochs=2, rate=0.1)
     assert found.epochs > 0
-    for matrix, (_, _, stored) in zip(block.matrices, block.trained(False), strict=True):
+    for matrix, (_, _, stored) in zip(block.matrices, trained_weights(block, False), strict=True):
         assert stored.dtype == torch.float16
         assert int((stored == 0).sum()) == zeros[matrix.name]
 
@@ -387,7 +388,7 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
         hidden = targets.hidden[0].clone()
         hidden[0, 0, 0] *= huge
         targets.hidden[0] = hidden  # held out, so that no step sees it
-        with block.training(False) as parameters:
+        with trainable(block, False) as parameters:
             dense = [value.detach().clone() for value in parameters]
         fitted(block, states, targets, epochs=1, rate=1e-3)
         found.append(sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True)))
@@ -395,5 +396,5 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
 
 
 def block_weights(block: DecoderBlock) -> list[Tensor]:
-    with block.training(False) as parameters:
+    with trainable(block, False) as parameters:
         return [value.detach().clone() for value in parameters]

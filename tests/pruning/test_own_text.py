@@ -17,7 +17,7 @@ from niwaki.pruning.own_text import steps, synthesize
 from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from support.arguments import arguments
-from support.models import CASES, edit_json, message, random_tokens, reference, save_model
+from support.models import each_case, edit_json, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors
 from support.streams import assert_clean, stream_of
 from support.threads import in_threads
@@ -37,7 +37,7 @@ def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
     return prune(model, out, **arguments(effort=effort, **{**options, **changes}))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = stream_of(save_model(tmp_path / "model", case))
     state, done = torch.get_rng_state(), []
@@ -131,7 +131,7 @@ def test_it_is_as_if_it_had_been_given(tmp_path: Path) -> None:
     record = run(directory, tmp_path / "out")
     assert record.calibration["synthetic"] == 3
     assert record.matrices[0].tokens == 9 * 24
-    assert "| also | 3 windows that the dense model wrote itself |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| own text | 3 windows that the dense model wrote itself |" in (tmp_path / "out" / "README.md").read_text()
     run(directory, tmp_path / "given", "fast", calibration=torch.cat([TOKENS, own]))
     for key, value in tensors(tmp_path / "out").items():
         assert torch.equal(value, tensors(tmp_path / "given")[key])

@@ -20,6 +20,7 @@ from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.arguments import arguments
+from support.covering import covered
 from support.models import is_pruned, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors, zeros
 
@@ -52,6 +53,7 @@ def change(model: Path, factors: dict[str, float]) -> None:
     save_file(values, model / "model.safetensors", metadata={"format": "pt"})
 
 
+@covered
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral", "gpt2", "phi3", "gpt_oss"])
 @pytest.mark.parametrize("effort", ["fast:allocation=loss", "fast:allocation=error", "fast:allocation=owl"])
 @pytest.mark.parametrize("per", ["matrix", "block"])

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from niwaki.cli.display import summary
+from niwaki.cli.tables import summary
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from niwaki.packed.compressed_tensors import export, packed_integers
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
-from support.models import CASES, is_pruned, message, random_tokens, reference, save_model
+from support.models import each_case, is_pruned, message, random_tokens, reference, save_model
 from support.runs import files, raw, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
@@ -79,7 +79,7 @@ def check(model: Path, out: Path, grid: Grid, case: str = "llama", even: bool = 
     assert sum(zeros(after[key]) for key in pruned) >= sum(after[key].numel() for key in pruned) // 2
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)
     record = run(model, tmp_path / "out", measure="none")
@@ -221,7 +221,7 @@ def test_what_was_on_a_grid_can_be_pruned_again(tmp_path: Path) -> None:
     [
         ("int4:32", "48 inputs cannot be divided into groups of 32 that share a scale; try int4:16, or int4 for one"),
         ("int9", "a grid has 2 to 8 bits; got 9"),
-        ("q4", "'q4' is no grid for weights; try int4:128, int4 or int8"),
+        ("q4", "'q4' is not a valid grid for weights; try int4:128, int4 or int8"),
     ],
 )  # fmt: skip
 def test_grids_that_cannot_be(tmp_path: Path, quantize: str, said: str) -> None:

@@ -74,9 +74,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, ma
     record = run(model, out, progress=progress)
     assert record.resumed == ([done] if done else [])
     assert progress.left == 100 - 21 + 7 * done  # no block is solved twice
-    assert any(note.startswith(f"resuming after the first {done} of 3 blocks") for note in progress.notes) == bool(
-        done
-    )
+    assert any(note.startswith(f"resuming after the first {done} of 3 blocks") for note in progress.notes) == bool(done)
     assert files(out) == files(tmp_path / "whole")
     assert [m.block for m in record.matrices] == [0] * 7 + [1] * 7 + [2] * 7
     assert not [n for n in names(where) if n.startswith(".")]
@@ -261,12 +259,11 @@ def test_a_journal_that_cannot_be_written(
 
 def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
     from niwaki.models.checkpoint import Checkpoint
-    from niwaki.models.output import fingerprint
 
-    first = fingerprint(Checkpoint(save_model(tmp_path / "a")))
-    assert fingerprint(Checkpoint(save_model(tmp_path / "b"))) == first
-    assert fingerprint(Checkpoint(save_model(tmp_path / "c", seed=1))) != first
-    assert fingerprint(Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16))) != first
+    first = Checkpoint(save_model(tmp_path / "a")).fingerprint()
+    assert Checkpoint(save_model(tmp_path / "b")).fingerprint() == first
+    assert Checkpoint(save_model(tmp_path / "c", seed=1)).fingerprint() != first
+    assert Checkpoint(save_model(tmp_path / "d", dtype=torch.bfloat16)).fingerprint() != first
 
 
 def test_a_record_where_nothing_can_be_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning import sensitivity
 from niwaki.pruning.sensitivity import sensitivities
-from support.models import CASES, decoder_blocks, message, random_model, random_tokens, reference, save_model
+from support.models import decoder_blocks, each_case, message, random_model, random_tokens, reference, save_model
 from support.streams import assert_clean, save_starved, stream_of
 from support.threads import in_threads
 
@@ -151,7 +151,7 @@ def compare(found: Found, wanted: Found, model: StreamedModel, tolerance: float 
             )
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_sensitivities_are_those_of_the_whole_model(tmp_path: Path, case: str) -> None:
     directory = save_model(tmp_path / "model", case)
     model = stream_of(directory)
@@ -238,17 +238,17 @@ BATCH = 2 * LENGTH * 32 * 4
 def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, size: int) -> None:
     directory = save_model(tmp_path / "model", "mixtral")
     wanted = sensitivities(stream_of(directory), TOKENS)
-    room = MemoryBudget(size)
-    model = StreamedModel(Checkpoint(directory), "cpu", "float32", room)
+    budget = MemoryBudget(size)
+    model = StreamedModel(Checkpoint(directory), "cpu", "float32", budget)
     before = open_files()
     seen: list[int] = []
     assert_same(sensitivities(model, TOKENS, done=lambda: seen.append(open_files() - before)), wanted)
     assert max(seen) == (size < 2**30)
     assert open_files() == before
-    # The room is as it was.
-    assert room.outside == 0
-    assert room.take(size)
-    assert not room.take(1)
+    # The budget is as it was.
+    assert budget.file.size == 0
+    assert budget.take(size)
+    assert not budget.take(1)
 
 
 def open_files() -> int:
@@ -331,7 +331,7 @@ def test_nothing_is_left_where_it_ends_early(tmp_path: Path, call: int) -> None:
         if len(steps) == call:
             raise KeyboardInterrupt
 
-    model.room = MemoryBudget(0)
+    model.budget = MemoryBudget(0)
     with pytest.raises(KeyboardInterrupt):
         sensitivities(model, TOKENS, done=end)
     assert_clean(model)

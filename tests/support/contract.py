@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from niwaki.layer.patterns import Block, Fixed, Pattern, TransposableNM
+from torch import Tensor
+
+from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, TransposableNM, Unstructured
+from niwaki.layer.problem import Solution
 from niwaki.layer.solvers import (
     ADMM,
     ALPS,
@@ -22,6 +25,9 @@ from niwaki.layer.solvers import (
     SparseGPT,
     Swaps,
     Wanda,
+)
+from support.problems import (
+    normal,
 )
 
 
@@ -81,3 +87,24 @@ CONTRACT: list[tuple[Solver, Promises]] = [
         Promises(steps=10, refines=True, one_by_one=True),
     ),
 ]
+
+
+ROWS, COLUMNS = 23, 32
+
+
+PATTERNS: list[Pattern] = [
+    Unstructured(0.5),
+    Unstructured(0.8),
+    PerRow(0.6),
+    NM(2, 4),
+    Fixed(normal(ROWS, COLUMNS, seed=77) > 0.3),
+]
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Unlike torch.equal, tells -0.0 from +0.0."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def same_solution(a: Solution, b: Solution) -> bool:
+    return same_bytes(a.W, b.W) and same_bytes(a.mask, b.mask) and a.error == b.error and a.stats == b.stats

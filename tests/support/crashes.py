@@ -1,6 +1,6 @@
 """Runs ``prune`` again and again in forked processes that are killed; prints what came of it as JSON.
 
-    python crashes.py MODEL ROOT points    killed at every point where something is written or renamed, in turn
+    python crashes.py MODEL ROOT points    from what a kill leaves at each step that writes or renames something
     python crashes.py MODEL ROOT random N  killed N times at random moments
 
 A process of its own, with one thread, because a process with OpenMP threads cannot be forked.
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -54,32 +55,39 @@ def finished(process: int) -> bool:
     return True
 
 
-def die_at(point: int) -> None:
-    """Makes this process kill itself at its ``point``-th step that changes the disk."""
-    left = [point]
+def keep_states(place: Path, states: Path) -> None:
+    """Makes this process copy ``place`` at each step that changes the disk: what would be left if it were killed there.
+
+    The copies are ``states``/1 and so on; a step that leaves what the one before left has none. What no step has
+    written yet is in no copy either.
+    """
+    steps, last = [0], [{}]
+
+    def step() -> None:
+        steps[0] += 1
+        state = {path.relative_to(place): path.read_bytes() if path.is_file() else None for path in place.rglob("*")}
+        if state != last[0]:
+            last[0] = state
+            shutil.copytree(place, states / str(steps[0]))
 
     def wrapped(real: Callable[..., Any], before: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0 and before:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if before:
+                step()
             done = real(*args, **kwargs)
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            step()
             return done
 
         return call
 
-    def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, part: int | None = None) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            entry = self._entries[key]
-            file = self._files[entry.shard]
-            file.seek(entry.offset)
-            file.write(b"x" * (entry.size // 2))
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, key, tensor, part)
+    def half(self: CheckpointWriter, key: str, tensor: torch.Tensor, index: int | None = None) -> None:
+        entry = self._entries[key]
+        file = self._files[entry.shard]
+        file.seek(entry.offset)
+        file.write(b"x" * (entry.size // 2))
+        file.flush()
+        step()
+        write(self, key, tensor, index)
 
     write = CheckpointWriter.write
     CheckpointWriter.write = half  # type: ignore[method-assign]
@@ -123,21 +131,23 @@ def main() -> None:
         resumed.update(json.loads((out / "niwaki.json").read_text())["resumed"])
 
     if mode == "points":
-        for point in range(1, 1000):
-            out = root / f"{point}"
+        place, states = root / "run", root / "states"
+        place.mkdir()
+        states.mkdir()
 
-            def work(point: int = point, out: Path = out) -> None:
-                die_at(point)
-                run(model, out)
+        def work() -> None:
+            keep_states(place, states)
+            run(model, place / "out")
 
-            killed = not finished(child(work))
-            kills += killed
+        assert finished(child(work))
+        check(place / "out")
+        for state in states.iterdir():
+            kills += 1
+            out = state / "out"
             if not out.exists() or journal(out).exists():
-                assert killed
                 assert finished(child(lambda out=out: run(model, out)))  # type: ignore[misc]
             check(out)
-            if not killed:
-                break
+            assert not [path.name for path in state.iterdir() if path.name.startswith(".")]
     else:
         out = root / "0"
         while kills < int(sys.argv[4]):

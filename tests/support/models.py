@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import NiwakiError, UsageError
+from support.covering import FULL
 
 #: The model that ships with niwaki, and its tokenizer's size.
 EMBEDDED = Path(str(files("niwaki"))) / "data" / "model"
@@ -160,6 +164,28 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": lambda: _case("deepseek_v3", heads=4, n_group=2, topk_group=1, **_EXPERTS, **_LATENT),
 }
 
+#: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.
+COMMON = ("llama grouped", "phi3", "gpt2", "mixtral", "gpt_oss")
+#: All, of which ``make quick`` runs the common ones.
+EACH_CASE = [pytest.param(case, marks=() if case in COMMON else pytest.mark.slow) for case in CASES]
+each_case = pytest.mark.parametrize("case", EACH_CASE)
+
+
+def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Every case with one of ``values`` at least, and every family with all of them."""
+    parameters = []
+    for _, of_family in itertools.groupby(CASES, key=lambda case: case.split()[0]):
+        cases = list(of_family)
+        chosen = [(i % len(cases), i % len(values)) for i in range(max(len(cases), len(values)))]
+        if FULL:
+            chosen = list(itertools.product(range(len(cases)), range(len(values))))
+        for i, j in chosen:
+            marks = () if cases[i] in COMMON else pytest.mark.slow
+            id_ = "-".join(map(str, (cases[i], *values[j])))
+            parameters.append(pytest.param(cases[i], *values[j], marks=marks, id=id_))
+    return pytest.mark.parametrize(("case", *names), parameters)
+
+
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *_LLAMA[3:])
@@ -226,18 +252,41 @@ def save_model(
     seed: int = 0,
 ) -> Path:
     """Writes ``random_model(...)`` to the directory ``path``, without a tokenizer."""
-    model = random_model(case, dtype=dtype, seed=seed)
-    model.save_pretrained(path, max_shard_size="20KB" if shards else "1GB")
-    assert (path / "model.safetensors.index.json").exists() == shards
+    return _write(path, _saved(case, dtype, shards, seed), seed)
+
+
+@functools.cache
+def _saved(case: str, dtype: torch.dtype, shards: bool, seed: int) -> dict[str, bytes]:
+    files = _files(random_model(case, dtype=dtype, seed=seed), "20KB" if shards else "1GB")
+    assert ("model.safetensors.index.json" in files) == shards
+    return files
+
+
+def _files(model: PreTrainedModel, largest: str = "1GB") -> dict[str, bytes]:
+    """What ``save_pretrained`` writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory, max_shard_size=largest)
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def _write(path: Path, files: dict[str, bytes], seed: int) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    torch.manual_seed(seed)  # the same state whether the files were made now or before
     return path
 
 
 def save_model_with_tokenizer(path: Path, *, blocks: int = 2, seed: int = 0) -> Path:
     """A tiny LLaMA with the embedded model's tokenizer, so that it can be given text."""
+    return add_tokenizer(_write(path, _saved_with_vocabulary(blocks, seed), seed))
+
+
+@functools.cache
+def _saved_with_vocabulary(blocks: int, seed: int) -> dict[str, bytes]:
     torch.manual_seed(seed)
     config = _case("llama", blocks, 4, vocab_size=EMBEDDED_VOCABULARY, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return add_tokenizer(path)
+    return _files(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def add_tokenizer(path: Path) -> Path:

@@ -33,7 +33,7 @@ from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
 from niwaki.pruning import prune as pipeline
-from niwaki.pruning import walk
+from niwaki.pruning import solve
 
 PATIENCE = 60.0
 
@@ -54,7 +54,7 @@ def install(hook: dict[str, Any] | None, rank: int) -> None:
                 file.write(f"{json.dumps(W.shape)}\n")
             return LayerProblem(W, gram)
 
-        walk.LayerProblem = watched  # type: ignore[assignment, attr-defined]
+        solve.LayerProblem = watched  # type: ignore[misc, assignment]
     elif hook is not None and hook["rank"] == rank:
         input_grams, weight = DecoderBlock.input_grams, DecoderBlock.weight
 

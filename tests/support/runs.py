@@ -71,7 +71,59 @@ def files(directory: Path) -> dict[str, bytes]:
     }
 
 
-#: A run of a moment.
+def listing(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+class Diary(Progress):
+    """Writes down what it is told, and raises where it is asked to."""
+
+    def __init__(self, fail_at: str = "", wants_steps: bool = False) -> None:
+        self.fail_at = fail_at
+        self.wants_steps = wants_steps
+        self.events: list[tuple[Any, ...]] = []
+
+    def _note(self, *event: Any) -> None:
+        self.events.append(event)
+        if event[0] == self.fail_at:
+            raise KeyboardInterrupt
+
+    def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._note("begin", blocks, matrices)
+
+    def stage(self, block: int, name: str, steps: int) -> None:
+        self._note("stage", block, name, steps)
+
+    def step(self) -> None:
+        self._note("step")
+
+    def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
+        self._note("solving", matrix, step, steps, error)
+
+    def solved(self, matrix: MatrixRecord) -> None:
+        self._note("solved", matrix.block, matrix.name)
+
+    def note(self, text: str) -> None:
+        self._note("note", text)
+
+    def end(self, record: Record) -> None:
+        self._note("end")
+
+
+def run_magnitude(model: Path, out: Path, **changes: Any) -> Record:
+    """``prune`` by magnitude, with small inputs and without a tokenizer."""
+    options: dict[str, Any] = {
+        "solver": "magnitude",
+        "calibration": random_tokens(8, 24),
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    if "pattern" not in changes and "sparsity" not in changes and "mask_from" not in changes:
+        options["sparsity"] = 0.5
+    return prune(model, out, **arguments(**{**options, **changes}))
+
+
+#: Options of a run of a moment.
 SMALL = (
     "--calibration",
     "demo",

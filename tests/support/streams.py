@@ -28,7 +28,7 @@ def materialised(module: nn.Module) -> list[str]:
 
 def memory(block: DecoderBlock) -> int:
     """Bytes of its weights."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in block._module.parameters()}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in block.module.parameters()}
     return sum(storage.nbytes() for storage in storages.values())
 
 

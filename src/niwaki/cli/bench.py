@@ -31,7 +31,7 @@ def bench(
     The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
     """
     with Screen(f"measuring {model}") as screen, in_session():
-        from niwaki.cli.display import speed_table
+        from niwaki.cli.tables import speed_table
         from niwaki.evaluation.bench import bench as run
         from niwaki.models.checkpoint import locate_model
         from niwaki.models.output import check_record

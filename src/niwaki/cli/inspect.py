@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from niwaki.cli.common import in_session, out
-from niwaki.cli.display import inspection_tables
 from niwaki.cli.options import Model
 from niwaki.cli.screen import Screen
+from niwaki.cli.tables import inspection_tables
 
 
 def inspect(model: Model) -> None:

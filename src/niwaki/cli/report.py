@@ -9,6 +9,7 @@ import typer
 
 from niwaki.cli.common import out, quiet_libraries
 from niwaki.cli.screen import Screen
+from niwaki.records.wording import size
 
 
 def report(
@@ -26,21 +27,11 @@ def report(
     samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
-    from niwaki.reports.material import load
-    from niwaki.reports.page import check_extra, render, write
+    from niwaki.reports.page import report as write
 
     with Screen(f"drawing {directory}") as screen:
-        material = load(directory)
-        check_extra()
-        found = None
-        if not material.compared:
-            screen.status("reading masks and generating text")
+        if (directory / "niwaki.json").is_file():  # a model, from which masks and text are
             quiet_libraries()
-            from niwaki.reports.from_model import extras
-
-            (record,) = (run.record for run in material.runs)
-            assert record is not None
-            found = extras(directory, record, (prompts or None) if samples else [])
-        path = write(render(material, found, reference=reference), directory, file)
-    size = path.stat().st_size / 2**20
-    out.print(f"written to {path} ({size:.1f} MiB)", soft_wrap=True, markup=False)
+        asked = (prompts or None) if samples else []
+        path = write(directory, file, prompts=asked, reference=reference, progress=screen)
+    out.print(f"written to {path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)

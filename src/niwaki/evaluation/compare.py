@@ -12,21 +12,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from niwaki.errors import NiwakiError, UsageError
+from niwaki.errors import CheckpointError, NiwakiError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
-from niwaki.layer.solvers import Solver, make_solver
+from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.checkpoint import Checkpoint, locate_model
-from niwaki.models.output import fingerprint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, make_effort
+from niwaki.pruning.effort import describe as describe_effort
 from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
 from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
+from niwaki.records.parameters import in_words, plain
 from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
 
@@ -287,7 +288,7 @@ def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str,
     shown = ", ".join(f"{size(found)} of {text}" for text, found in heldout.items())
     dtype = str(streamed.dtype).removeprefix("torch.")
     return {
-        "model": entry(fingerprint(streamed.checkpoint), model),
+        "model": entry(streamed.checkpoint.fingerprint(), model),
         "calibration": entry(windows.fingerprint(), f"{size(windows)} of {windows.source}"),
         "texts": entry({text: found.fingerprint() for text, found in heldout.items()}, shown),
         "device": entry(streamed.device.type, streamed.device.type),
@@ -345,16 +346,16 @@ def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
     if cell is None:
         return False
     try:
-        record = Record.from_json((out / str(cell.record)).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError):
+        record = Record.load(out / str(cell.record))
+    except CheckpointError:
         comparison.cells.remove(cell)  # it is done again
         comparison.missing.append(run.key)
         return False
-    here = repr(run.solver), repr(run.effort)
-    if (record.solver, record.effort) != here:
+    there, here = [record.solver, record.effort], [plain(describe(run.solver)), describe_effort(run.effort)]
+    if there != here:
         raise UsageError(
-            f"{out} has {run.key[0]} at {run.key[1]} by {record.solver}, {record.effort}, and asked for is {here[0]}, "
-            f"{here[1]}; use another directory"
+            f"{out} has {run.key[0]} at {run.key[1]} by {', '.join(map(in_words, there))}, and asked for is "
+            f"{', '.join(map(in_words, here))}; use another directory"
         )
     return True
 
@@ -363,7 +364,7 @@ def _finished(pruned: Path) -> Record | None:
     """The record of a model that an earlier call pruned and did not come to measure."""
     journals = any(pruned.parent.glob(f".{pruned.name}.partial*"))
     path = pruned / "niwaki.json"
-    return Record.from_json(path.read_text(encoding="utf-8")) if path.exists() and not journals else None
+    return Record.load(path) if path.exists() and not journals else None
 
 
 def _expected(method: str, cells: list[Cell]) -> float:

@@ -18,9 +18,8 @@ def dense_targets(W: Tensor, gram: Gram, cross: Tensor, share: float, ridge: flo
            = W + [(Xp^T Xp / tokens + ridge D^2)^-1 (Xp^T X - Xp^T Xp) W^T / tokens]^T
 
     where D holds the root mean squares of the inputs Xp, and the answer is (1 - share) W + share W*. Minimising
-    |X W^T - Xp What^T|^2 is the layer problem with H = Xp^T Xp / tokens and W* (ridge 0) in the place of W.
-
-    The error has a part that no V changes. An input that is 0 throughout keeps its weights.
+    |X W^T - Xp What^T|^2 is the layer problem with H = Xp^T Xp / tokens and W* (ridge 0) instead of W, up to a
+    constant. An input that is always 0 keeps its weights.
 
     Cost: a factorisation and an inverse of (in, in), and a product of (in, in) with itself, once for all matrices
     that share ``gram``; a product of (out, in) with (in, in).
@@ -30,7 +29,7 @@ def dense_targets(W: Tensor, gram: Gram, cross: Tensor, share: float, ridge: flo
         gram: H of the pruned model's inputs, (in, in).
         cross: (in, in), Xp^T X / tokens.
         share: From 0, W itself, to 1.
-        ridge: Relative to the unit diagonal of H, above 0: it holds on to W where the inputs say little.
+        ridge: Relative to the unit diagonal of H, above 0: it keeps W where the inputs say little.
     """
 
     def correction() -> Tensor:

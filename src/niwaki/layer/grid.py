@@ -12,7 +12,7 @@ from torch import Tensor
 
 from niwaki.errors import UsageError
 
-#: How far a group's largest weight may be outside of the grid: what is tried for its scale, relative to the first.
+#: The scales that are tried for a group, relative to the one that puts its largest weight at the end of the grid.
 _CLIPPING = tuple(1 - 0.05 * i for i in range(11))
 
 
@@ -20,16 +20,15 @@ _CLIPPING = tuple(1 - 0.05 * i for i in range(11))
 class Grid:
     """The numbers q s with whole q from -2^(bits-1) to 2^(bits-1) - 1 and a scale s for each row and group of inputs.
 
-    Scales are positive and representable in ``dtype``, and so is what is computed: q s is rounded to ``dtype``, as
-    everybody finds it who multiplies q and s in that dtype. With s at hand q is the whole number next to q s / s. 0 is
-    on the grid.
+    Scales are positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype.
+    Given s, q is the whole number next to q s / s. 0 is on the grid.
 
     Attributes:
         bits: From 2 to 8.
-        group: How many consecutive inputs have a scale in common; None for all of a row.
+        group: The number of consecutive inputs that share a scale; None for all of a row.
 
     Raises:
-        UsageError: there is no such grid.
+        UsageError: a number is out of range.
     """
 
     bits: int
@@ -53,18 +52,14 @@ class Grid:
         return (1 << (self.bits - 1)) - 1
 
     def groups(self, columns: int) -> int:
-        """The number of scales of a row with so many inputs.
-
-        Raises:
-            UsageError: they cannot be divided into groups.
-        """
+        """The number of scales of a row with ``columns`` inputs, which must divide into groups (UsageError)."""
         if self.group is None:
             return 1
         self.check([columns])
         return columns // self.group
 
     def check(self, widths: Iterable[int]) -> None:
-        """Raises UsageError where matrices with so many inputs cannot all be divided into groups."""
+        """Raises UsageError unless matrices with these numbers of inputs can all be divided into groups."""
         widths = list(widths)
         if self.group is None or not (odd := [columns for columns in widths if columns % self.group]):
             return
@@ -78,9 +73,8 @@ class Grid:
     def scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
         """(out, groups) in the dtype of W: of some scales for each group the one with the least squared error.
 
-        They are those at which the largest weight of the group is at the end of the grid, and down to half of that,
-        where it is cut off. The error is that of rounding W (out, in) to the nearest, weighted by ``importance`` (in,).
-        A group of zeros has the scale 1.
+        The largest weight of a group is at the end of the grid, or up to twice outside, where it is cut off. The error
+        is that of rounding W (out, in), weighted by ``importance`` (in,). A group of zeros has the scale 1.
         """
         grouped = W.unflatten(1, (self.groups(W.shape[1]), -1))
         widest = grouped.abs().amax(dim=2).div_((self.highest - self.lowest) / 2)
@@ -103,10 +97,7 @@ class Grid:
         return grouped.flatten(1).to(dtype).to(codes.dtype)
 
     def project(self, W: Tensor, scales: Tensor, dtype: torch.dtype, same_zeros: bool = False) -> Tensor:
-        """(out, in), the numbers of the grid nearest to W (out, in), in its dtype; what is zero stays so.
-
-        With ``same_zeros`` nothing else becomes zero.
-        """
+        """(out, in), the nearest numbers of the grid, in the dtype of W; with ``same_zeros`` only zeros become zero."""
         codes = self.codes(W, scales)
         if same_zeros:
             codes = torch.where((W != 0) & (codes == 0), W.sign(), codes)
@@ -120,17 +111,17 @@ def usable(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_dtype(stored: torch.dtype) -> torch.dtype:
-    """The dtype of the scales of weights that are stored in that one: the same, but not above float32."""
+    """The dtype of the scales of weights that are stored in ``stored``: the same, but not above float32."""
     return torch.float32 if stored == torch.float64 else stored
 
 
 def parse_grid(text: str) -> Grid:
-    """A grid from what its ``str`` is: ``"int4:128"``, or ``"int8"`` for one scale for each row.
+    """The grid of a text such as ``"int4:128"``, or ``"int8"`` for one scale for each row.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a valid grid.
     """
     match = re.fullmatch(r"int([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is no grid for weights; try int4:128, int4 or int8")
+        raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int4 or int8")
     return Grid(int(match[1]), int(match[2]) if match[2] else None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.tf32 import products
 
-#: Rows that are worked on at a time where each stands for itself: enough for the full rate of products.
+#: Rows that are computed at a time where they are independent: enough for the full rate of products.
 _ROWS = 1024
 
 
@@ -19,13 +19,13 @@ def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor,
     """The lower Cholesky factor of H + damping I, with more damping where that is not enough.
 
     Args:
-        copy: Gives H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose
-            memory the factor takes. Of large models H is the largest thing in memory.
+        copy: Returns H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose memory
+            the factor takes. H is the largest tensor in memory for large models.
         damping: What to add to the diagonal, at least 0.
 
     Returns:
-        (L, damping that was used). The second is greater than asked for if H + damping I was not
-        positive definite in floating point; callers pass it on into the record.
+        (L, damping that was used), which is greater than asked for if H + damping I was not positive definite in
+        floating point.
 
     Raises:
         NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.
@@ -59,9 +59,8 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
 
-    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one Cholesky
-    factorisation and one triangular inverse, instead of a factorisation, an inverse and another
-    factorisation, each of which loses digits.
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one Cholesky factorisation and one
+    triangular inverse, instead of a factorisation, an inverse and another factorisation, each of which loses digits.
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
     U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
@@ -80,15 +79,13 @@ def masked_conjugate_gradients(
 ) -> tuple[Tensor, float]:
     """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
 
-    The rows are independent problems and run side by side, each with its own step lengths. A row
-    that has converged stops moving. With H of unit diagonal the identity is its own Jacobi
-    preconditioner, so callers pass normalised matrices. Cost: one (out, in) x (in, in) product a step.
+    The rows are independent problems, each with its own step lengths; a row that has converged stops. Callers pass H of
+    unit diagonal, which needs no preconditioner. Cost: one (out, in) x (in, in) product a step.
 
     Returns:
-        (Z, residual): Z is (out, in), zero off the mask, never worse than ``start`` in any row, up to
-        rounding. The residual is the norm of the gradient on the mask relative to that at the start, 0 if
-        that is 0. It is the one that the recurrence keeps, so it costs nothing; when it is small in units
-        of rounding errors the true one is greater.
+        (Z, residual): Z is (out, in), zero off the mask, never worse than ``start`` in any row, up to rounding. The
+        residual is the norm of the gradient on the mask relative to that at the start, 0 if that is 0; as the
+        recurrence has it, so that near rounding errors the true one is greater.
     """
     solved = start.clone()
     before = after = 0.0
@@ -124,5 +121,5 @@ def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
 
 
 def is_finite(A: Tensor) -> bool:
-    """Whether all of A (rows, n) is finite; without a copy of A, which torch takes."""
+    """Whether all of A (rows, n) is finite, without the copy of A that torch makes."""
     return all(bool(torch.isfinite(rows).all()) for rows in A.split(_ROWS))

@@ -1,9 +1,9 @@
-"""The layer-wise problem, and what a solver gives back.
+"""The layer-wise problem, and its solution.
 
     minimise  tr((W - What) H (W - What)^T)  =  |X W^T - X What^T|^2 / tokens,   H = X^T X / tokens,
 
-over What whose support a pattern allows. X is (tokens, in): the inputs of the layer on the calibration
-text. An objective with other targets is the same problem with another W.
+over What whose support a pattern allows. X (tokens, in) are the layer's inputs on the calibration text. An objective
+with other targets is the same problem with another W.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from niwaki.layer.linalg import is_finite, quadratic_form
 
 T = TypeVar("T")
 
-#: Rows or columns that change places at a time.
+#: Rows or columns that are reordered at a time.
 _STRIP = 1024
 
 #: Called as monitor(step, steps, relative error, estimated from some of the rows).
@@ -30,12 +30,12 @@ Monitor = Callable[[int, int, float], None]
 
 
 class Gram:
-    """H = X^T X / tokens with all that solvers derive from it, so that matrices with the same input share it.
+    """H = X^T X / tokens and what solvers derive from it, shared by matrices with the same input.
 
     Args:
         H: (in, in) float32 or float64, symmetric, positive semidefinite. Not changed.
         shared: Whether several problems use it, so that factorisations are worth their memory.
-        mean: (in,) the mean of each input over the same tokens, for the methods that want it (DSnoT).
+        mean: (in,) the mean of each input over the same tokens, which DSnoT needs.
 
     Raises:
         UsageError: H is not square, or the mean does not fit it.
@@ -65,16 +65,16 @@ class Gram:
         return (self.H * inverse).mul_(inverse.unsqueeze(1))
 
     def live(self) -> Tensor:
-        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, so that they ask for no damping.
+        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then.
 
-        Their rows stand alone and their normalised weights are 0: whatever is there changes nothing else.
+        Their rows are otherwise 0 and so are their normalised weights: that changes nothing else.
         """
         H = self.unit()
         H.diagonal().add_(self.norm == 0)
         return H
 
     def derived(self, key: object, compute: Callable[[], T]) -> T:
-        """``compute()``, once for each key: how a factorisation is shared between matrices."""
+        """``compute()``, once for each key, so that matrices share a factorisation."""
         if not self.shared:
             return compute()
         if key not in self._memo:
@@ -85,13 +85,13 @@ class Gram:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """A pruned matrix.
 
     Attributes:
         W: (out, in) in the dtype of the problem's W, exactly +0.0 off the mask.
-        mask: (out, in) bool, True where a weight was kept, with exactly the count of the pattern.
+        mask: (out, in) bool, True where a weight is kept, with exactly the count of the pattern.
         error: tr((W - What) H (W - What)^T) / tr(W H W^T), the squared error relative to the output.
-        stats: What else is worth a record, such as the damping that was used.
+        stats: Other figures for the record, such as the damping that was used.
     """
 
     W: Tensor
@@ -154,8 +154,7 @@ class LayerProblem:
         Raises:
             NumericalError: a weight is NaN or infinite.
         """
-        # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 turns
-        # a -0.0 that is on the mask into +0.0 too.
+        # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 changes -0.0 on the mask too.
         W = What.masked_fill(~mask, 0.0).add_(0.0)
         if not is_finite(W):
             raise NumericalError("the solver arrived at NaN or infinite weights; raise its damping")
@@ -165,17 +164,17 @@ class LayerProblem:
 class Normalised:
     """The problem in coordinates where H has unit diagonal: W norm instead of W, see :class:`Gram`.
 
-    In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit,
-    and H needs no preconditioner (Boza 2024, section 3.1).
+    In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit, and H needs no
+    preconditioner (Boza 2024, section 3.1).
 
     Args:
         problem: The problem.
-        metric: (in,) positive; what to multiply the weights by on top of the norms.
-        order: (in,) the order in which to take the columns.
+        metric: (in,) positive, factors of the weights in addition to the norms.
+        order: (in,) a new order of the columns.
 
     Attributes:
         W: (out, in), the weights times the norms of their inputs (and the metric).
-        gram: Where factorisations of ``H`` are kept.
+        gram: The problem's, which keeps factorisations.
     """
 
     def __init__(self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None) -> None:
@@ -194,7 +193,7 @@ class Normalised:
         return self.new_H()
 
     def new_H(self) -> Tensor:  # noqa: N802
-        """``H``, new each time: for what takes its place, or needs it for a moment. It may be gigabytes."""
+        """``H``, new each time, which may be changed. It may take gigabytes."""
         H = self.gram.unit()
         if self._metric is not None:
             H.div_(self._metric).div_(self._metric.unsqueeze(1))
@@ -208,14 +207,13 @@ class Normalised:
     def restore(self, W: Tensor, rows: slice = slice(None)) -> Tensor:
         """(out, in), or the ``rows`` that W has, in the problem's own coordinates.
 
-        Dead inputs get their old weights back. The text says nothing on them, so the best guess for other
-        text is not to touch them.
+        Dead inputs get their old weights back: the text says nothing about them.
         """
         live = self._scale > 0
         scale, old = torch.where(live, self._scale, 1.0), self._problem.W[rows]
         restored = torch.empty_like(W)
-        for part, new, before in zip(W.split(_STRIP), restored.split(_STRIP), old.split(_STRIP), strict=True):
-            torch.where(live, self.original(part) / scale, before, out=new)
+        for V, new, before in zip(W.split(_STRIP), restored.split(_STRIP), old.split(_STRIP), strict=True):
+            torch.where(live, self.original(V) / scale, before, out=new)
         return restored
 
     def original(self, M: Tensor) -> Tensor:
@@ -226,7 +224,7 @@ class Normalised:
         return M if self._order is None else M[:, self._order]
 
     def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
-        """Tells ``monitor``, if there is one, the error of M * V on some 32 rows, a small part of a step."""
+        """Calls ``monitor``, if any, with the error of M * V on some 32 rows, which costs a small part of a step."""
         if monitor is not None:
             rows = slice(None, None, max(1, self.W.shape[0] // 32))
             H, W0 = self.gram.H, self._problem.W[rows]

@@ -1,4 +1,4 @@
-"""Weights on a mask and a grid: what rounding one weight does wrong the others make up for."""
+"""Weights on a mask and a grid: the others make up for the rounding of each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ROWS = 1024
 def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
     """``solution`` with weights on ``grid``, for the same mask, and their scales.
 
-    Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; that with scales
-    which are fitted to it. So no row is worse than with rounding to the nearest.
+    Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; the same with
+    scales fitted to it.
 
     Scales s are those of :meth:`Grid.scales` for the solver's weights and diag(H). With P(.) the nearest point of the
     grid on the mask M, R = rho (H + rho I)^-1 in coordinates where H has unit diagonal, Z the solver's weights, U = 0,
@@ -37,14 +37,13 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         Z = P(X + (rho / gamma_t) U)
         U = U + X - Z
 
-    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean. With a small gamma
-    weights change places on the grid easily. This is ADMM, whose penalty changes where that costs nothing, as in the
-    solver ``continuation``. Then, with the codes q fixed, the scales of a row are those that minimise
-    (w - q s) H (w - q s)^T + ridge |...|^2, one small system of equations for each row; the ridge keeps them near the
-    old ones.
+    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean. This is ADMM whose
+    penalty changes where that costs nothing, as in the solver ``continuation``. Then, with the codes q fixed, the
+    scales of a row minimise (w - q s) H (w - q s)^T + ridge |...|^2, one small system of equations for each row; the
+    ridge keeps them near the old ones.
 
-    A kept weight may be 0 on the grid. Inputs that are never active have their weights rounded to the nearest. Rows are
-    independent problems, so any part of them has the same result, to within rounding.
+    A kept weight may be 0 on the grid. Weights of inputs that are never active are rounded to the nearest. Rows are
+    independent problems.
 
     Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
@@ -68,7 +67,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     gram, W = problem.gram, problem.W
     R = gram.derived("onto grid", lambda: _resolvent(gram))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
-    found, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
+    weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
     for start in range(0, W.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         target, mask, solved = W[rows], solution.mask[rows], solution.W[rows]
@@ -89,8 +88,8 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
             better = (losses < least).unsqueeze(1)
             best, chosen = torch.where(better, candidate, best), torch.where(better, s, chosen)
             least = torch.minimum(losses, least)
-        found[rows], scales[rows] = best, chosen
-    return problem.solution(found, solution.mask, **solution.stats), scales
+        weights[rows], scales[rows] = best, chosen
+    return problem.solution(weights, solution.mask, **solution.stats), scales
 
 
 def flops(rows: int, columns: int) -> float:

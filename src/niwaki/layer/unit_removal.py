@@ -13,8 +13,7 @@ from niwaki.layer.problem import LayerProblem, Normalised
 
 #: The usual ridge, relative to the unit diagonal of H.
 DAMPING = 0.01
-#: Steps in which units go at most: of many, several at a time. On trained layers
-#: that changes the error by 0.1 % from one at a time.
+#: The most steps: of many units several go at a time, which changes the error on trained layers by 0.1 %.
 _STEPS = 128
 
 
@@ -44,10 +43,10 @@ def remove_units(problem: LayerProblem, size: int, count: int, damping: float = 
         minimise  tr((W - V) R (W - V)^T)  with V_S = 0:  V_K = W_K + W_S H_SK (R_KK)^-1,
         tr(W_S [(R^-1)_SS]^-1 W_S^T).
 
-    Units go one after the other (in 128 steps if they are more), each time those that add least to this error. With
-    A = R^-1 what unit u adds is tr(V_u (A_uu)^-1 V_u^T), and then V becomes V - V_u (A_uu)^-1 A_u: and A becomes
+    Units go one after the other (in at most 128 steps), each time those that add least to this error. With A = R^-1
+    unit u adds tr(V_u (A_uu)^-1 V_u^T), and then V becomes V - V_u (A_uu)^-1 A_u: and A becomes
     A - A_:u (A_uu)^-1 A_u:. In the end V_K is solved for anew, because each of these steps rounds. Inputs that are
-    0 throughout cost nothing and go first; those that stay keep their weights.
+    always 0 go first; those of them that stay keep their weights.
 
     Cost: 2 in^3 for the inverse, 2 s in (in + out) for s removed columns and at most 128 out in size for what units
     add, and for the last solution (in - s)^3 / 3 + 2 out (in - s) in; memory of three matrices like H and three like W.
@@ -59,16 +58,16 @@ def remove_units(problem: LayerProblem, size: int, count: int, damping: float = 
         problem: W (out, in) and H. Not changed.
         size: Columns in a unit: 1 for neurons, the width of a head for heads.
         count: Units to remove, fewer than there are.
-        damping: The ridge, above 0, relative to the unit diagonal; it holds on to the old weights.
+        damping: The ridge, above 0, relative to the unit diagonal; it keeps weights near the old ones.
 
     Raises:
-        UsageError: columns are no multiple of ``size``, or nothing would be removed, or nothing would stay.
-        NumericalError: H is beyond repair, or the result is not finite.
+        UsageError: ``size`` does not divide the columns, or nothing would be removed, or nothing would stay.
+        NumericalError: H cannot be factorised, or the result is not finite.
     """
     columns = problem.W.shape[1]
     units = columns // size
     if columns % size:
-        raise UsageError(f"{columns} columns are no whole number of units of {size}")
+        raise UsageError(f"{columns} columns are not a multiple of units of {size}")
     if not 0 < count < units:
         raise UsageError(f"of {units} units 1 to {units - 1} can be removed, not {count}")
     scaled = Normalised(problem)
@@ -110,7 +109,7 @@ def _greedy(V: Tensor, A: Tensor, size: int, count: int) -> Tensor:
         taken = torch.cholesky_solve(A[S], torch.linalg.cholesky(A[S][:, S]))  # (A_SS)^-1 A_S:
         V.addmm_(V[:, S], taken, alpha=-1)
         A.addmm_(A[:, S], taken, alpha=-1)
-        # Their inverse is not of interest any more; with 1 on its diagonal it has factors.
+        # Their inverse is not used any more; with 1 on its diagonal it has factors.
         A[S], A[:, S], V[:, S] = 0.0, 0.0, 0.0
         A[S, S] = 1.0
         kept[chosen] = False

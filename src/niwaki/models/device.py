@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import re
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from niwaki.errors import UsageError
@@ -38,7 +39,7 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
     """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
 
     Raises:
-        UsageError: it is none that a model can run in.
+        UsageError: a model cannot run in it.
     """
     if name != "auto":
         if name not in _DTYPES:
@@ -56,23 +57,19 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def resident() -> int:
-    """Bytes of memory that the process has now; outside Linux the most that it ever had, on Windows 0."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return most_resident()
+    """Bytes of memory that the process has now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def most_resident() -> int:
-    """Bytes of memory that the process had at most so far; on Windows 0."""
+    """Bytes of memory that the process had at most so far."""
+    with contextlib.suppress(OSError):
+        # Its own: getrusage also counts what the parent had before it started this process.
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        if peak := re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE):
+            return int(peak[1]) * 1024
     if sys.platform == "win32":
-        return 0
-    with contextlib.suppress(OSError, ValueError):
-        # Linux counts what the parent had, before it started this process, to what this one used.
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     # Kilobytes on Linux, bytes on macOS.
@@ -80,13 +77,11 @@ def most_resident() -> int:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Bytes, so far."""
-    found = {}
-    if sys.platform != "win32":
-        found["resident"] = most_resident()
+    """``Record.peak_memory``."""
+    peaks = {"resident": most_resident()}
     if device.type == "cuda":
-        found["device"] = torch.cuda.max_memory_allocated(device)
-    return found
+        peaks["device"] = torch.cuda.max_memory_allocated(device)
+    return peaks
 
 
 def device_name(device: torch.device, world: World) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Last part of the names of matrices that choose between experts. They are small, everything behind them
-#: depends on them, and they are never pruned.
+#: Last part of the names of matrices that choose between experts. They are small, everything after them depends on
+#: them, and they are never pruned.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family that the tests walk through.
+    """One family that the tests cover.
 
     Attributes:
-        experts_transposed: The matrices of experts are (experts, in, out) in the model, and transformers
-            does not say so by itself.
-        remark: What is worth knowing, for the table in the documentation.
+        experts_transposed: The matrices of experts are (experts, in, out) in the model, and transformers does not say
+            so itself.
+        remark: For the table in the documentation.
     """
 
     experts_transposed: bool = False

@@ -1,15 +1,15 @@
-"""What each matrix of a block is multiplied with, whatever kind of module does it.
+"""Gram matrices of the inputs of each matrix of a block, whatever kind of module computes with it.
 
-A dispatch mode sees the matrix products of a forward pass. One with a factor that lies in the memory of a
-known weight tells that weight's input: for nn.Linear and its relatives, for GPT-2's Conv1D, for experts in
-three-dimensional parameters, one at a time or all in one call.
+They are seen as factors of products with a weight's memory: for nn.Linear and its relatives, for GPT-2's Conv1D, for
+experts in three-dimensional parameters, one at a time or all in one call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from niwaki.layer.linalg import is_finite
 from niwaki.layer.tf32 import gram_in_tf32, products
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.products import Products, _EnoughError
+from niwaki.models.products import Products
 from niwaki.options import TF32
 
 #: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
@@ -37,8 +37,8 @@ class InputGram:
         mean: (in,) float32, the mean of the rows of X.
         tokens: Number of rows of X.
         borrowed: Number of tokens that stand in for missing ones: see :meth:`InputGrams.finish`.
-        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, where
-            they were given; none for experts, which have other tokens there.
+        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, if given;
+            None for experts, which have other tokens there.
     """
 
     names: list[str]
@@ -53,10 +53,10 @@ class InputGram:
 class InputGrams:
     """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
 
-    Behind a pass that uses each of them once, the next one ends where the last of them has its input.
+    After a pass that uses each of them once, the next one ends where the last of them has its input.
 
     Attributes:
-        matrices: Whose.
+        matrices: Those to watch.
         parameters: Their parameters by path, with the memory that the forward passes use.
         tf32: Where a GPU may use TF32, see :mod:`niwaki.layer.tf32`.
         gather: Whether Gram matrices are wanted, and not only inputs.
@@ -114,20 +114,19 @@ class InputGrams:
     def _pass(self, run: Callable[[], object]) -> Iterator[None]:
         try:
             # Each time: between two passes a parameter may have got other memory.
-            with contextlib.suppress(_EnoughError), Products(self.matrices, self.parameters, self._product):
+            with Products(self.matrices, self.parameters, self._on_product):
                 run()
             self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
             yield
         finally:
-            for of_this_pass in (self._seen, self._alive, self._uses, self._inputs, self._dense):
-                of_this_pass.clear()
+            for values in (self._seen, self._alive, self._uses, self._inputs, self._dense):
+                values.clear()
 
     def finish(self, world: World) -> list[InputGram]:
-        """The Gram matrices of all distinct inputs over all processes, in the order in which the pass had them.
+        """The Gram matrices of all distinct inputs over all processes, in the order of computation.
 
-        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has
-        none. As many tokens as are missing are borrowed from its siblings: the mean over all tokens of all
-        experts' Gram matrices counts as the missing ones.
+        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has none. For
+        each missing token it borrows the mean over all tokens of all experts.
 
         Raises:
             NumericalError: an activation is NaN or infinite.
@@ -169,21 +168,18 @@ class InputGrams:
             gram.names, gram.tokens = names, count
         return grams
 
-    def _product(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
-        # Where all experts run on as many rows, those of other experts' tokens are zero.
-        self._add(parameter, expert, X[X.any(dim=1)] if together else X.flatten(0, -2), X)
-
-    def _add(self, parameter: str, expert: int | None, X: Tensor, origin: Tensor) -> None:
+    def _on_product(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> bool:
         names = [matrix.name for matrix in self._by_expert.get((parameter, expert), [])]
         if not names:
-            return
+            return False
+        # Where all experts run on the same number of rows, those of other experts' tokens are zero.
+        rows = X[X.any(dim=1)] if together else X.flatten(0, -2)
         self._uses.update(names)
         if self.gather:
-            self._gather(names, X, origin)
+            self._gather(names, rows, X)
         elif expert is None:
-            self._inputs |= dict.fromkeys(names, (X, X._version))
-        if self._once and len(self._uses) == len(self.matrices):
-            raise _EnoughError
+            self._inputs |= dict.fromkeys(names, (rows, rows._version))
+        return self._once and len(self._uses) == len(self.matrices)
 
     def _gather(self, names: list[str], X: Tensor, origin: Tensor) -> None:
         key = (origin.data_ptr(), origin.shape, origin.stride(), origin._version)
@@ -225,16 +221,9 @@ class InputGrams:
         total = sum(gram.tokens for gram in grams)
         if not poor or not total:
             return
-        H, mean = _sum(gram.H for gram in grams).div_(total), _sum(gram.mean for gram in grams).div_(total)
+        H = functools.reduce(torch.add, [gram.H for gram in grams]) / total
+        mean = functools.reduce(torch.add, [gram.mean for gram in grams]) / total
         for gram in poor:
             gram.borrowed = gram.H.shape[0] - gram.tokens
             gram.H.add_(H, alpha=gram.borrowed)
             gram.mean.add_(mean, alpha=gram.borrowed)
-
-
-def _sum(values: Iterable[Tensor]) -> Tensor:
-    first, *rest = values
-    total = first.clone()
-    for value in rest:
-        total += value
-    return total

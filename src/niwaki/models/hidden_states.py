@@ -1,4 +1,4 @@
-"""Token sequences on their way through a model, in memory as far as there is room and else in a file."""
+"""Token sequences on their way through a model: in memory as far as a budget allows, the rest in a temporary file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,50 +18,28 @@ from niwaki.files import output_errors
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class MemoryBudget:
-    """Bytes of memory that hidden states may take, and where they go beyond that.
+class SpillFile:
+    """A temporary file for tensors that do not fit in memory.
 
     Args:
-        size: The bytes; None for any number.
-        directory: Where the file is made that takes the rest; by default the system's temporary directory.
+        directory: Where the file is made; by default the system's temporary directory.
+
+    Attributes:
+        size: Bytes reserved in it.
     """
 
-    def __init__(self, size: int | None = None, directory: Path | None = None) -> None:
-        self._left = size
+    def __init__(self, directory: Path | None = None) -> None:
+        self.size = 0
         self._directory = directory
         self._file: BinaryIO | None = None
-        self._end = 0
-
-    @property
-    def outside(self) -> int:
-        """Bytes in the file."""
-        return self._end
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit."""
-        return self._left is not None
-
-    def limit(self, size: int) -> None:
-        """From now on there is room for ``size`` bytes."""
-        self._left = size
-
-    def take(self, size: int) -> bool:
-        """Whether there is room for ``size`` bytes more; they are taken then."""
-        if self._left is None:
-            return True
-        if size > self._left:
-            return False
-        self._left -= size
-        return True
 
     def reserve(self, size: int) -> int:
         """Where in the file ``size`` bytes may go."""
-        start, self._end = self._end, self._end + size
+        start, self.size = self.size, self.size + size
         return start
 
     def write(self, start: int, tensor: Tensor) -> None:
-        """Writes ``tensor`` there."""
+        """Writes ``tensor`` at byte ``start``."""
         raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
         with self._errors():
             if self._file is None:
@@ -73,7 +51,7 @@ class MemoryBudget:
                 done += self._file.write(raw[done:].data)
 
     def read(self, start: int, like: Tensor) -> Tensor:
-        """A tensor like ``like``, which is on the meta device, from there."""
+        """The tensor at byte ``start``, with the shape and dtype of ``like``, which is on the meta device."""
         assert self._file is not None
         data = bytearray(like.numel() * like.element_size())
         view = memoryview(data)
@@ -84,69 +62,113 @@ class MemoryBudget:
                 done += self._file.readinto(view[done:])  # type: ignore[attr-defined]
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
 
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[MemoryBudget]:
-        """What is left of it, as a room of its own with a file of its own, which is given back at the end."""
-        with contextlib.closing(MemoryBudget(self._left, self._directory)) as room:
-            yield room
-
     def close(self) -> None:
-        """Lets go of the file."""
+        """Frees it."""
         if self._file is not None:
             self._file.close()
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
-        where = self._directory or Path(tempfile.gettempdir())
-        return output_errors(where, "hidden states go there; give more --memory, or another place as TMPDIR")
+        directory = self._directory or Path(tempfile.gettempdir())
+        return output_errors(directory, "hidden states go there; give more --memory, or another place as TMPDIR")
+
+
+class MemoryBudget:
+    """Bytes of memory that hidden states may take, and the file that they go to beyond that.
+
+    Args:
+        size: The bytes; None for no limit.
+        directory: See :class:`SpillFile`.
+    """
+
+    def __init__(self, size: int | None = None, directory: Path | None = None) -> None:
+        self._left = size
+        self._directory = directory
+        self.file = SpillFile(directory)
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._left is not None
+
+    def limit(self, size: int) -> None:
+        """From now on ``size`` bytes are left."""
+        self._left = size
+
+    def take(self, size: int) -> bool:
+        """Takes ``size`` bytes if as many are left; whether they were."""
+        if self._left is None:
+            return True
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[MemoryBudget]:
+        """A budget of what is left, with a file of its own that is freed at the end; this one stays as it is."""
+        with contextlib.closing(MemoryBudget(self._left, self._directory)) as budget:
+            yield budget
+
+    def close(self) -> None:
+        """Frees the file."""
+        self.file.close()
+
+
+class _Spilled(NamedTuple):
+    """Where a tensor is in the file."""
+
+    start: int
+    like: Tensor  # on the meta device
+    device: torch.device
 
 
 class SpillList:
-    """A list of tensors of which some are in a file."""
+    """A list of tensors, those beyond ``budget`` in its file."""
 
-    def __init__(self, room: MemoryBudget) -> None:
-        self.room = room
-        self._held: list[Tensor] = []  # on the meta device if in the file
-        self._places: list[int | None] = []
-        self._devices: list[torch.device] = []
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._items: list[Tensor | _Spilled] = []
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._items)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Tensor:
-        place = self._places[i]
-        if place is None:
-            return self._held[i]
-        return self.room.read(place, self._held[i]).to(self._devices[i])
+        item = self._items[i]
+        return item if isinstance(item, Tensor) else self.samples(i, slice(None))
 
-    def part(self, i: int, rows: slice) -> Tensor:
-        """``self[i][rows]``, of which no more is read."""
-        place, held = self._places[i], self._held[i][rows]
-        if place is None:
-            return held
-        before = int(held.storage_offset()) * held.element_size()
-        return self.room.read(place + before, held).to(self._devices[i])
+    def samples(self, i: int, chosen: slice) -> Tensor:
+        """``self[i][chosen]``, of which no more is read."""
+        item = self._items[i]
+        if isinstance(item, Tensor):
+            return item[chosen]
+        like = item.like[chosen]
+        start = item.start + int(like.storage_offset()) * like.element_size()
+        return self._budget.file.read(start, like).to(item.device)
 
     def __setitem__(self, i: int, tensor: Tensor) -> None:
-        """Puts a tensor of the same shape and dtype in the place of another."""
-        place = self._places[i]
-        if place is None:
-            self._held[i] = tensor
+        """Replaces a tensor by one of the same shape and dtype."""
+        item = self._items[i]
+        if isinstance(item, Tensor):
+            self._items[i] = tensor
         else:
-            self.room.write(place, tensor)
+            self._budget.file.write(item.start, tensor)
 
     def append(self, tensor: Tensor) -> None:
-        """One more."""
-        size = tensor.numel() * tensor.element_size()
-        inside = self.room.take(size)
-        place = None if inside else self.room.reserve(size)
-        self._held.append(tensor if inside else tensor.to("meta"))
-        self._places.append(place)
-        self._devices.append(tensor.device)
-        if place is not None:
-            self.room.write(place, tensor)
+        """Adds ``tensor``, in memory if it fits."""
+        size, file = tensor.numel() * tensor.element_size(), self._budget.file
+        if self._budget.take(size):
+            self._items.append(tensor)
+        else:
+            item = _Spilled(file.reserve(size), tensor.to("meta"), tensor.device)
+            self._items.append(item)
+            file.write(item.start, tensor)
+
+    def new(self) -> SpillList:
+        """An empty list with the same budget."""
+        return SpillList(self._budget)
 
 
 @dataclass
@@ -154,30 +176,30 @@ class HiddenStates:
     """Token sequences between two blocks.
 
     Attributes:
-        tokens: SpillList of (samples, length) int64.
-        hidden: For each batch (samples, length, width), the inputs of the block that comes next.
-        arguments: For each block and number of samples in a batch, what it is called with besides.
-        inner: Where they were asked for, the outputs of each sub-block of the block before, like ``hidden``.
+        tokens: Batches of (samples, length) int64.
+        hidden: For each batch (samples, length, width), the inputs of the next block.
+        arguments: For each block and number of samples in a batch, its other arguments.
+        sub_outputs: If asked for, the outputs of each sub-block of the previous block, each like ``hidden``.
     """
 
     tokens: list[Tensor]
     hidden: SpillList
     arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
-    inner: list[SpillList] = field(default_factory=list)
+    sub_outputs: list[SpillList] = field(default_factory=list)
 
-    def parts(self, tokens: int) -> list[tuple[int, slice]]:
-        """Pieces of batches with so many tokens, of one sample at least: the number of the batch, and which samples."""
-        found = []
+    def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
+        """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""
+        pieces = []
         for i, batch in enumerate(self.tokens):
             size = max(1, tokens // batch.shape[1])
-            found += [(i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
-        return found
+            pieces += [(i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+        return pieces
 
-    def keep(self, i: int, outputs: list[Tensor]) -> None:
-        """Puts ``outputs``, of the sub-blocks for batch ``i``, into ``inner``; batches come in order."""
-        del self.inner[len(outputs) :]
-        self.inner += [SpillList(self.hidden.room) for _ in outputs[len(self.inner) :]]
-        for batches, output in zip(self.inner, outputs, strict=True):
+    def set_sub_outputs(self, i: int, outputs: list[Tensor]) -> None:
+        """Puts ``outputs``, of the sub-blocks for batch ``i``, into ``sub_outputs``; batches come in order."""
+        del self.sub_outputs[len(outputs) :]
+        self.sub_outputs += [self.hidden.new() for _ in outputs[len(self.sub_outputs) :]]
+        for batches, output in zip(self.sub_outputs, outputs, strict=True):
             if i == len(batches):
                 batches.append(output)
             else:

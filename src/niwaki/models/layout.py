@@ -1,8 +1,8 @@
 """Which tensors of a checkpoint make up which parameter of a model, and which of them can be pruned.
 
-Files and modules have different names for the same thing, and experts that are one parameter (experts, out, in)
-in a module are often a tensor each in the files. transformers has the list of these differences; here it is
-asked tensor by tensor, so that one block can be read without the rest.
+Files and modules have different names for the same thing, and experts that are one parameter (experts, out, in) in a
+module are often a tensor each in the files. The list of these differences is transformers' own; here it is applied to
+one tensor at a time, so that a block can be read without the rest.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from niwaki.models.families import ROUTERS, Family
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint as a part of a parameter.
+    """A tensor of the checkpoint that a parameter is made from.
 
     Attributes:
         key: Its key.
-        expert: Its place along the parameter's first dimension; None if it is the whole parameter.
+        expert: Its index in the parameter's first dimension; None if it is the whole parameter.
         start: Its first row there.
     """
 
@@ -50,8 +50,8 @@ class Matrix:
         shape: (out, in).
         parameter: Path in the block of the parameter that it is, or is in.
         expert: Which expert's it is; None outside of experts.
-        start: Its first row in that expert's part of the parameter.
-        part: Its index in the checkpoint's tensor, where that has all experts.
+        start: Its first row in the parameter, or in the expert's matrix there.
+        index: Its index in the checkpoint's tensor, if that has all experts.
         transposed: The checkpoint and the parameter have it as (in, out).
     """
 
@@ -62,12 +62,12 @@ class Matrix:
     parameter: str
     expert: int | None = None
     start: int = 0
-    part: int | None = None
+    index: int | None = None
     transposed: bool = False
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """(out, in): it, as ``checkpoint`` has it."""
-        value = checkpoint.read(self.key, self.part)
+        value = checkpoint.read(self.key, self.index)
         return value.T.contiguous() if self.transposed else value
 
     def within(self, parameter: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Layout:
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._parameters: dict[str, Tensor] = model.state_dict()
         self._pieces = self._find_pieces(model)
         tied = set(model._tied_weights_keys or ()) if _ties(model) else set()
@@ -115,23 +115,28 @@ class Layout:
         return piece.key
 
     def keys(self, name: str) -> list[str]:
-        """The checkpoint's keys of all tensors that a parameter or buffer is made from; none if it is not there."""
+        """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
         return [piece.key for piece in self._pieces.get(name, ())]
+
+    def vectors(self, prefix: str, block: nn.Module) -> dict[str, str]:
+        """The norms and biases of a block whose parameters' names start with ``prefix``: path in the block to key."""
+        named = block.named_parameters()
+        return {name: self.key(prefix + name) for name, value in named if value.ndim == 1}
 
     def read(self, name: str) -> Tensor:
         """The parameter or buffer called ``name`` in the model, on the CPU, in the dtype that the model has it in."""
         like, pieces = self._parameters[name], self._pieces[name]
         if pieces[0].expert is None:
-            return self._checkpoint.read(pieces[0].key).to(like.dtype)
+            return self.checkpoint.read(pieces[0].key).to(like.dtype)
         whole = torch.empty(like.shape, dtype=like.dtype)
         for piece in pieces:
-            part = self._checkpoint.read(piece.key)
-            whole[piece.expert, piece.start : piece.start + len(part)] = part
+            value = self.checkpoint.read(piece.key)
+            whole[piece.expert, piece.start : piece.start + len(value)] = value
         return whole
 
     def matrices(self, index: int, prefix: str, block: nn.Module, family: Family) -> list[Matrix]:
         """What can be pruned in a block whose parameters' names start with ``prefix``."""
-        found: list[Matrix] = []
+        matrices: list[Matrix] = []
         for path, module in block.named_modules():
             if path.rpartition(".")[2] in ROUTERS:
                 continue
@@ -140,12 +145,12 @@ class Layout:
                 rows, columns = weight.T.shape if transposed else weight.shape
                 name = f"{path}.weight"
                 key = self._pieces[prefix + name][0].key
-                found.append(Matrix(index, path, key, (rows, columns), name, transposed=transposed))
+                matrices.append(Matrix(index, path, key, (rows, columns), name, transposed=transposed))
             for own, value in module.named_parameters(recurse=False):
                 if value.ndim == 3 and not isinstance(module, nn.Conv1d):
                     transposed = getattr(module, "is_transposed", family.experts_transposed)
-                    found += self._experts(index, prefix, f"{path}.{own}", value, transposed)
-        return found
+                    matrices += self._experts(index, prefix, f"{path}.{own}", value, transposed)
+        return matrices
 
     def _experts(self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool) -> Iterable[Matrix]:
         pieces = self._pieces[prefix + parameter]
@@ -156,9 +161,9 @@ class Layout:
                 yield Matrix(index, name, pieces[0].key, (rows, columns), parameter, expert, 0, expert, transposed)
             return
         for piece in pieces:
-            # As the files call it, which is what people know: experts.3.w1, not a part of gate_up_proj.
+            # The name in the files, which is what people know: experts.3.w1, not some rows of gate_up_proj.
             name = re.sub(r"^.*?(?=[^.]+\.experts\.)", "", piece.key).removesuffix(".weight")
-            rows, columns = self._checkpoint.entries[piece.key].shape
+            rows, columns = self.checkpoint.entries[piece.key].shape
             yield Matrix(index, name, piece.key, (rows, columns), parameter, piece.expert, piece.start)
 
     def _find_pieces(self, model: PreTrainedModel) -> dict[str, list[Piece]]:
@@ -171,8 +176,8 @@ class Layout:
             "meta_state_dict": self._parameters,
         }
         pieces: dict[str, list[Piece]] = {}
-        parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for key in self._checkpoint.entries:
+        sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for key in self.checkpoint.entries:
             name, pattern = core_model_loading.rename_source_key(key, renamings, converters, **where)
             if name not in self._parameters and key in self._parameters:
                 name, pattern = key, None
@@ -181,16 +186,14 @@ class Layout:
             if pattern is None:
                 pieces[name] = [Piece(key)]
             else:
-                parts[name][pattern].append(key)
-        for name, sources in parts.items():
-            rule = by_pattern[next(iter(sources))]
-            if name in pieces:  # a file that has it whole already
-                continue
-            pieces[name] = self._stacked(name, rule, sources)
+                sources[name][pattern].append(key)
+        for name, keys in sources.items():
+            if name not in pieces:  # else a file has it whole
+                pieces[name] = self._stacked(name, by_pattern[next(iter(keys))], keys)
         return pieces
 
     def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[Piece]:
-        """The pieces of a parameter that has one matrix for each expert, or several under each other."""
+        """The pieces of a parameter that has one matrix for each expert, or several below each other."""
         operations = [type(operation).__name__ for operation in rule.operations]
         dimensions = [getattr(operation, "dim", None) for operation in rule.operations]
         if (operations, dimensions) not in (
@@ -198,32 +201,32 @@ class Layout:
             (["MergeModulelist", "Concatenate"], [0, 1]),
         ):
             raise UnsupportedModelError(
-                f"{name!r} is made from the tensors of {self._checkpoint.path} by {', '.join(operations)}, "
+                f"{name!r} is made from the tensors of {self.checkpoint.path} by {', '.join(operations)}, "
                 "which is not supported; load the model in transformers and save it again"
             )
-        found, start = [], 0
+        pieces, start = [], 0
         for pattern in rule.source_patterns:
             keys = sorted(sources.get(pattern, []), key=_natural)
             if len(keys) != len(self._parameters[name]):
                 raise CheckpointError(
-                    f"{self._checkpoint.path} has {len(keys)} tensors like {pattern!r} for {name!r}, which is made "
+                    f"{self.checkpoint.path} has {len(keys)} tensors like {pattern!r} for {name!r}, which is made "
                     f"of {len(self._parameters[name])}"
                 )
-            found += [Piece(key, expert, start) for expert, key in enumerate(keys)]
-            start += self._checkpoint.entries[keys[0]].shape[0]
-        return found
+            pieces += [Piece(key, expert, start) for expert, key in enumerate(keys)]
+            start += self.checkpoint.entries[keys[0]].shape[0]
+        return pieces
 
     def _check(self, name: str) -> None:
         wanted = tuple(self._parameters[name].shape)
         heights: dict[int | None, int] = defaultdict(int)
         for piece in self._pieces[name]:
             if piece.expert is not None:
-                heights[piece.expert] += self._checkpoint.entries[piece.key].shape[0]
+                heights[piece.expert] += self.checkpoint.entries[piece.key].shape[0]
         for piece in self._pieces[name]:
-            shape = self._checkpoint.entries[piece.key].shape
+            shape = self.checkpoint.entries[piece.key].shape
             if (shape if piece.expert is None else (wanted[0], heights[piece.expert], *shape[1:])) != wanted:
                 raise CheckpointError(
-                    f"{self._checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "
+                    f"{self.checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "
                     f"{wanted if piece.expert is None else f'a part of {wanted}'}"
                 )
 
@@ -234,5 +237,5 @@ def _ties(model: PreTrainedModel) -> bool:
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """To sort expert 10 behind expert 9."""
+    """Sorts expert 10 after expert 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]

@@ -8,6 +8,11 @@ from typing import Any
 import yaml
 from huggingface_hub import metadata_load
 
+from niwaki.files import output_errors
+from niwaki.records.record import Record
+
+_NOTES = "\n\nNotes:\n\n"
+
 
 def top(readme: Path) -> dict[str, Any]:
     """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that cannot be read.
@@ -22,3 +27,24 @@ def top(readme: Path) -> dict[str, Any]:
     tags = found.get("tags")
     tags = [tags] if isinstance(tags, str) else tags if isinstance(tags, list) else []
     return {**found, "tags": [tag for tag in tags if isinstance(tag, str)]}
+
+
+def notes(record: Record) -> str:
+    """The end of a pruned model's card."""
+    listed = "\n".join(f"* {note}" for note in record.notes)
+    full = "`niwaki.json` has the full record: versions, command, and every matrix.\n"
+    return (f"{_NOTES}{listed}" if listed else "") + f"\n\n{full}"
+
+
+def rewrite_notes(directory: Path, record: Record) -> None:
+    """Writes the end of the card in ``directory`` anew, for a ``record`` whose notes have changed.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    readme = directory / "README.md"
+    with output_errors(directory):
+        if readme.is_file():
+            before, heading, _ = readme.read_text(encoding="utf-8").partition(_NOTES)
+            if heading:
+                readme.write_text(before + notes(record), encoding="utf-8")

@@ -1,15 +1,14 @@
-"""The directory that a run writes: there when all of it is, and not before; unfinished, it can be gone on with.
+"""The directory that a run writes: it appears when it is complete, and an interrupted run can resume.
 
-Beside OUT lie, while a run is on its way or was stopped, ``.OUT.partial`` with what is written so far and
-``.OUT.partial.json``, the journal: what was asked for and which blocks are done. If OUT is there already (an
-empty directory may be a mount point or somebody's working directory) both lie inside it, as ``.partial``.
+Until then ``.OUT.partial`` next to OUT has what is written so far, and ``.OUT.partial.json``, the journal, says what
+was asked for and which blocks are done. If OUT exists already (an empty directory may be a mount point or somebody's
+working directory) both are inside it, as ``.partial`` and ``.partial.json``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -19,13 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint import Checkpoint, carry_over
-from niwaki.records.record import FINDINGS, Record
-
-_SAMPLE = 4096  # bytes
+from niwaki.models.checkpoint import Checkpoint, copy_files
+from niwaki.records.record import FINDINGS
 
 
 @dataclass
@@ -33,11 +29,11 @@ class Journal:
     """How far a run has come.
 
     Attributes:
-        fingerprint: What was asked for, by name: a run goes on only if all of it is the same.
-        blocks: The number of blocks that are done and on disk.
+        fingerprint: What was asked for, by name: a run resumes only if all of it is the same.
+        blocks: Number of blocks that are done and on disk.
         zeros: By checkpoint key, the number of zeros that was written.
         record: The record so far, as JSON.
-        complete: Everything is written and checked and has only to be moved into place.
+        complete: Everything is written and checked; only the move into place is missing.
     """
 
     fingerprint: dict[str, Any]
@@ -48,7 +44,7 @@ class Journal:
 
 
 def check_output(source: Path, out: Path) -> Path:
-    """``out`` as an absolute path, after a look at whether it can be written at the end of the run.
+    """``out`` as an absolute path, after a check that it can be written at the end of the run.
 
     Raises:
         UsageError: it is not empty, or inside the model's directory.
@@ -56,7 +52,7 @@ def check_output(source: Path, out: Path) -> Path:
     out = out.expanduser().resolve()
     directory, journal = _places(out)
     taken = out.exists() and (
-        # With a journal that was being written.
+        # A temporary file of the journal is ours too.
         not out.is_dir() or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
     )
     if taken and not _was_moving(directory, journal):
@@ -67,7 +63,7 @@ def check_output(source: Path, out: Path) -> Path:
 
 
 def check_record(record_to: Path) -> Path:
-    """``record_to`` with a home directory for ``~``, after a look at whether it can be written at the end.
+    """``record_to`` as an absolute path, after a check that it can be written at the end of the run.
 
     Raises:
         UsageError: it cannot be a file, or not be written.
@@ -106,15 +102,6 @@ class Workplace:
                 else:
                     path.unlink()
 
-    def carry_over(self, checkpoint: Checkpoint) -> list[str]:
-        """Copies all files of a model but its weights, and what was found out about it.
-
-        Returns:
-            What to note: other copies of the dense weights were left behind.
-        """
-        left = carry_over(checkpoint.path, self.directory, [*checkpoint.shards, *FINDINGS])
-        return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
-
     def save(self, **changes: Any) -> None:
         """Writes the journal with these changes: what it says is done has to be on disk before."""
         journal = dataclasses.replace(self.journal, **changes)
@@ -150,10 +137,8 @@ def workplace(
 ) -> Iterator[Workplace]:
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
 
-    Without ``resume`` only a run that was stopped while it moved its directory into place is gone on with.
-
-    If the run fails before its first block is done, nothing is left behind. Later, what is done stays for
-    the same command to go on with.
+    A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
+    block that is done. Without ``resume``, only a run that was stopped while it moved its directory is finished.
 
     Raises:
         UsageError: there is an unfinished run of something else, or one that is still running.
@@ -167,10 +152,10 @@ def workplace(
         place: Workplace | None = None
         try:
             with output_errors(out):
-                moved = path.exists() and not directory.exists()  # stopped after the last step
+                moved = path.exists() and not directory.exists()  # stopped in its last step
                 directory.mkdir(mode=0o700, exist_ok=True)
                 stack.enter_context(locked(directory, out))
-                for stray in path.parent.iterdir():  # a journal that was being written
+                for stray in path.parent.iterdir():  # temporary files of the journal
                     if stray.name.startswith(path.name) and stray != path:
                         stray.unlink()
                 journal = _earlier(path, out, fingerprint, restart, resume)
@@ -190,39 +175,35 @@ def workplace(
             raise
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Of a checkpoint: its configuration, the place of its tensors, and some bytes of each of them."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for key, entry in sorted(checkpoint.entries.items()):
-        digest.update(f"{key} {entry}".encode())
-        with (checkpoint.path / entry.shard).open("rb") as file:
-            for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
-                file.seek(entry.offset + start)
-                digest.update(file.read(min(_SAMPLE, entry.size)))
-    return digest.hexdigest()
+@contextlib.contextmanager
+def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | None]:
+    """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
 
+    None where an earlier run with this ``fingerprint`` was stopped while it moved a complete directory into place:
+    nothing is left to write.
 
-def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
-    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
-
-    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    Raises:
+        UsageError: another run is writing ``out``.
+        OutputError: the place cannot be written.
     """
-    config = {
-        **values,
-        "pruning_config": {
-            "library": "niwaki",
-            "version": __version__,
-            "method": record.method,
-            "solver": record.solver,
-            "effort": record.effort,
-            "mask_from": record.mask_from,
-            "pattern": record.pattern,
-            "sparsity": round(record.sparsity, 6),
-            **({"quantization": record.quantization} if record.quantization else {}),
-            **({"blocks": record.blocks} if record.blocks else {}),
-        },
-    }
-    write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    with workplace(out, fingerprint, resume=False) as place:
+        if place.journal.complete:
+            yield None
+        else:
+            place.clear([])
+            yield place.directory
+            place.save(complete=True)
+        place.move()
+
+
+def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
+    """Copies all files of a model but its weights, and what was measured on it.
+
+    Returns:
+        What to note: other copies of the dense weights were not copied.
+    """
+    left = copy_files(checkpoint.path, directory, [*checkpoint.shards, *FINDINGS])
+    return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
 
 
 def _places(out: Path) -> tuple[Path, Path]:
@@ -233,7 +214,7 @@ def _places(out: Path) -> tuple[Path, Path]:
 
 
 def _was_moving(directory: Path, journal: Path) -> bool:
-    """Whether a run was stopped in the very end, so that what is in its place is its own."""
+    """Whether a run was stopped while it moved its directory, so that what is in ``out`` is its own."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         complete = json.loads(journal.read_text(encoding="utf-8")).get("complete") is True
         return complete and (directory.name == ".partial" or not directory.exists())
@@ -241,7 +222,7 @@ def _was_moving(directory: Path, journal: Path) -> bool:
 
 
 def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool) -> Journal | None:
-    """The journal of an earlier run that this one can go on with."""
+    """The journal of an earlier run that this one can resume."""
     if restart or not path.exists():
         return None
     try:
@@ -261,7 +242,7 @@ def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, 
     if differing:
         raise UsageError(
             f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
-            "for the same to go on with it, or start over with --restart"
+            "for the same to resume it, or start over with --restart"
         )
     return journal
 

@@ -28,11 +28,11 @@ _PATIENCE = timedelta(hours=24)
 
 
 class World:
-    """The processes of a run; this one is one of them. Alone, nothing here does anything.
+    """The processes of a run, of which this is one.
 
     Attributes:
-        rank: The number of this process, from 0; the first one writes.
-        size: How many there are.
+        rank: Number of this process, from 0; the first one writes.
+        size: Number of processes.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -41,11 +41,11 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes, and that tells how it goes."""
+        """Whether this is the process that writes and shows progress."""
         return self.rank == 0
 
     def share(self, tokens: Tensor) -> Tensor:
-        """This process's part of ``tokens`` (samples, length): a run of them, as long as the others' to within one.
+        """This process's share of ``tokens`` (samples, length), consecutive and as many as the others' to within one.
 
         Raises:
             UsageError: there are more processes than samples.
@@ -65,17 +65,17 @@ class World:
                     dist.all_reduce(tensor)
 
     def joined(self, rows: Tensor) -> Tensor:
-        """(all rows, ...) on the CPU: the rows of all processes, one process's after the other's."""
+        """(all rows, ...) on the CPU: the rows of all processes in their order."""
         return rows if self.size == 1 else torch.cat(self.collected(rows.cpu()))
 
     def collected(self, value: T) -> list[T]:
         """The value of each process."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with _lost():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(values, value)
+        return values
 
     def check_same(self, asked: dict[str, Any]) -> None:
         """Raises UsageError where the processes were not asked for the same."""
@@ -99,20 +99,19 @@ class World:
         return tensor
 
     def rows(self, count: int) -> Rows:
-        """This process's rows of a matrix of ``count``: a run of them, as long as the others' to within one."""
+        """This process's rows of a matrix with ``count``, consecutive and as many as the others' to within one."""
         return _Shared(self, count)
 
     def owners(
         self, costs: Sequence[float], together: Callable[[int], float | None] = lambda _: None
     ) -> list[int | None]:
-        """Which process does each of several pieces of work, so that all are done early; None: all do it together.
+        """Which process does each task, so that all are done early; None: all do it together, before the others.
 
-        All begin with what they do together. That is worth it only for a piece that takes one process longer than
-        all of them need for everything.
+        Together is worth it only for a task that takes one process longer than all of them need for everything.
 
         Args:
-            costs: What each piece costs one process.
-            together: What a piece costs each process if all do it together; None if they cannot.
+            costs: What each task costs one process.
+            together: What a task costs each process if all do it together; None if they cannot.
         """
         large = [i for i in _descending(costs) if costs[i] * self.size > sum(costs)]
         shared = {i: cost for i in large if (cost := together(i)) is not None}
@@ -120,7 +119,7 @@ class World:
         return min(plans, key=lambda plan: plan[0])[1]
 
     def _plan(self, costs: Sequence[float], shared: dict[int, float]) -> tuple[float, list[int | None]]:
-        """(when all is done, the owners), each piece given to the process that has least to do, the largest first."""
+        """(when all is done, the owners): the largest tasks first, each to the process with the least to do."""
         owners: list[int | None] = [None] * len(costs)
         loads = [0.0] * self.size
         for i in _descending(costs):
@@ -142,20 +141,20 @@ class _Shared(Rows):
         return self._ends[-1]
 
     def own(self, whole: Tensor) -> Tensor:
-        return self._of(self._world.rank, whole).clone()  # so that the whole can be let go of
+        return self._of(self._world.rank, whole).clone()  # so that the whole can be freed
 
     def sum(self, values: Tensor) -> Tensor:
         self._world.sum([values])
         return values
 
-    def behind(self, count: int) -> int:
+    def sum_after(self, count: int) -> int:
         counts = torch.zeros(self._world.size, dtype=torch.int64)
         counts[self._world.rank] = count
         return int(self.sum(counts)[self._world.rank + 1 :].sum())
 
-    def joined(self, part: Tensor) -> Tensor:
-        whole = part.new_empty(self._ends[-1], *part.shape[1:])
-        self._of(self._world.rank, whole).copy_(part)
+    def joined(self, own: Tensor) -> Tensor:
+        whole = own.new_empty(self._ends[-1], *own.shape[1:])
+        self._of(self._world.rank, whole).copy_(own)
         for source in range(self._world.size):
             self._world.send(self._of(source, whole), source)
         return whole
@@ -170,14 +169,13 @@ def _descending(costs: Sequence[float]) -> list[int]:
 
 @contextlib.contextmanager
 def world(device: str) -> Iterator[tuple[World, str]]:
-    """(the processes that ``torchrun`` started, this one's device); one process where nobody started more.
+    """(the processes that ``torchrun`` started, or one alone; this one's device).
 
-    When a process ends with an error, which it says itself, so do the others: with a WorkerError, as soon as they
-    wait for it.
+    When a process ends with an error, the others end with a WorkerError as soon as they wait for it.
 
     Raises:
-        UsageError: a device with a number, of which each process would take the same one, or too few GPUs; or the
-            processes do not find each other.
+        UsageError: a numbered device, which all processes would share; too few GPUs; or the processes do not find each
+            other.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

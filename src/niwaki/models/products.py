@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,25 +19,26 @@ _ATEN = torch.ops.aten
 #: Where the first of the two factors is among the arguments.
 _PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
 
+#: What :class:`Products` calls: see ``on_product`` there.
+OnProduct = Callable[[str, int | None, Tensor, bool], bool | None]
 
-#: What :class:`Products` calls.
-Product = Callable[[str, int | None, Tensor, bool], None]
 
-
-class _EnoughError(Exception):
-    """The rest of a pass is not needed."""
+class _StopError(Exception):
+    """Torch has no other way to leave a forward pass."""
 
 
 class Products(TorchDispatchMode):
-    """Tells what known weights are multiplied with.
+    """A context in which products with known weights are seen: see ``on_product``.
 
-    In a forward pass that is a matrix's inputs, in a backward pass the gradient with respect to its outputs.
+    In a forward pass the other factor is a matrix's inputs, in a backward pass the gradient with respect to its
+    outputs.
 
     Args:
         matrices: The matrices to know.
         parameters: Their parameters by path, with the memory that the passes use.
-        found: Called with the parameter's path, which expert's part of it (None outside of experts), the other factor
-            (.., rows, in or out), and whether all experts run together on as many rows each.
+        on_product: Called with the parameter's path, which expert's matrix (None outside of experts), the other
+            factor (.., rows, in or out), and whether all experts run together on the same number of rows each. If it
+            returns True the pass ends there, and with it the context.
         backward: Whether it is a backward pass.
     """
 
@@ -44,7 +46,7 @@ class Products(TorchDispatchMode):
         self,
         matrices: Iterable[Matrix],
         parameters: Mapping[str, Tensor],
-        found: Product,
+        on_product: OnProduct,
         backward: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +54,13 @@ class Products(TorchDispatchMode):
         self._transposed = {matrix.parameter: matrix.transposed != backward for matrix in matrices}
         self._parameters = parameters
         self._by_memory = {parameters[name].untyped_storage().data_ptr(): name for name in self._transposed}
-        self._found = found
+        self._on_product = on_product
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        return isinstance(error, _StopError)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = _PRODUCTS.get(func)
@@ -76,8 +84,12 @@ class Products(TorchDispatchMode):
             )
         first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
         if weight.ndim == 2 or weight.stride(0) == 0:
-            self._found(parameter, first if stacked else None, X, False)
+            self._tell(parameter, first if stacked else None, X, False)
             return
         step = weight.stride(0) // whole.stride(0) if stacked else 0
         for i, rows in enumerate(X):
-            self._found(parameter, first + i * step if stacked else None, rows, True)
+            self._tell(parameter, first + i * step if stacked else None, rows, True)
+
+    def _tell(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
+        if self._on_product(parameter, expert, X, together):
+            raise _StopError

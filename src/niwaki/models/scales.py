@@ -37,7 +37,7 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> di
     tensors = {}
     for matrix in matrices:
         entry = checkpoint.entries[matrix.key]
-        experts = () if matrix.part is None else entry.shape[:1]
+        experts = () if matrix.index is None else entry.shape[:1]
         shape = (*experts, matrix.shape[0], grid.groups(matrix.shape[1]))
         tensors[scale_key(matrix)] = scale_dtype(checkpoint.dtype(matrix.key)), shape
     return new_shard(FILE, tensors)
@@ -54,7 +54,7 @@ def read_scales(directory: Path, matrix: Matrix) -> Tensor:
             found: Tensor = file.get_tensor(scale_key(matrix))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / FILE} has no scales of {matrix.key!r}: {error}") from error
-    return found if matrix.part is None else found[matrix.part]
+    return found if matrix.index is None else found[matrix.index]
 
 
 def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None:

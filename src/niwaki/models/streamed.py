@@ -1,9 +1,8 @@
-"""Transformers models with one decoder block in memory at a time; only this and ``block`` know their insides.
+"""Transformers models with one decoder block in memory at a time.
 
-The model's structure is built without weights. Its embeddings and head are read when tokens go in or
-losses come out, each block when its turn comes. What the blocks need besides hidden states (rotary
-embeddings, masks) is recorded for each block from the model's own forward pass with blocks that let
-everything through, because for some families it differs from block to block.
+The model's structure is built without weights. Its embeddings and head are read when tokens go in or losses come out,
+each block when its turn comes. A block's other arguments (rotary embeddings, masks) are recorded from the model's own
+forward pass with blocks that return their inputs; for some families they differ from block to block.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from niwaki.errors import (
-    CheckpointError,
     NiwakiError,
     NumericalError,
     UnsupportedModelError,
@@ -34,12 +30,13 @@ from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, Family
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
+from niwaki.models.structure import check_supported, find_blocks, structure
 
-#: Tokens in one forward pass: enough to fill the cores, little enough for a block's activations.
+#: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
 #: Logits at a time: a window of 2,048 tokens with a vocabulary of 128,000 has twice as many.
 LOGITS_PER_BATCH = 1 << 27
-#: The sequence length where nobody says; also the literature's. The model's maximum may be 131,072.
+#: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
 
 
@@ -48,28 +45,22 @@ class StreamedModel:
 
     Args:
         checkpoint: Where the weights are.
-        device: Where blocks run: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
-        dtype: What they run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the
-            checkpoint's own on a GPU.
-        room: What memory hidden states may take.
+        device: See :func:`niwaki.models.device.find_device`.
+        dtype: See :func:`niwaki.models.device.find_dtype`.
+        budget: What memory hidden states may take.
 
     Raises:
         UsageError: no such device or dtype.
         UnsupportedModelError: no list of decoder blocks can be found, or the weights are quantised.
-        CheckpointError: the checkpoint does not have the tensors that the configuration promises.
+        CheckpointError: tensors that the configuration asks for are missing.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", room: MemoryBudget | None = None
+        self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None
     ) -> None:
-        if "quantization_config" in checkpoint.config:
-            raise UnsupportedModelError(
-                f"{checkpoint.path} was exported for other programs; give the directory that it was made from"
-                if "quantization" in checkpoint.config.get("pruning_config", {})
-                else f"{checkpoint.path} is quantised; prune the original and quantise the result"
-            )
+        check_supported(checkpoint)
         self.checkpoint = checkpoint
-        self.room = room or MemoryBudget()
+        self.budget = budget or MemoryBudget()
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device, checkpoint)
         self.model = structure(checkpoint.path, self.dtype)
@@ -85,15 +76,14 @@ class StreamedModel:
                 f"blocks of {checkpoint.path} ({kind}) use keys and values of earlier ones; models like this one "
                 "are not supported"
             )
-        self.path, self.blocks = _block_list(self.model, kind)
+        self.path, self.blocks = find_blocks(self.model, kind)
         decoder = self.model.get_decoder()
         #: Without the head: LLaMA 4 says that the whole model is its decoder.
-        self._decoder = decoder if decoder is not self.model else _parent(self.model, self.path)
+        self._decoder = decoder if decoder is not self.model else self.model.get_submodule(self.path.rpartition(".")[0])
         self.layout = Layout(self.model, checkpoint)
         family = FAMILIES.get(kind, Family())
         self._matrices = [
-            self.layout.matrices(index, f"{self.path}.{index}.", block, family)
-            for index, block in enumerate(self.blocks)
+            self.layout.matrices(index, self._prefix(index), block, family) for index, block in enumerate(self.blocks)
         ]
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
@@ -109,11 +99,11 @@ class StreamedModel:
 
     @property
     def max_length(self) -> int:
-        """The number of positions that the model was made for, or a usual one if it does not say."""
+        """Number of positions that the model was made for, or a usual one if it does not say."""
         return int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
 
     def window_length(self, asked: int | None) -> tuple[int, str]:
-        """The sequence length to use, and what to note where nobody asked for it.
+        """(the sequence length to use, what to note if none was asked for).
 
         Raises:
             UsageError: it is more than the model has positions for.
@@ -142,10 +132,11 @@ class StreamedModel:
         return [matrix for matrices in chosen for matrix in matrices]
 
     def vectors(self, block: int) -> dict[str, str]:
-        """The parameters of one dimension in a block, norms and biases: path in the block to key."""
-        prefix = f"{self.path}.{block}."
-        named = self.blocks[block].named_parameters()
-        return {name: self.layout.key(prefix + name) for name, value in named if value.ndim == 1}
+        """The norms and biases of a block: path in the block to key."""
+        return self.layout.vectors(self._prefix(block), self.blocks[block])
+
+    def _prefix(self, block: int) -> str:
+        return f"{self.path}.{block}."
 
     def limit(self, blocks: range) -> None:
         """From now on only the matrices of ``blocks`` can be pruned."""
@@ -158,20 +149,20 @@ class StreamedModel:
 
     @torch.no_grad()
     def embed(
-        self, tokens: Tensor, tokens_per_part: int | None = None, room: MemoryBudget | None = None
+        self, tokens: Tensor, tokens_per_minibatch: int | None = None, budget: MemoryBudget | None = None
     ) -> HiddenStates:
         """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
         Args:
             tokens: The sequences.
-            tokens_per_part: Of the parts of batches, see :meth:`HiddenStates.parts`, in which blocks are to run too.
-            room: Where the inputs go, by default the model's.
+            tokens_per_minibatch: If blocks are to run on :meth:`HiddenStates.minibatches` too.
+            budget: For the inputs, by default the model's.
 
         Raises:
-            UnsupportedModelError: blocks get more from the tokens than their hidden states.
+            UnsupportedModelError: blocks receive more from the tokens than their hidden states.
         """
-        size = max(TOKENS_PER_BATCH, tokens_per_part or 0)
-        states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(room or self.room))
+        size = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0)
+        states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(budget or self.budget))
         seen: list[Tensor] = []
 
         def record(index: int) -> Callable[..., Any]:
@@ -179,7 +170,7 @@ class StreamedModel:
                 before = states.arguments.setdefault((index, hidden.shape[0]), (args, kwargs))
                 if not _same(before, (args, kwargs)):
                     raise UnsupportedModelError(
-                        f"block {index} is told something about the tokens besides its hidden states; models "
+                        f"block {index} receives something about the tokens that is not in its hidden states; models "
                         "like this one are not supported"
                     )
                 seen.append(hidden)
@@ -195,17 +186,13 @@ class StreamedModel:
                     self._decoder(input_ids=batch.to(self.device), use_cache=False)
                     states.hidden.append(seen[0])
                     seen.clear()
-                parts = states.parts(tokens_per_part) if tokens_per_part else []
-                for samples in {rows.stop - rows.start for _, rows in parts}:
+                pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
+                for samples in {rows.stop - rows.start for _, rows in pieces}:
                     self._decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
     def _try_first(self, tokens: Tensor) -> bool:
-        """What :meth:`_first_answers_tuple` says, if models of an unknown kind come that far.
-
-        Raises:
-            UnsupportedModelError: they do not.
-        """
+        """:meth:`_first_answers_tuple`, with an error that says so if a model of an unknown family cannot be run."""
         try:
             return self._first_answers_tuple(tokens)
         except Exception as error:
@@ -228,7 +215,7 @@ class StreamedModel:
 
             return first if index == 0 else lambda hidden, *_, **__: (hidden,) if answers[0] else hidden
 
-        weights = self._read(self.blocks[0], f"{self.path}.0.")
+        weights = self._read(self.blocks[0], self._prefix(0))
         with _holding(self.blocks[0], weights), self._replaced_blocks(let_through):
             self._decoder(input_ids=tokens.to(self.device), use_cache=False)
         return answers[0]
@@ -254,14 +241,14 @@ class StreamedModel:
                         reduction="none",
                     )
                     losses.append(loss.view(len(tokens), -1).cpu())
-        found = torch.cat(losses)
-        if not torch.isfinite(found).all():
+        joined = torch.cat(losses)
+        if not torch.isfinite(joined).all():
             raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
-        return found
+        return joined
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """What makes logits (samples, length, vocabulary) of hidden states behind the last block and their tokens.
+        """What makes logits (samples, length, vocabulary) of hidden states after the last block and their tokens.
 
         It computes in ``dtype``, by default the model's.
         """
@@ -269,8 +256,8 @@ class StreamedModel:
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
             """``hidden`` (samples, length, width), ``tokens`` (samples, length)."""
             with self._replaced_blocks(self._constant(hidden.to(dtype or hidden.dtype))):
-                found: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
-            return found
+                values: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+            return values
 
         with self._outer_weights(dtype):
             yield logits
@@ -278,23 +265,28 @@ class StreamedModel:
     def stream(self, backwards: bool = False) -> Generator[DecoderBlock]:
         """The blocks in order, or the last one first, each with its weights until the next one is asked for.
 
-        For a GPU those of the next block are read and copied meanwhile.
+        For a GPU, those of the next block are read and copied meanwhile.
         """
         order = range(len(self.blocks))[:: -1 if backwards else 1]
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
             coming: Future[dict[str, Tensor]] | None = None
             for index, after in zip_longest(order, order[1:]):
                 module = self.blocks[index]
-                weights = coming.result() if coming else self._read(module, f"{self.path}.{index}.")
+                weights = coming.result() if coming else self._read(module, self._prefix(index))
                 if reader and after is not None:
-                    coming = reader.submit(self._read, self.blocks[after], f"{self.path}.{after}.")
+                    coming = reader.submit(self._read, self.blocks[after], self._prefix(after))
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    block = DecoderBlock(index, module, self)
+                    block = self._block(index)
                     try:
                         yield block
                     finally:
-                        block.forget()  # likewise
+                        block.forget_original()  # likewise
+
+    def _block(self, index: int) -> DecoderBlock:
+        matrices, prefix = self._matrices[index], self._prefix(index)
+        module = self.blocks[index]
+        return DecoderBlock(index, module, matrices, prefix, self.layout, self.budget, self.device, self.dtype)
 
     @property
     def size(self) -> int:
@@ -307,13 +299,13 @@ class StreamedModel:
         with contextlib.ExitStack() as held:
             held.enter_context(self._outer_weights())
             for index, block in enumerate(self.blocks):
-                held.enter_context(_holding(block, self._read(block, f"{self.path}.{index}.")))
+                held.enter_context(_holding(block, self._read(block, self._prefix(index))))
             yield self.model
 
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
-        """The model with its weights and settings for generating text, for good.
+        """The model with its weights and settings for generating text; it stays in memory.
 
-        Of parameters whose keys in the checkpoint are in ``skip`` the weights are left out.
+        Parameters whose keys in the checkpoint are in ``skip`` have no weights.
         """
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
         weights = {
@@ -328,10 +320,6 @@ class StreamedModel:
             self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
 
-    def parameter(self, block: int, name: str) -> Tensor:
-        """The original weights of a parameter of a block, on the device."""
-        return self.layout.read(f"{self.path}.{block}.{name}").to(self.device)
-
     def _read(self, module: nn.Module, prefix: str, skip: str | None = None) -> dict[str, Tensor]:
         """The weights of ``module`` but for those under ``skip``, on the device."""
         names = [
@@ -341,7 +329,7 @@ class StreamedModel:
         ]
         if self.device.type != "cuda":
             return {name: self.layout.read(prefix + name).to(self.device) for name in names}
-        # On a stream of its own, so that copies and the present block's products go on side by side.
+        # On a stream of its own, so that copies and the present block's products run side by side.
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             weights = {
@@ -388,7 +376,7 @@ class StreamedModel:
 
 @contextlib.contextmanager
 def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """``module`` with ``weights``, of which it lets go at the end."""
+    """``module`` with ``weights``, which it frees at the end."""
     empty = {name: value for name, value in module.state_dict().items() if name in weights}
     try:
         module.load_state_dict(weights, strict=False, assign=True)
@@ -396,48 +384,6 @@ def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         module.load_state_dict(empty, strict=False, assign=True)
-
-
-def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
-
-    Raises:
-        UnsupportedModelError: it is not a decoder only.
-        CheckpointError: transformers refuses the configuration.
-    """
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        if config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
-                "are a decoder only"
-            )
-        with init_empty_weights(include_buffers=False):
-            # One expert after the other: the other ways of running them sort tokens into one large product.
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
-            assert isinstance(model, PreTrainedModel)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # transformers checks some values and stumbles over others
-        reason = " ".join(str(error).split()) or type(error).__name__
-        reason = reason.split(" Model type should be one of ")[0]  # and all of them
-        raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
-    model.eval().requires_grad_(False)
-    return model
-
-
-def _block_list(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
-    """(path, decoder blocks): the first list under the decoder that is as long as the model is deep."""
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    decoder = {id(module) for module in model.get_decoder().modules()}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth and id(module) in decoder:
-            return path, module
-    raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")
-
-
-def _parent(model: PreTrainedModel, path: str) -> nn.Module:
-    return model.get_submodule(path.rpartition(".")[0])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CalibrationError, UsageError
-from niwaki.models.text_sources import _data_set, _described, _is_file, _pieces, read_text
+from niwaki.models.text_sources import describe_source, find_data_set, is_file, read_pieces, read_text
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def read_windows(
         ids = _encode(tokenizer, read_text(source))
         wanted = len(ids) // length
         which = "all windows"
-        most = None if _is_file(source) else _data_set(source).windows
+        most = None if is_file(source) else find_data_set(source).windows
         if most is not None and wanted > most:
             wanted, which = most, "first windows"
         which += f", {len(ids) - wanted * length:,} tokens behind them left out"
@@ -127,11 +127,11 @@ def read_windows(
     else:
         wanted = count + spare
         if order == "random":
-            stream = _pieces(source)
-            limit = None if _is_file(source) else wanted * _RANDOM_POOL
+            stream = read_pieces(source)
+            limit = None if is_file(source) else wanted * _RANDOM_POOL
             ids = _random_windows(stream, tokenizer, length, wanted, limit, seed)
         else:
-            ids = _first_tokens(_pieces(source), tokenizer, wanted * length)
+            ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
     got = min(wanted, len(ids) // length)
     if got < count:
         if order == "random":
@@ -142,7 +142,7 @@ def read_windows(
             f"{len(ids)}, {missing} are missing; give more text, fewer samples or a shorter sequence length"
         )
     tokens = torch.tensor(ids[: got * length], dtype=torch.int64).view(got, length)
-    origin = f"{_described(source)}; one text, no special tokens (no BOS); {which}"
+    origin = f"{describe_source(source)}; one text, no special tokens (no BOS); {which}"
     return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0, origin)
 
 

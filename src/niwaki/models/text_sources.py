@@ -1,4 +1,4 @@
-"""Where text is from: files, data sets, excerpts that ship with niwaki."""
+"""Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.models.text`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class DataSet:
         split: Which part.
         files: Which of its files; None for all of the split.
         revision: Of the repository, if not its main one.
-        field: Of each row, that has a text.
-        separator: Goes between two rows.
-        rows: The first so many; None for all.
-        windows: As many are measured on where nobody says how many; None for all.
+        field: The field of each row that has the text.
+        separator: Between two rows.
+        rows: Only the first N; None for all.
+        windows: Number of windows that are measured on by default; None for all.
     """
 
     repository: str
@@ -49,7 +49,7 @@ class DataSet:
         return ", ".join(filter(None, [*parts, f"{rows} joined by {self.separator!r}"]))
 
 
-#: Short names, for the texts that the SparseGPT and Wanda papers calibrate and measure on, as they do.
+#: Short names for the texts that the SparseGPT and Wanda papers calibrate and measure on.
 DATASETS = {
     "c4": DataSet("allenai/c4", files="en/c4-train.00000-of-01024.json.gz"),
     "c4-validation": DataSet(
@@ -72,63 +72,57 @@ DATASETS = {
     "wikitext2-train": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
 }
 
-
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 
-
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-
-
 _JOINT = "\n\n"  # between the texts of a JSONL file
-
-
 _PIECE = 1 << 20  # characters read at a time
 
 
 def read_text(source: str) -> str:
-    """All of a text, see the module's docstring.
+    """All of a text.
 
     Raises:
-        CalibrationError: it cannot be had.
+        CalibrationError: it is not available.
     """
-    return "".join(_pieces(source))
+    return "".join(read_pieces(source))
 
 
-def _described(source: str) -> str:
+def describe_source(source: str) -> str:
     """What text ``source`` is, in words."""
-    if not _is_file(source):
-        return str(_data_set(source))
+    if not is_file(source):
+        return str(find_data_set(source))
     path = Path(source).expanduser()
     if source in EXCERPTS and not path.exists():
         return f"the excerpt {source} that ships with niwaki"
     return f"{source}, texts joined by {_JOINT!r}" if {".jsonl", ".json"} & set(path.suffixes) else source
 
 
-def _is_file(source: str) -> bool:
+def is_file(source: str) -> bool:
+    """Whether ``source`` is a file, or an excerpt, and not a data set."""
     return source in EXCERPTS or Path(source).expanduser().is_file()
 
 
-def _pieces(source: str) -> Iterator[str]:
+def read_pieces(source: str) -> Iterator[str]:
     """The text in pieces that join to the whole."""
     path = Path(source).expanduser()
     if source in EXCERPTS and not path.exists():
         path = Path(str(files("niwaki"))) / "data" / EXCERPTS[source]
-    if path.is_file():
-        suffixes = path.suffixes
-        opener = _OPENERS.get(suffixes[-1] if suffixes else "", open)
-        kind = suffixes[-2] if opener is not open and len(suffixes) > 1 else path.suffix
-        try:
-            with opener(path, "rt", encoding="utf-8") as file:
-                if kind in {".jsonl", ".json"}:
-                    yield from _joined(_json_texts(file, path), _JOINT)
-                else:
-                    while piece := file.read(_PIECE):
-                        yield piece
-        except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-            raise CalibrationError(f"{source} cannot be read as UTF-8 text: {error}") from error
-    else:
+    if not path.is_file():
         yield from _dataset_texts(source)
+        return
+    opener = _OPENERS.get(path.suffix, open)
+    kind = path.suffixes[-2] if opener is not open and len(path.suffixes) > 1 else path.suffix
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            if kind in {".jsonl", ".json"}:
+                yield from _joined(_json_texts(file, path), _JOINT)
+            else:
+                while piece := file.read(_PIECE):
+                    yield piece
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {error}") from error
 
 
 def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
@@ -151,7 +145,7 @@ def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
             yield separator + text
 
 
-def _data_set(source: str) -> DataSet:
+def find_data_set(source: str) -> DataSet:
     """``source`` is a short name, or repository[:configuration[:split]], or a directory of a data set."""
     if source in DATASETS:
         return DATASETS[source]
@@ -161,7 +155,7 @@ def _data_set(source: str) -> DataSet:
 
 def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
-    wanted = _data_set(source)
+    wanted = find_data_set(source)
     if (
         source not in DATASETS
         and not Path(source).expanduser().is_dir()
@@ -172,7 +166,7 @@ def _dataset_texts(source: str) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise CalibrationError(
-            f"{source} is no file, and data sets need an extra: pip install 'niwaki[datasets]'"
+            f"{source} is not a file, and data sets need an extra: pip install 'niwaki[datasets]'"
         ) from error
     try:
         rows = iter(
@@ -188,13 +182,12 @@ def _dataset_texts(source: str) -> Iterator[str]:
         first = next(rows, None)
         if first is not None and wanted.field not in first:
             raise CalibrationError(f"the data set {source} has no field {wanted.field!r}, only {', '.join(first)}")
-        known = [] if first is None else [first]
-        chosen = itertools.islice(itertools.chain(known, rows), wanted.rows)
+        chosen = itertools.islice(itertools.chain([] if first is None else [first], rows), wanted.rows)
         yield from _joined((row[wanted.field] for row in chosen), wanted.separator)
     except CalibrationError:
         raise
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
         raise CalibrationError(
-            f"the data set {source} could not be had ({first_line(error)}); give a text file instead, or "
+            f"the data set {source} is not available ({first_line(error)}); give a text file instead, or "
             "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error

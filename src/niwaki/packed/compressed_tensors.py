@@ -10,21 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.errors import UnsupportedModelError, UsageError
-from niwaki.files import output_errors, write_json
+from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
-from niwaki.models.output import check_output, fingerprint, workplace
+from niwaki.models.model_card import rewrite_notes
+from niwaki.models.output import carry_over, check_output, new_directory
 from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
+from niwaki.records.record import Record
 
-#: For the record and the model card, in the place of the note that they are not packed.
+#: The note that replaces the one that weights are not packed.
 _PACKED = (
     "weights are packed integers in the format `pack-quantized` of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
-#: What programs that compute with packed weights have kernels for.
+#: The numbers of bits that kernels of other programs take.
 _BITS = (4, 8)
 
 
@@ -32,15 +34,15 @@ def export(model: str | Path, out: str | Path) -> None:
     """Writes the model in directory ``model``, whose weights ``prune`` put on a grid, with packed weights to ``out``.
 
     Each matrix becomes three tensors: ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and
-    ``weight_shape``; all else is copied. In transformers it loads where the library compressed-tensors is installed.
+    ``weight_shape``; all else is copied. Transformers loads it if the library compressed-tensors is installed.
 
     Args:
         model: A directory that ``prune(..., quantize=...)`` wrote.
         out: A directory that does not exist or is empty.
 
     Raises:
-        OutputError: weights are not on their grid any more.
-        UsageError: there is no grid, or one of other than 4 or 8 bits.
+        OutputError: weights are not on their grid any more, or a file cannot be written.
+        UsageError: the weights are not on a grid, or it has other than 4 or 8 bits.
         UnsupportedModelError: a matrix is not the weight of a linear layer of its own, with the same name in the files.
         NiwakiError: see :mod:`niwaki.errors`.
     """
@@ -56,19 +58,15 @@ def export(model: str | Path, out: str | Path) -> None:
     streamed = StreamedModel(checkpoint, "cpu")
     if "blocks" in pruning:
         streamed.limit(range(*pruning["blocks"]))
-    packed = {matrix.key: matrix for matrix in streamed.matrices()}
+    matrices = {matrix.key: matrix for matrix in streamed.matrices()}
     verify_grid(path, streamed.matrices(), grid)
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
-    with workplace(target, {"export": fingerprint(checkpoint)}, resume=False) as place:
-        if not place.journal.complete:
-            place.clear([])
-            place.carry_over(checkpoint)
-            _write(checkpoint, packed, grid, place.directory)
-            for name in ("niwaki.json", "README.md"):
-                _correct(place.directory / name, stored_as_usual(grid))
-            write_json(place.directory / "config.json", json.dumps(config, indent=2) + "\n")
-            place.save(complete=True)
-        place.move()
+    with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
+        if directory:
+            carry_over(checkpoint, directory)
+            _write(checkpoint, matrices, grid, directory)
+            _note(directory, stored_as_usual(grid))
+            write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:
@@ -80,27 +78,30 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
 
 
-def _write(checkpoint: Checkpoint, packed: dict[str, Matrix], grid: Grid, directory: Path) -> None:
-    """The shards, each with the tensors that took the place of its own, and their index."""
+def _write(checkpoint: Checkpoint, matrices: dict[str, Matrix], grid: Grid, directory: Path) -> None:
+    """Writes the shards, in which three tensors replace each of ``matrices``, and their index."""
     shards = Shards(directory)
     for shard in checkpoint.shards:
         tensors: dict[str, Tensor] = {}
         for key, entry in checkpoint.entries.items():
             if entry.shard == shard:
                 W = checkpoint.read(key)
-                tensors |= _parts(checkpoint.path, packed[key], W, grid) if key in packed else {key: W}
+                tensors |= _packed(checkpoint.path, matrices[key], W, grid) if key in matrices else {key: W}
         shards.write(shard, tensors)
     shards.finish()
 
 
-def _correct(file: Path, note: str) -> None:
-    """Puts ``_PACKED`` where ``note`` is."""
-    with output_errors(file.parent):
-        if file.is_file():
-            file.write_bytes(file.read_bytes().replace(note.encode(), _PACKED.encode()))
+def _note(directory: Path, old: str) -> None:
+    """Replaces the note ``old`` in the record and on the model card by ``_PACKED``."""
+    file = directory / "niwaki.json"
+    if file.is_file():
+        record = Record.load(file)
+        record.notes = [_PACKED if note == old else note for note in record.notes]
+        record.save(file)
+        rewrite_notes(directory, record)
 
 
-def _parts(path: Path, matrix: Matrix, W: Tensor, grid: Grid) -> dict[str, Tensor]:
+def _packed(path: Path, matrix: Matrix, W: Tensor, grid: Grid) -> dict[str, Tensor]:
     scales = read_scales(path, matrix)
     return {
         f"{matrix.key}_packed": packed_integers(grid.codes(W.float(), scales.float()), grid.bits),

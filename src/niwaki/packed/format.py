@@ -1,7 +1,6 @@
 """The files of a packed model: ``packed.json`` and safetensors; docs/format.md describes them.
 
-Everything that is read is checked against a digest before it is used, so that a damaged file is an error and not
-another model.
+Everything is checked against a digest before it is used, so that a damaged file is an error and not another model.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
 INDEX = "packed.json"
 FORMAT, VERSION = "niwaki-packed", 1
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -33,27 +36,27 @@ class Stored:
         file: The safetensors file that it is in.
         dtype: Safetensors' name of its dtype.
         shape: Its shape.
-        packed: Whether it is there as a mask and values, or as it is.
-        transposed: Whether the rows that are packed run along its last dimension but one, and not the last.
-        count: Values that are not zero, of a packed one.
+        packed: Whether it is stored as a mask and values, or as it is.
+        transposed: Whether the packed rows run along its last dimension but one, and not the last.
+        count: The number of non-zero values if packed.
         groups: Scales for each row, if its values are whole numbers of 8 bits; 0 otherwise.
-        sha256: Of its bytes in the file, of mask, scales and values in this order.
+        sha256: The digest of its bytes in the file: of mask, scales and values in this order.
     """
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Number, ...]
     packed: bool
     transposed: bool
-    count: int
-    groups: int
+    count: Number
+    groups: Number
     sha256: str
 
-    def parts(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """By their keys in the file, (dtype, shape) of the tensors that it is stored as, in the order of its digest."""
+    def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of the tensors that it is stored as, by their keys in the file, in the order of its digest."""
         if not self.packed:
             return {key: (self.dtype, self.shape)}
-        rows, columns = self.rows
+        rows, columns = self.matrix_shape
         scales = {f"{key}.scales": ("F32", (rows, self.groups))} if self.groups else {}
         values = "I8" if self.groups else self.dtype
         return {
@@ -63,7 +66,7 @@ class Stored:
         }
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def matrix_shape(self) -> tuple[int, int]:
         """(rows, columns) of the packed matrix."""
         *outer, last = self.shape
         if self.transposed:
@@ -77,9 +80,9 @@ class Shard:
 
     Attributes:
         name: Its path in the model's directory.
-        header: Its header, as text, so that it can be had back byte for byte.
-        keys: Of its tensors, in the order in which they follow the header.
-        sha256: Of all of it.
+        header: The text of its header.
+        keys: The keys of its tensors, in the order of their bytes.
+        sha256: The digest of the file.
     """
 
     name: str
@@ -94,9 +97,9 @@ class Index:
 
     Attributes:
         config: The text of the dense checkpoint's ``config.json``.
-        index: Likewise of ``model.safetensors.index.json``; empty if there is none.
-        shards: The files of the dense checkpoint.
-        tensors: By key, its tensors.
+        index: That of its ``model.safetensors.index.json``; empty if there is none.
+        shards: Its files.
+        tensors: Its tensors by key.
     """
 
     config: str
@@ -125,57 +128,35 @@ class Index:
         path = directory / INDEX
         try:
             values = json.loads(path.read_bytes())
-            found = values.pop("sha256", None) if isinstance(values, dict) else None
+            digest = values.pop("sha256", None) if isinstance(values, dict) else None
             if not isinstance(values, dict) or values.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
-            if found != digest_of(values):
+            if digest != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
             if values["version"] != VERSION:
                 raise CheckpointError(
                     f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
                     "install a later one"
                 )
-            index = cls(
-                values["config"],
-                values["index"],
-                [Shard(**shard) for shard in values["shards"]],
-                {
-                    key: Stored(**{**stored, "shape": tuple(stored["shape"])})
-                    for key, stored in values["tensors"].items()
-                },
-            )
+            index = msgspec.convert(values, cls)
             index.check()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return index
 
     def check(self) -> None:
-        """Raises ValueError where it cannot be an index, though nobody has damaged it."""
-        texts = [self.config, self.index]
-        names = [stored.file for stored in self.tensors.values()]
-        numbers: list[Any] = []
-        for shard in self.shards:
-            texts += [shard.header, shard.sha256, *shard.keys]
-            names.append(shard.name)
-        for stored in self.tensors.values():
-            texts.append(stored.sha256)
-            numbers += [stored.count, stored.groups, *stored.shape]
-        if not all(type(text) is str for text in [*texts, *names]):
-            raise ValueError("a text is none")
-        if not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
-            raise ValueError("a number is none")
-        for name in {*names}:
+        """Raises ValueError where it is not valid; anybody can write a digest."""
+        for name in {tensor.file for tensor in self.tensors.values()} | {shard.name for shard in self.shards}:
             # A path could name any file of the machine, to read or to write.
             if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name or len(name) > 200:
                 raise ValueError(f"it names a file that cannot be one of weights: {name!r}")
         for key, stored in self.tensors.items():
             if stored.dtype not in DTYPES or (stored.packed and len(stored.shape) < 2):
                 raise ValueError(f"{key!r} cannot be {stored.dtype} {stored.shape}")
-        keys = [key for shard in self.shards for key in shard.keys]
-        if sorted(keys) != sorted(self.tensors):
+        if sorted(key for shard in self.shards for key in shard.keys) != sorted(self.tensors):
             raise ValueError("its files do not have its tensors")
         if not isinstance(json.loads(self.config), dict):
-            raise ValueError("its config.json is none")
+            raise ValueError("its config.json is not an object")
 
 
 class PackedCheckpoint(Checkpoint):
@@ -198,27 +179,19 @@ class PackedCheckpoint(Checkpoint):
             )
         tensors = self.index.tensors
         self.shards = sorted({stored.file for stored in tensors.values()})
-        self._parts: dict[str, Entry] = {}
+        self._components: dict[str, Entry] = {}
         for file in self.shards:
             if not (path / file).exists():
                 raise CheckpointError(f"{path} lacks the file {file}; is the download complete?")
-            for key, entry in read_header(path / file).items():
-                self._parts[key] = entry
-        #: Of the dense tensors; where they begin is unknown.
-        self.entries = {
-            key: Entry(
-                stored.file,
-                stored.dtype,
-                stored.shape,
-                0,
-                math.prod(stored.shape) * DTYPES[stored.dtype].itemsize,
-            )
-            for key, stored in tensors.items()
-        }
+            self._components |= read_header(path / file)
+        #: The dense tensors; where they begin is unknown.
+        self.entries: dict[str, Entry] = {}
         for key, stored in tensors.items():
-            for name, (dtype, shape) in stored.parts(key).items():
-                there = self._parts.get(name)
-                if there is None or (there.shard, there.dtype, there.shape) != (stored.file, dtype, shape):
+            size = math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+            self.entries[key] = Entry(stored.file, stored.dtype, stored.shape, 0, size)
+            for name, (dtype, shape) in stored.components(key).items():
+                entry = self._components.get(name)
+                if entry is None or (entry.shard, entry.dtype, entry.shape) != (stored.file, dtype, shape):
                     raise CheckpointError(f"{path / stored.file} is damaged: {name!r} should be there, {dtype} {shape}")
 
     def read(self, key: str, part: int | None = None) -> Tensor:
@@ -226,11 +199,11 @@ class PackedCheckpoint(Checkpoint):
         if key not in self.index.tensors:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         stored = self.index.tensors[key]
-        value = dense(self.packed(key), stored) if stored.packed else self.parts(key)[0]
+        value = dense(self.packed(key), stored) if stored.packed else self.components(key)[0]
         return value if part is None else value[part]
 
     def is_packed(self, key: str) -> bool:
-        """Whether the tensor is there without its zeros."""
+        """Whether the tensor is stored without its zeros."""
         return self.index.tensors[key].packed
 
     def packed(self, key: str) -> PackedMatrix:
@@ -240,32 +213,26 @@ class PackedCheckpoint(Checkpoint):
             CheckpointError: it is damaged.
         """
         stored = self.index.tensors[key]
-        mask, *scales, values = self.parts(key)
-        _, columns = stored.rows
+        mask, *scales, values = self.components(key)
+        _, columns = stored.matrix_shape
         return unpacked(mask, values, columns, DTYPES[stored.dtype], scales[0] if scales else None)
 
-    def parts(self, key: str) -> list[Tensor]:
-        """The tensors that it is stored as, in the order of :meth:`Stored.parts`.
+    def components(self, key: str) -> list[Tensor]:
+        """The tensors that it is stored as, in the order of :meth:`Stored.components`.
 
         Raises:
             CheckpointError: they are damaged.
         """
         stored = self.index.tensors[key]
-        digest = hashlib.sha256()
-        found = []
-        for name in stored.parts(key):
-            value = read_tensor(self.path / stored.file, name, self._parts[name])
-            digest.update(raw(value))
-            found.append(value)
-        if digest.hexdigest() != stored.sha256:
-            raise CheckpointError(
-                f"{self.path / stored.file} is damaged: {key!r} is not what was written; download it again"
-            )
-        return found
+        file = self.path / stored.file
+        tensors = [read_tensor(file, name, self._components[name]) for name in stored.components(key)]
+        if content_digest(tensors) != stored.sha256:
+            raise CheckpointError(f"{file} is damaged: {key!r} is not what was written; download it again")
+        return tensors
 
 
 def marked(config: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of a packed model; who does not know the format stops at a quantisation that nobody else has."""
+    """``config.json`` of a packed model: other libraries stop at a quantisation that they do not know."""
     return {**config, "quantization_config": {"quant_method": FORMAT, "version": VERSION}}
 
 
@@ -280,16 +247,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def dense(W: PackedMatrix, stored: Stored) -> Tensor:
     """The tensor as the dense checkpoint has it."""
-    rows = expand(W)
+    matrix = expand(W)
     if not stored.transposed:
-        return rows.view(stored.shape)
+        return matrix.view(stored.shape)
     *outer, last_but_one, last = stored.shape
-    return rows.view(*outer, last, last_but_one).transpose(-1, -2).contiguous()
+    return matrix.view(*outer, last, last_but_one).transpose(-1, -2).contiguous()
 
 
 def raw(value: Tensor) -> memoryview:
     """Its bytes."""
     return value.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def content_digest(tensors: Iterable[Tensor]) -> str:
+    """The digest of their bytes, in this order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(raw(tensor))
+    return digest.hexdigest()
 
 
 def digest_of(values: dict[str, Any]) -> str:

@@ -2,35 +2,24 @@
 
 What bounds them
     To generate text, each weight is read once for at most 16 vectors, so the floor is bytes over bandwidth. A dense
-    half-precision weight is 2 bytes; a packed one is 1/8 byte of mask and 2 bytes for each value. So no kernel of this
-    format can be faster than the dense product at the same bandwidth by more than 1.78 at 50 %, 2.76 at 70 % and
-    3.81 at 80 % zeros.
-
-    What keeps a kernel from its floor is decoding: all positions are looked at, also those of zeros. A GPU of 132
-    multiprocessors at 1.75 GHz issues 30 T instructions for single lanes a second; reading 3.35 TB/s at 50 % it gets
-    to 3.0 T positions a second, so that an instruction is only free up to the tenth at a position. With 1 TB/s, 128
-    multiprocessors and 2.5 GHz it is up to the 46th. So the kernels save instructions:
+    half-precision weight is 2 bytes; a packed one is 1/8 byte of mask and 2 bytes for each value: at most 1.78 times
+    as fast as the dense product at 50 % zeros, 2.76 at 70 % and 3.81 at 80 %. What keeps a kernel from its floor is
+    decoding, because all positions are looked at, also those of zeros. So the kernels save instructions:
 
     * A word of the mask is 32 columns. Where a column's value is follows from a count of the ones before it: in the
       words before by one scan over the words of a step, in the word by a population count of the bits below.
     * Two columns share a lane, their count and their address: the value of the second is the first or the second one
       at that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
-    * What is behind a zero is read as well and not used: there are always values behind the last one (PADDING), and a
-      load without a condition is cheaper than one with it.
-    * Nothing is added up over lanes, and nothing goes through shared memory but the words' counts, before a row ends.
+    * A load without a condition is cheaper: after a zero the next value is read and not used, and there are always
+      values after the last one (PADDING).
+    * Nothing is added up over lanes, and nothing but the words' counts goes through shared memory, before a row ends.
     * The words of the next step are read before this one is computed.
 
 Two kernels
     For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 the decoded values of 16 rows go to
-    the tensor cores, which add up in float32 too; that takes W and x in the same half precision. What is not, is
-    computed by the first one, 2 vectors at a time.
-
-    A lane has 32 positions in flight in the first kernel, 64 in the second: with 8 to 32 warps on a multiprocessor
-    these are the 8 to 32 KB that it takes to hide the time that memory takes to answer.
-
-    As Triton 3.9 compiles them for sm_90, the loop of the first kernel has 11.3 instructions for a position (9.9 for
-    four rows at a time), that of the second 13.3; with a column for each lane it was 16.5. Nothing was timed: see
-    docs/packed.md.
+    the tensor cores, which add up in float32 too; that takes W and x in the same half precision. Everything else is
+    computed by the first one, 2 vectors at a time. A lane has 32 positions in flight in the first kernel, 64 in the
+    second, enough to hide the latency of memory. Their instructions are counted in docs/packed.md.
 """
 
 from __future__ import annotations
@@ -179,7 +168,7 @@ def _by_lanes(
     word = tl.arange(0, WORDS)
     column = tl.reshape(tl.arange(0, WORDS * 32), (WORDS, 16, 2))[None]
     vector = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
-    # Behind the last vector the last one is taken again, and not stored.
+    # After the last vector the last one is taken again, and not stored.
     inputs = x + tl.minimum(vector, vectors - 1)[:, None, None, None] * columns + column
     sums = tl.zeros((BATCH, ROWS, WORDS, 16), tl.float32)
     bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from niwaki.packed.matrix import PackedMatrix
 
-#: Numbers of a matrix that are unpacked at a time where products cannot read it as it is: a tile stays in the cache.
+#: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -41,7 +41,7 @@ _NAMES = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The native library, or None where it was not built."""
-    # The import system knows where the installation put it. It is no module: it depends on no version of Python.
+    # The import system knows where the installation put it. It is not a module and works with any version of Python.
     try:
         spec = importlib.util.find_spec("niwaki._kernels")
         if spec is None or not isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
@@ -56,30 +56,30 @@ def open_library(path: str) -> ctypes.CDLL:
 
     Raises:
         OSError: it cannot be loaded.
-        AttributeError: it is another one.
+        AttributeError: it is another library.
     """
-    found = ctypes.CDLL(path)
-    found.niwaki_best_path.restype = _INT
-    found.niwaki_multiply.argtypes = [
+    native = ctypes.CDLL(path)
+    native.niwaki_best_path.restype = _INT
+    native.niwaki_multiply.argtypes = [
         *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE),
         *(_POINTER, _INT, _SIZE, _POINTER, _INT),
     ]
-    found.niwaki_multiply.restype = None
-    found.niwaki_expand.argtypes = [
+    native.niwaki_multiply.restype = None
+    native.niwaki_expand.argtypes = [
         *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT),
     ]
-    found.niwaki_expand.restype = None
-    return found
+    native.niwaki_expand.restype = None
+    return native
 
 
 def best_path() -> Path | None:
-    """What the native library uses on this machine; None where there is no library."""
+    """What the native library uses on this machine; None without a library."""
     native = library()
     return None if native is None else Path(native.niwaki_best_path())
 
 
 def describe() -> str:
-    """Which kernels there are, for people."""
+    """Which kernels are used, in words."""
     path = best_path()
     if path is None:
         return (
@@ -93,12 +93,12 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
     """(n, rows) float32: x W^T for x (n, columns) on the CPU, added up in float32. Reads W as it is.
 
     Args:
-        W: Of bfloat16, float16 or float32, or with scales; on the CPU.
-        x: Of any float dtype.
-        path: Which instructions to use, at most; by default the best ones here.
+        W: In bfloat16, float16 or float32, or with scales; on the CPU.
+        x: Any float dtype.
+        path: The best instructions to use; by default the best of this machine.
 
     Raises:
-        RuntimeError: there is no native library, or a tensor is not on the CPU or not of the dtype that it should be.
+        RuntimeError: there is no native library, or a tensor has another device, dtype or shape.
     """
     native = library()
     if native is None:
@@ -137,9 +137,11 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     """(last - first, columns): rows of W as they were, bit for bit, on the device of W.
 
     Raises:
-        RuntimeError: a tensor of W is not of the dtype that it should be.
+        RuntimeError: W has no such rows, or a tensor of another dtype.
     """
     last = W.shape[0] if last is None else last
+    if not 0 <= first <= last <= W.shape[0]:
+        raise RuntimeError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")
     native = library() if W.mask.device.type == "cpu" else None
     if native is None:
         raw = _expanded(W, first, last)
@@ -167,13 +169,13 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
 
 
 def _check(W: PackedMatrix) -> None:
-    """The library reads what it is given: better an error than whatever lies there."""
-    wanted = [(W.mask, (torch.uint8,)), (W.values, _DTYPES), (W.starts, (torch.int64,))]
-    if W.scales is not None:
-        wanted.append((W.scales, (torch.float32,)))
-    for tensor, dtypes in wanted:
-        if tensor.device.type != "cpu" or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise RuntimeError(f"a packed matrix has a part in {tensor.dtype} on {tensor.device}; load the model again")
+    """The library reads whatever lies where a pointer says: only these tensors reach it."""
+    dtypes = {"mask": (torch.uint8,), "values": _DTYPES, "starts": (torch.int64,), "scales": (torch.float32,)}
+    for name, tensor in W.components.items():
+        if tensor.device.type != "cpu" or tensor.dtype not in dtypes[name] or not tensor.is_contiguous():
+            raise RuntimeError(
+                f"a packed matrix has its {name} in {tensor.dtype} on {tensor.device}; load the model again"
+            )
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
@@ -183,15 +185,15 @@ def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
     dtype = x.dtype
     if x.device.type == "cpu" and dtype == torch.bfloat16 and best_path() != Path.AVX512_BF16:
         x = x.to(torch.float32)  # products in bfloat16 take longer without instructions for them
-    parts = [linear(x, expand(W, at, min(at + rows, W.shape[0])).to(x.dtype)) for at in tiles]
-    return torch.cat(parts, dim=1).to(dtype)
+    products = [linear(x, expand(W, at, min(at + rows, W.shape[0])).to(x.dtype)) for at in tiles]
+    return torch.cat(products, dim=1).to(dtype)
 
 
 def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
     """As the native library does it, by operations that all devices have."""
     shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
     bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1
-    kept = bits.flatten(1)[:, : W.columns].bool()
-    raw = torch.zeros(kept.shape, dtype=W.values.dtype, device=W.mask.device)
-    raw[kept] = W.values[int(W.starts[first]) : int(W.starts[last])]
+    nonzero = bits.flatten(1)[:, : W.columns].bool()
+    raw = torch.zeros(nonzero.shape, dtype=W.values.dtype, device=W.mask.device)
+    raw[nonzero] = W.values[int(W.starts[first]) : int(W.starts[last])]
     return raw

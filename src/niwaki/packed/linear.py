@@ -11,20 +11,18 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from niwaki.packed import kernels
-from niwaki.packed.matrix import PackedMatrix
+from niwaki.packed.matrix import COMPONENTS, PackedMatrix
 
-#: Vectors up to which a product reads the packed matrix as it is, by the kind of device. With more of them unpacking
-#: it once for all is cheaper (docs/packed.md).
+#: The most vectors for which a product reads the packed matrix as it is, by the kind of device. With more, unpacking it
+#: once for all is cheaper (docs/packed.md).
 DIRECT = {"cpu": 32, "cuda": 16}
-
-_PARTS = ("mask", "values", "starts", "scales")
 
 
 class SparseLinear(nn.Module):
     """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
 
-    Few vectors are multiplied with W as it is, by the native kernels or on a GPU by Triton's, added up in float32; for
-    more of them, and where there are no such kernels, some rows of W at a time are unpacked and multiplied by torch.
+    Few vectors are multiplied with W as it is, by the native kernels or on a GPU by Triton's, added up in float32. For
+    more vectors, and without such kernels, some rows of W at a time are unpacked and multiplied by torch.
 
     Args:
         weight: W, (out_features, in_features).
@@ -42,7 +40,7 @@ class SparseLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._dtype, self._transposed = weight.dtype, transposed
-        for name in _PARTS:
+        for name in COMPONENTS:
             self.register_buffer(name, getattr(weight, name), persistent=False)
         self.register_parameter("bias", bias)
 
@@ -50,7 +48,7 @@ class SparseLinear(nn.Module):
     def packed(self) -> PackedMatrix:
         """W."""
         # Attributes of modules are slow to find.
-        mask, values, starts, scales = (cast("Tensor", self._buffers[name]) for name in _PARTS)
+        mask, values, starts, scales = (cast("Tensor", self._buffers[name]) for name in COMPONENTS)
         return PackedMatrix(mask, values, self.in_features, self._dtype, starts, scales)
 
     def _dense(self) -> Tensor:
@@ -59,10 +57,10 @@ class SparseLinear(nn.Module):
         return W.T.contiguous() if self._transposed else W
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
-        # Other dtypes are for what is computed with, and not for the packed values; they only move.
-        kept = {name: getattr(self, name) for name in _PARTS if getattr(self, name) is not None}
+        # A change of dtype is for what is computed with: packed values only move to another device.
+        before = self.packed.components
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, value in kept.items():
+        for name, value in before.items():
             setattr(self, name, value.to(getattr(self, name).device))
         return self
 
@@ -89,7 +87,7 @@ class SparseLinear(nn.Module):
         """(..., in_features) to (..., out_features), in the dtype of x.
 
         Raises:
-            RuntimeError: W is on another device, x is no float tensor, or this is to be traced.
+            RuntimeError: W is on another device, x is not a float tensor, or this is to be traced.
         """
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError("layers with packed weights cannot be traced; unpack the model for that")
@@ -115,7 +113,7 @@ class SparseLinear(nn.Module):
 
 
 def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
-    """(n, rows) in the dtype of x (n, columns): x W^T, by what a kind of device has for so many vectors."""
+    """(n, rows) in the dtype of x (n, columns): x W^T, by what a kind of device has for n vectors."""
     derived = (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
     if not 0 < len(x) <= DIRECT.get(device, 0) or derived or torch.float64 in (W.dtype, x.dtype):
         return kernels.multiply_by_tiles(W, x)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import mmap
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import stored_dtype
@@ -15,12 +18,15 @@ from niwaki.packed import kernels
 from niwaki.packed import two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
-from niwaki.packed.pages import in_large_pages
+from niwaki.packed.matrix import PackedMatrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
+
+#: Bytes of a large page on x86-64 and most others.
+_PAGE = 1 << 21
 
 
 def load(
@@ -29,25 +35,25 @@ def load(
     """A model of transformers, ready to generate text, with weights that stay packed in memory.
 
     Linear layers whose weights are packed become :class:`SparseLinear`; other packed tensors (experts in one tensor)
-    are unpacked. Of a dense directory nothing is packed.
+    are unpacked. A dense directory loads as it is.
 
     Args:
-        model: What ``niwaki pack`` wrote, or any model directory or hub id.
+        model: A directory that ``niwaki pack`` wrote, or any model directory or hub id.
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What is computed in: "float32", "bfloat16", "float16", or one of torch's; "auto" is the checkpoint's
             own, but float32 for float16 on a CPU. Packed weights stay as they are.
         two_four: On a GPU, linear layers whose weights have the pattern 2:4 become torch's semi-structured ones, and
-            nothing stays packed. While it is read the model takes as much memory as the dense one.
+            nothing stays packed. Loading takes as much memory as the dense model.
 
     Raises:
         UsageError: ``two_four`` without a GPU, not in half precision, or of a model without the pattern.
         CheckpointError: it is damaged or incomplete.
-        UnsupportedModelError: it is of a kind that niwaki does not know.
+        UnsupportedModelError: niwaki does not know this kind of model.
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
     dtype = str(dtype).removeprefix("torch.")
-    # Elsewhere blocks run on much text at a time, in float32 on a CPU; here weights are read for a few vectors, and
-    # in half the bytes in half the time.
+    # Elsewhere blocks run on much text at a time, in float32 on a CPU. Here weights are read for a few vectors, which
+    # takes half the time in half the bytes.
     if dtype == "auto" and stored_dtype(checkpoint) == torch.bfloat16:
         dtype = "bfloat16"
     streamed = StreamedModel(checkpoint, device, dtype)
@@ -62,7 +68,7 @@ def load(
     if packed and streamed.device.type == "cpu" and kernels.library() is None:
         _log.warning("packed weights are computed with by %s", kernels.describe())
     whole = streamed.load(skip=[matrix.key for matrix in packed])
-    # It is no sign of the model in memory, which can be saved like any other.
+    # The model in memory has no such quantisation and can be saved like any other.
     vars(whole.config).pop("quantization_config", None)
     for matrix in packed:
         parent, _, name = matrix.name.rpartition(".")
@@ -71,3 +77,27 @@ def load(
         weight = in_large_pages(weight) if streamed.device.type == "cpu" else weight.to(streamed.device)
         setattr(inside, name, SparseLinear(weight, getattr(inside, name).bias, matrix.transposed))
     return whole
+
+
+def in_large_pages(W: PackedMatrix) -> PackedMatrix:
+    """``W``, on the CPU, with mask and values in memory for which the system is asked for large pages.
+
+    In small pages a stream of weights needs thousands of look-ups, each of which stops the hardware's reading ahead
+    (docs/log.md). Small tensors stay where they are, and so does everything on systems other than Linux.
+    """
+    return replace(W, mask=_moved(W.mask), values=_moved(W.values))
+
+
+def _moved(value: Tensor) -> Tensor:
+    if value.nbytes < 2 * _PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return value
+    try:
+        # One page more, to begin where one does; what is not written to takes no memory.
+        memory = mmap.mmap(-1, value.nbytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        begin = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _PAGE
+        # Only whole ones: with the padding, half of 2,048 x 2,048 numbers would take 6 MiB for 4.
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, value.nbytes // _PAGE * _PAGE)
+    except OSError:  # a system without them
+        return value
+    moved = torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=begin)
+    return moved.view(value.shape).copy_(value)

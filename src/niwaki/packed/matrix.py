@@ -13,8 +13,11 @@ from niwaki.errors import CheckpointError
 
 #: Columns whose bits are one word of the mask.
 WORD = 64
-#: Zeros behind the last value, so that whole registers can be read anywhere.
+#: Zeros after the last value, so that whole registers can be read anywhere.
 PADDING = 64
+
+#: The tensors that a packed matrix consists of.
+COMPONENTS = ("mask", "values", "starts", "scales")
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,14 +30,14 @@ class PackedMatrix:
 
     Attributes:
         mask: (rows, stride) uint8: bit j % 8, counted from the lowest, of byte j / 8 says whether column j has a value.
-            Rows are whole words of 64 columns; the bits behind the last column are 0.
+            Rows are whole words of 64 columns; bits after the last column are 0.
         values: (count + PADDING,) those of the first row in the order of columns, of the second, and so on; of W's
             dtype, or int8 with ``scales``. Zeros at the end.
         columns: The number of columns.
+        dtype: The dtype of W.
+        starts: (rows + 1,) int64: where each row's values begin, and where the last one's end.
         scales: (rows, groups) float32. A value is an int8 times the scale of its row and group of columns,
             rounded to ``dtype``.
-        dtype: Of W.
-        starts: (rows + 1,) int64: where each row's values begin, and where the last one's end.
     """
 
     mask: Tensor
@@ -50,44 +53,41 @@ class PackedMatrix:
         return self.mask.shape[0], self.columns
 
     @property
+    def components(self) -> dict[str, Tensor]:
+        """The tensors that it consists of, by name."""
+        return {name: value for name in COMPONENTS if (value := getattr(self, name)) is not None}
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all of it in memory."""
-        parts = (self.mask, self.values, self.starts, self.scales)
-        return sum(part.nbytes for part in parts if part is not None)
+        """Bytes in memory."""
+        return sum(value.nbytes for value in self.components.values())
 
     def to(self, device: torch.device) -> PackedMatrix:
         """The same on another device."""
-        scales = None if self.scales is None else self.scales.to(device)
-        return PackedMatrix(
-            self.mask.to(device),
-            self.values.to(device),
-            self.columns,
-            self.dtype,
-            self.starts.to(device),
-            scales,
-        )
+        moved = {name: value.to(device) for name, value in self.components.items()}
+        return PackedMatrix(columns=self.columns, dtype=self.dtype, **moved)
 
 
 def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> PackedMatrix:
     """``W`` (rows, columns), a float tensor on the CPU, packed.
 
-    With ``codes`` (rows, columns) int8 and ``scales`` (rows, groups) float32 these take the place of its values. They
-    have to give W to the bit, and 0 only where W is.
+    ``codes`` (rows, columns) int8 and ``scales`` (rows, groups) float32 replace its values. They have to give W to the
+    bit, and 0 only where W is 0.
     """
     rows, columns = W.shape
-    kept = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
+    nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
     wide = torch.zeros(rows, stride(columns) * 8, dtype=torch.bool)
-    wide[:, :columns] = kept
+    wide[:, :columns] = nonzero
     mask = torch.from_numpy(np.packbits(wide.numpy(), axis=1, bitorder="little"))
     source = W if codes is None else codes
-    values = torch.cat([source[kept], torch.zeros(PADDING, dtype=source.dtype)])
+    values = torch.cat([source[nonzero], torch.zeros(PADDING, dtype=source.dtype)])
     return PackedMatrix(mask, values, columns, W.dtype, _starts(mask), scales)
 
 
 def unpacked(
     mask: Tensor, values: Tensor, columns: int, dtype: torch.dtype, scales: Tensor | None = None
 ) -> PackedMatrix:
-    """What :func:`pack` made, from its parts.
+    """What :func:`pack` made, from the tensors in a file.
 
     Raises:
         CheckpointError: they contradict each other.
@@ -104,7 +104,7 @@ def unpacked(
     ):
         raise CheckpointError(f"scales for {len(mask)} x {columns} have the shape {tuple(scales.shape)}")
     if columns % WORD and bool(_last_bits(mask, columns).any()):
-        raise CheckpointError(f"a mask has ones behind column {columns}")
+        raise CheckpointError(f"a mask has ones after column {columns}")
     return PackedMatrix(mask, values, columns, dtype, starts, scales)
 
 
@@ -114,7 +114,7 @@ def stride(columns: int) -> int:
 
 
 def groups_fit(columns: int, groups: int) -> bool:
-    """Whether so many scales for a row can be had: one, or one for each so many whole words."""
+    """Whether rows can have this number of scales: one, or one for each run of whole words of equal length."""
     return groups == 1 or (groups > 0 and columns % (groups * WORD) == 0)
 
 

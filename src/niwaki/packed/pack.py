@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import output_errors, write_json
-from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.grid import parse_grid
 from niwaki.models.checkpoint import (
     DTYPES,
     INDEX_NAME,
@@ -26,13 +26,13 @@ from niwaki.models.checkpoint import (
     read_tensor,
 )
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Workplace, check_output, fingerprint, workplace
+from niwaki.models.output import carry_over, check_output, new_directory
 from niwaki.models.scales import FILE as SCALES
 from niwaki.models.scales import read_scales
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
-from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw
+from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, content_digest, dense, marked, raw
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
 from niwaki.packed.matrix import pack as pack_matrix
 from niwaki.records.progress import Progress
@@ -46,11 +46,11 @@ class Sizes:
     """What packing saves, in bytes.
 
     Attributes:
-        matrices: Of the matrices that are packed, before.
-        packed: And afterwards.
-        dense: Of all weights, before.
-        total: And afterwards.
-        negative_zeros: How many of the packed values are -0.0, which other pruners leave: kept, and of no use.
+        matrices: The packed matrices, before.
+        packed: The packed matrices, after.
+        dense: All weights, before.
+        total: All weights, after.
+        negative_zeros: The number of packed values that are -0.0, which other pruners leave: kept, and of no use.
     """
 
     matrices: int = 0
@@ -71,28 +71,28 @@ class Sizes:
         """Those of a packed model, all of which is read and checked against its digests.
 
         Raises:
-            CheckpointError: it is not what was meant to be written.
+            CheckpointError: it is damaged.
         """
-        found = cls()
+        sizes = cls()
         for key, entry in checkpoint.entries.items():
-            parts = checkpoint.parts(key)
-            packed, new = checkpoint.is_packed(key), sum(part.nbytes for part in parts)
-            found = cls(
-                found.matrices + packed * entry.size,
-                found.packed + packed * new,
-                found.dense + entry.size,
-                found.total + new,
-                found.negative_zeros + packed * int((parts[-1][:-PADDING] == 0).sum()),
+            tensors = checkpoint.components(key)
+            packed, size = checkpoint.is_packed(key), sum(tensor.nbytes for tensor in tensors)
+            sizes = cls(
+                sizes.matrices + packed * entry.size,
+                sizes.packed + packed * size,
+                sizes.dense + entry.size,
+                sizes.total + size,
+                sizes.negative_zeros + packed * int((tensors[-1][:-PADDING] == 0).sum()),
             )
-        return found
+        return sizes
 
 
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned model in directory ``model`` to ``out`` without its zeros.
 
-    Each matrix that is smaller so is written as a mask and its values, everything else as it is. Of weights that
-    ``prune(..., quantize=...)`` put on a grid the values are whole numbers of 8 bits, with scales. Every file is put
-    together again in memory and compared with the original before it counts as written.
+    Each matrix that gets smaller is written as a mask and its values, everything else as it is. Values of weights that
+    ``prune(..., quantize=...)`` put on a grid are whole numbers of 8 bits, with scales. Every file is put together
+    again in memory and compared with the original before it counts as written.
 
     Args:
         model: A directory, a hub id, or "demo".
@@ -101,7 +101,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
-        UnsupportedModelError: a weight file has bytes that are no tensor's, or two files have the same one.
+        UnsupportedModelError: a weight file has bytes outside of its tensors, or two files have the same tensor.
         OutputError: it cannot be written.
         NiwakiError: see :mod:`niwaki.errors`.
     """
@@ -110,59 +110,30 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
         raise UsageError(f"{model} is packed already")
     progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = Checkpoint(path)
-    matrices: dict[str, list[Matrix]] = {}
-    for matrix in StreamedModel(checkpoint, "cpu").matrices():
-        matrices.setdefault(matrix.key, []).append(matrix)
-    grid = _grid(checkpoint)
-    headers = {shard: read_header(path / shard) for shard in checkpoint.shards}
-    count = sum(map(len, headers.values()))
+    packer = _Packer(checkpoint, progress)
     sizes: Sizes | None = None
-    with workplace(target, {"pack": fingerprint(checkpoint)}, resume=False) as place:
-        if not place.journal.complete:
-            place.clear([])
-            _carry_over(place, checkpoint)
-            shards: list[Shard] = []
-            tensors: dict[str, Stored] = {}
-            writer = Shards(place.directory)
-            for number, (name, entries) in enumerate(headers.items()):
-                file = f"packed-{number + 1:05d}-of-{len(headers):05d}.safetensors"
-                written: dict[str, Tensor] = {}
-                start = header_bytes(path / name)
-                digest = hashlib.sha256(start)
-                keys = sorted(entries, key=lambda key: entries[key].offset)
-                for key in keys:
-                    value = _read(path, key, entries[key], tensors)
-                    W = _packed(checkpoint, value, matrices.get(key, []), grid)
-                    parts = _parts(value, W)
-                    transposed = W is not None and matrices[key][0].transposed
-                    tensors[key] = _stored(file, entries[key], W, parts, transposed)
-                    written |= dict(zip(tensors[key].parts(key), parts, strict=True))
-                    digest.update(raw(value if W is None else dense(W, tensors[key])))
-                    progress.status("packing, tensor", len(tensors), count)
-                shards.append(Shard(name, start[8:].decode(), keys, digest.hexdigest()))
-                _check_whole(path, shards[-1])
-                writer.write(file, written)
-            _check_names(path, tensors)
+    with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
+        if directory:
+            _carry_over(checkpoint, directory)
             config, index = (_text(path / name) for name in _TEXTS)
-            write_json(place.directory / INDEX, Index(config, index, shards, tensors).to_json())
-            (place.directory / INDEX_NAME).unlink(missing_ok=True)
-            write_json(place.directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
-            sizes = Sizes.of(PackedCheckpoint(place.directory))
+            shards = packer.write(directory)
+            write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
+            (directory / INDEX_NAME).unlink(missing_ok=True)
+            write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
+            sizes = Sizes.of(PackedCheckpoint(directory))
             if not sizes.matrices:
                 raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
-            # Of a hub id it is a folder of the cache that is read.
+            # The path of a hub id is a folder of the cache.
             name = (path.resolve() if path == Path(model).expanduser() else Path(model)).name
-            card.write(place.directory, name, str(sizes))
-            place.save(complete=True)
-        place.move()
-    return Sizes.of(PackedCheckpoint(target)) if sizes is None else sizes
+            card.write(directory, name, str(sizes))
+    return sizes or Sizes.of(PackedCheckpoint(target))
 
 
 def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
     """Writes the dense model that ``model`` was packed from to ``out``; its weight files are the same, byte for byte.
 
     Args:
-        model: What :func:`pack` wrote.
+        model: A directory that :func:`pack` wrote.
         out: A directory that does not exist or is empty.
         progress: Receives how it goes.
 
@@ -177,118 +148,135 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
     progress, target = progress or Progress(), check_output(path, Path(out))
     checkpoint = PackedCheckpoint(path)
-    with workplace(target, {"unpack": fingerprint(checkpoint)}, resume=False) as place:
-        if place.journal.complete:
-            place.move()
-            return
-        place.clear([])
-        _carry_over(place, checkpoint)
-        (place.directory / INDEX).unlink()
-        card.restore(place.directory)
-        for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
-            if text:
-                with output_errors(place.directory):
-                    (place.directory / name).write_bytes(text.encode())
-        count = 0
-        for shard in checkpoint.index.shards:
-            file = place.directory / shard.name
-            with output_errors(place.directory), file.open("wb") as write:
-                start = shard.header.encode()
-                write.write(len(start).to_bytes(8, "little") + start)
-            for key in shard.keys:
-                value = checkpoint.read(key)
-                with output_errors(place.directory), file.open("ab") as write:
-                    write.write(raw(value))
-                count += 1
-                progress.status("unpacking, tensor", count, len(checkpoint.entries))
-            if _sha256(file) != shard.sha256:
-                raise OutputError(f"{file} is not what it was before packing; was the disk full?")
-        place.save(complete=True)
-        place.move()
+    with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
+        if directory:
+            _carry_over(checkpoint, directory)
+            _unpack(checkpoint, directory, progress)
 
 
-def _read(path: Path, key: str, entry: Entry, others: Collection[str]) -> Tensor:
-    if key in others:
-        raise UnsupportedModelError(f"{path} has the tensor {key!r} in two files")
-    if entry.dtype not in DTYPES:
-        raise UnsupportedModelError(f"{path} has {key!r} in {entry.dtype}, unknown here")
-    return read_tensor(path / entry.shard, key, entry)
+def _unpack(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
+    """Writes what is different in the dense model."""
+    (directory / INDEX).unlink()
+    card.restore(directory)
+    for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
+        if text:
+            with output_errors(directory):
+                (directory / name).write_bytes(text.encode())
+    count = 0
+    for shard in checkpoint.index.shards:
+        file = directory / shard.name
+        with output_errors(directory):
+            header = shard.header.encode()
+            file.write_bytes(len(header).to_bytes(8, "little") + header)
+        for key in shard.keys:
+            value = checkpoint.read(key)
+            with output_errors(directory), file.open("ab") as write:
+                write.write(raw(value))
+            count += 1
+            progress.status("unpacking, tensor", count, len(checkpoint.entries))
+        if _sha256(file) != shard.sha256:
+            raise OutputError(f"{file} is not what it was before packing; was the disk full?")
 
 
-def _parts(value: Tensor, W: PackedMatrix | None) -> list[Tensor]:
-    """What is written: in the order of :meth:`Stored.parts`."""
-    return [value] if W is None else [part for part in (W.mask, W.scales, W.values) if part is not None]
+class _Packer:
+    """Packs the tensors of a dense checkpoint; ``tensors`` are those that are written."""
 
+    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        self.tensors: dict[str, Stored] = {}
+        self._path, self._progress = checkpoint.path, progress
+        self._headers = {shard: read_header(checkpoint.path / shard) for shard in checkpoint.shards}
+        self._matrices: dict[str, list[Matrix]] = {}
+        for matrix in StreamedModel(checkpoint, "cpu").matrices():
+            self._matrices.setdefault(matrix.key, []).append(matrix)
+        grid = checkpoint.config.get("pruning_config", {}).get("quantization")
+        self._grid = parse_grid(grid) if grid and (checkpoint.path / SCALES).exists() else None
 
-def _check_whole(path: Path, shard: Shard) -> None:
-    """Raises UnsupportedModelError unless the file is what its header and tensors make."""
-    if shard.sha256 != _sha256(path / shard.name):
-        raise UnsupportedModelError(
-            f"{path / shard.name} has bytes that are no tensor's, or overlapping tensors; load the model in "
-            "transformers and save it again"
+    def write(self, directory: Path) -> list[Shard]:
+        """Writes a packed file for each file; these are what it returns."""
+        shards = []
+        writer = Shards(directory)
+        for number, (name, entries) in enumerate(self._headers.items()):
+            file = f"packed-{number + 1:05d}-of-{len(self._headers):05d}.safetensors"
+            header = header_bytes(self._path / name)
+            digest = hashlib.sha256(header)
+            keys = sorted(entries, key=lambda key: entries[key].offset)
+            written: dict[str, Tensor] = {}
+            for key in keys:
+                tensors, dense_value = self._stored(file, key, entries[key])
+                written |= tensors
+                digest.update(raw(dense_value))
+                self._progress.status("packing, tensor", len(self.tensors), sum(map(len, self._headers.values())))
+            if digest.hexdigest() != _sha256(self._path / name):
+                raise UnsupportedModelError(
+                    f"{self._path / name} has bytes outside of its tensors, or overlapping tensors; load the model in "
+                    "transformers and save it again"
+                )
+            shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
+            writer.write(file, written)
+        _check_names(self._path, self.tensors)
+        return shards
+
+    def _stored(self, file: str, key: str, entry: Entry) -> tuple[dict[str, Tensor], Tensor]:
+        """The tensors that go to ``file`` for one of the dense checkpoint, and what a reader makes of them."""
+        if key in self.tensors:
+            raise UnsupportedModelError(f"{self._path} has the tensor {key!r} in two files")
+        if entry.dtype not in DTYPES:
+            raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
+        value = read_tensor(self._path / entry.shard, key, entry)
+        W = self._packed(value, self._matrices.get(key, []))
+        tensors = [value] if W is None else _written(W)
+        stored = Stored(
+            file=file,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            packed=W is not None,
+            transposed=W is not None and self._matrices[key][0].transposed,
+            count=0 if W is None else int(W.starts[-1]),
+            groups=0 if W is None or W.scales is None else W.scales.shape[1],
+            sha256=content_digest(tensors),
         )
+        self.tensors[key] = stored
+        return dict(zip(stored.components(key), tensors, strict=True)), value if W is None else dense(W, stored)
+
+    def _packed(self, value: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
+        """``value`` without its zeros; None if that is not smaller."""
+        if not matrices or not value.is_floating_point() or value.itemsize not in (2, 4):  # float8 has no kernels
+            return None
+        if any(matrix.transposed for matrix in matrices):
+            value = value.transpose(-1, -2).contiguous()
+        W = value.flatten(0, -2)
+        packed = self._in_whole_numbers(W, matrices) or pack_matrix(W)
+        return packed if sum(tensor.nbytes for tensor in _written(packed)) < value.nbytes else None
+
+    def _in_whole_numbers(self, W: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
+        """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""
+        grid = self._grid
+        if grid is None or not groups_fit(W.shape[1], grid.groups(W.shape[1])):
+            return None
+        try:
+            scales = torch.cat([read_scales(self._path, matrix) for matrix in matrices]).float()
+        except CheckpointError:  # of a block that was left as it is
+            return None
+        codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
+        values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
+        if len(scales) != len(W) or bytes(raw(values)) != bytes(raw(W)):
+            return None
+        return pack_matrix(W, codes, scales)
+
+
+def _written(W: PackedMatrix) -> list[Tensor]:
+    """The tensors of ``W`` that are written, in the order of :meth:`Stored.components`."""
+    return [tensor for tensor in (W.mask, W.scales, W.values) if tensor is not None]
 
 
 def _check_names(path: Path, tensors: Mapping[str, Stored]) -> None:
     """Raises UnsupportedModelError where two tensors would have the same name in the packed files."""
-    names = [name for key, stored in tensors.items() for name in stored.parts(key)]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UnsupportedModelError(
-            f"{path} has a tensor {twice!r}, as a part of a packed one would be called; rename it"
-        )
-
-
-def _packed(
-    checkpoint: Checkpoint, value: Tensor, matrices: Sequence[Matrix], grid: Grid | None
-) -> PackedMatrix | None:
-    """``value`` without its zeros; None if nothing is won."""
-    if not matrices or not value.is_floating_point() or value.itemsize not in (2, 4):  # float8 has no kernels
-        return None
-    if any(matrix.transposed for matrix in matrices):
-        value = value.transpose(-1, -2).contiguous()
-    W = value.flatten(0, -2)
-    found = _in_whole_numbers(checkpoint, W, matrices, grid) or pack_matrix(W)
-    return found if sum(part.nbytes for part in _parts(value, found)) < value.nbytes else None
-
-
-def _in_whole_numbers(
-    checkpoint: Checkpoint, W: Tensor, matrices: Sequence[Matrix], grid: Grid | None
-) -> PackedMatrix | None:
-    """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""
-    if grid is None or not groups_fit(W.shape[1], grid.groups(W.shape[1])):
-        return None
-    try:
-        scales = torch.cat([read_scales(checkpoint.path, matrix) for matrix in matrices]).float()
-    except CheckpointError:  # of a block that was left as it is
-        return None
-    codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
-    values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
-    if len(scales) != len(W) or bytes(raw(values)) != bytes(raw(W)):
-        return None
-    return pack_matrix(W, codes, scales)
-
-
-def _stored(name: str, entry: Entry, W: PackedMatrix | None, parts: Sequence[Tensor], transposed: bool) -> Stored:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(raw(part))
-    return Stored(
-        file=name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        packed=W is not None,
-        transposed=transposed,
-        count=0 if W is None else int(W.starts[-1]),
-        groups=0 if W is None or W.scales is None else W.scales.shape[1],
-        sha256=digest.hexdigest(),
-    )
-
-
-def _grid(checkpoint: Checkpoint) -> Grid | None:
-    """That of weights which ``prune --quantize`` wrote."""
-    text = checkpoint.config.get("pruning_config", {}).get("quantization")
-    return parse_grid(text) if text and (checkpoint.path / SCALES).exists() else None
+    names: set[str] = set()
+    for key, stored in tensors.items():
+        for name in stored.components(key):
+            if name in names:
+                raise UnsupportedModelError(f"{path} has a tensor {name!r}, a name that packing gives too; rename it")
+            names.add(name)
 
 
 def _text(path: Path) -> str:
@@ -298,12 +286,12 @@ def _text(path: Path) -> str:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
 
 
-def _carry_over(place: Workplace, checkpoint: Checkpoint) -> None:
-    """Everything but weights, and the scales of weights on a grid, which are like weights to others."""
-    place.carry_over(checkpoint)
-    scales, target = checkpoint.path / SCALES, place.directory / SCALES
+def _carry_over(checkpoint: Checkpoint, directory: Path) -> None:
+    """Copies everything but weights, and the scales of weights on a grid, which other runs leave out like weights."""
+    carry_over(checkpoint, directory)
+    scales, target = checkpoint.path / SCALES, directory / SCALES
     if scales.exists():
-        with output_errors(place.directory):
+        with output_errors(directory):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(scales, target)
 

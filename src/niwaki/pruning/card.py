@@ -8,8 +8,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from niwaki.files import output_errors
-from niwaki.models.model_card import top
+from niwaki.models.model_card import notes, top
 from niwaki.pruning.effort import described
+from niwaki.records.parameters import in_words
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 
@@ -73,13 +74,13 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| method | `{record.solver}` |",
-        *([f"| effort | `{described(record.effort)}` |"] if record.effort else []),
+        f"| method | {in_words(record.solver)} |",
+        *([f"| effort | {described(record.effort)} |"] if record.effort else []),
         *rows,
         *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
         f"| calibration | {counted(record.calibration['samples'], 'window')} of "
         f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
-        *([f"| also | {record.own_text} |"] if record.own_text else []),
+        *([f"| own text | {record.own_text} |"] if record.own_text else []),
         *(
             [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
             * bool(record.matrices)
@@ -94,7 +95,4 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         )
     if not record.perplexity:
         lines.append("| perplexity | not measured |")
-    if record.notes:
-        lines += ["", "Notes:", "", *(f"* {note}" for note in record.notes)]
-    lines += ["", "`niwaki.json` has the full record: versions, command, and every matrix.", ""]
-    return "\n".join(lines)
+    return "\n".join(lines) + notes(record)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from niwaki.errors import UsageError
-from niwaki.options import choose
+from niwaki.options import choose, name_of, parameters
+from niwaki.records.parameters import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
@@ -102,14 +103,12 @@ def make_effort(name: str) -> Effort:
     return choose("effort", name, EFFORTS)
 
 
-def described(effort: str) -> str:
-    """A record's effort, in words if it has a name: "balanced (allocation loss, epochs 0.4)"."""
-    for name, known in EFFORTS.items():
-        if repr(known) == effort:
-            changed = [
-                f"{field.name} {getattr(known, field.name)}"
-                for field in fields(known)
-                if getattr(known, field.name) != field.default
-            ]
-            return f"{name} ({', '.join(changed)})" if changed else name
-    return effort
+def describe(effort: Effort) -> dict[str, Any]:
+    """The effort as data, for records: its "name", or that of the nearest in ``EFFORTS``, and all parameters."""
+    return {"name": name_of(effort, EFFORTS), **parameters(effort)}
+
+
+def described(effort: dict[str, Any]) -> str:
+    """A record's effort in words: "balanced (allocation loss, epochs 0.4)", without what is as in the plain one."""
+    plain = parameters(Effort())
+    return in_words({key: value for key, value in effort.items() if key not in plain or value != plain[key]})

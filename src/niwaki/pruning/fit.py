@@ -15,6 +15,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.models.training import projected, smallest_weight, trainable
 from niwaki.pruning.effort import Effort
 from niwaki.records.record import FitRecord
 
@@ -67,7 +68,7 @@ def fit(
     objective = _Objective(block, states, targets, effort, world, done, on_grid)
     rest = objective.rest
     order = torch.Generator().manual_seed(block.index)
-    with block.training(False) as parameters:
+    with trainable(block, False) as parameters:
         masks = [value != 0 for value in parameters]
         optimizer = _optimizer(parameters, masks, effort.rate)
         best = before = objective.error()
@@ -76,7 +77,7 @@ def fit(
         for step in range(steps):
             if step % len(rest) == 0:
                 epoch = torch.randperm(len(rest), generator=order).tolist()
-            with block.projected(on_grid), torch.enable_grad():
+            with projected(block, on_grid), torch.enable_grad():
                 objective.squares(rest[epoch[step % len(rest)]]).sum().backward()
             gradients = [_gradient(value) for value in parameters]
             world.sum(gradients)
@@ -95,8 +96,8 @@ def fit(
                 for old, value in zip(kept, parameters, strict=True):
                     old.copy_(value.detach())
         for old, value, mask in zip(kept, parameters, masks, strict=True):
-            value.data = _off_zero(old, mask, block.smallest)
-        with block.projected(on_grid):
+            value.data = _off_zero(old, mask, smallest_weight(block))
+        with projected(block, on_grid):
             rounded = [value.data for value in parameters]
         for value, data in zip(parameters, rounded, strict=True):
             value.data = data
@@ -116,18 +117,18 @@ class _Objective:
     on_grid: OnGrid | None
 
     def __post_init__(self) -> None:
-        self._parts = self.targets.parts(tokens_per_part(self.effort, self.world))
+        self._parts = self.targets.minibatches(tokens_per_part(self.effort, self.world))
         #: The batches that are held out, and those to fit to.
         self._held, self.rest = _divided(min(self.world.collected(len(self._parts))))
         power = sum(float(self._target(i).double().square().sum()) for i in self._held)
         self._power = max(sum(self.world.collected(power)), 1e-30)
 
     def _target(self, i: int) -> Tensor:
-        return self.targets.hidden.part(*self._parts[i])
+        return self.targets.hidden.samples(*self._parts[i])
 
     def squares(self, i: int) -> Tensor:
         """What each output of batch ``i`` contributes."""
-        answer = self.block.run(self.states.hidden.part(*self._parts[i]), self.targets)
+        answer = self.block.run(self.states.hidden.samples(*self._parts[i]), self.targets)
         wanted = self._target(i).float()
         return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
 
@@ -138,7 +139,7 @@ class _Objective:
             NumericalError: it is not finite.
         """
         error = 0.0
-        with self.block.projected(self.on_grid):
+        with projected(self.block, self.on_grid):
             for i in self._held:
                 with torch.no_grad():  # in float64 a few huge activations do not hide the rest
                     error += float(self.squares(i).sum(dtype=torch.float64))
@@ -169,7 +170,7 @@ def tokens_per_part(effort: Effort, world: World) -> int:
 
 def batches(states: HiddenStates, targets: HiddenStates, effort: Effort, world: World) -> int:
     """How many batches pass through the block in a fit."""
-    held, rest = _divided(len(targets.parts(tokens_per_part(effort, world))))
+    held, rest = _divided(len(targets.minibatches(tokens_per_part(effort, world))))
     steps = _steps(len(rest), states, targets, effort)
     return len(held) * (1 + math.ceil(steps / len(rest))) + steps
 

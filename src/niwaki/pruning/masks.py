@@ -80,7 +80,7 @@ def described(wanted: Pattern | None, mask_model: str | None) -> str:
 @contextlib.contextmanager
 def named(matrix: Matrix) -> Iterator[None]:
     """Puts the matrix's name in front of errors."""
-    key = matrix.key if matrix.part is None else f"{matrix.key}[{matrix.part}]"
+    key = matrix.key if matrix.index is None else f"{matrix.key}[{matrix.index}]"
     try:
         yield
     except NiwakiError as error:

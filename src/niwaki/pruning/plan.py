@@ -132,8 +132,8 @@ def plan(
     if effort.allocation != "uniform":
         costs = _Costs(effort, pattern_of, importance, world)
         stop = matrices[-1].block + 1
-        with model.room.lent() as room:
-            states = model.embed(tokens, room=room)
+        with model.budget.lent() as budget:
+            states = model.embed(tokens, budget=budget)
             for block in itertools.islice(model.stream(), stop):
                 progress.stage(block.index, "allocation", len(states.hidden))
                 costs.measure(block, states, tf32, progress.step)

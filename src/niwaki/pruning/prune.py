@@ -16,7 +16,8 @@ from niwaki.layer.tf32 import products
 from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.output import Journal, Workplace, check_output, workplace, write_config
+from niwaki.models.model_config import write_config
+from niwaki.models.output import Journal, Workplace, carry_over, check_output, workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import FOLDER, places, verify_grid
 from niwaki.models.streamed import StreamedModel
@@ -170,7 +171,7 @@ def _write(
         walk.blocks(*shares, writer, place)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
-    record.notes += place.carry_over(checkpoint)
+    record.notes += carry_over(checkpoint, place.directory)
     write_config(place.directory, checkpoint.config, record)
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)

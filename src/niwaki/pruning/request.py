@@ -9,18 +9,19 @@ from typing import Any
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
-from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, make_solver
+from niwaki.layer.solvers import DEFAULT_SOLVER, MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.device import device_name
-from niwaki.models.output import fingerprint
 from niwaki.models.processes import World
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
 from niwaki.options import TF32, Calibration, Compute, Measurement, Text
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
+from niwaki.pruning.effort import describe as describe_effort
 from niwaki.pruning.masks import described
+from niwaki.records.parameters import plain
 from niwaki.records.record import Record, versions
 
 
@@ -130,8 +131,8 @@ class Request:
             command=command,
             model=self.model,
             method=self.method,
-            solver=repr(self.solver),
-            effort=repr(self.effort),
+            solver=plain(describe(self.solver)),
+            effort=describe_effort(self.effort),
             quantization=str(self.grid) if self.grid else None,
             pattern=described(self.pattern, self.mask_model),
             mask_from=self.mask_from,
@@ -154,11 +155,11 @@ class Request:
         """By name, all that has to be the same for a run to resume, or for processes to share one."""
         mask_from = self.mask_from
         if self.mask_model:
-            mask_from = fingerprint(Checkpoint(locate_model(self.mask_model)))
+            mask_from = Checkpoint(locate_model(self.mask_model)).fingerprint()
         heldout = texts.only
         chosen = self.chosen(len(model.blocks))
         return {
-            "model": fingerprint(model.checkpoint),
+            "model": model.checkpoint.fingerprint(),
             "mask_from": mask_from,
             "solver": repr(self.solver),
             "effort": repr(self.effort),

@@ -13,6 +13,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
+from niwaki.models.training import input_gradient
 
 #: Path of a parameter, and which expert's part of it; None outside experts.
 _Weights = tuple[str, int | None]
@@ -75,12 +76,12 @@ def sensitivities(
     # Drawn for all processes, of which each takes its own.
     draws = torch.rand(sum(counts), tokens.shape[1], generator=torch.Generator().manual_seed(seed))
     draws = draws.split(counts)[world.rank]
-    with model.room.lent() as room:
-        states = model.embed(tokens, room=room)
+    with model.budget.lent() as budget:
+        states = model.embed(tokens, budget=budget)
         inputs: list[SpillList] = []
         for block in model.stream():
             if block.index >= first:
-                inputs.append(SpillList(room))
+                inputs.append(SpillList(budget))
                 for hidden in states.hidden:
                     inputs[-1].append(hidden.cpu())
             block.advance(states, done)
@@ -89,8 +90,8 @@ def sensitivities(
             squares = _Squares(block, model.device)
             for i, hidden in enumerate(inputs.pop()):
                 squares.scale = 4.0 ** exponents[i]
-                gradient = block.pull(
-                    hidden.to(model.device), states.hidden[i], states, squares.inputs, squares.outputs
+                gradient = input_gradient(
+                    block, hidden.to(model.device), states.hidden[i], states, squares.inputs, squares.outputs
                 )
                 states.hidden[i], change = _normalised(gradient, f"block {block.index}")
                 exponents[i] += change

@@ -125,9 +125,9 @@ class BlockSolver:
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         rows, columns = matrix.shape
-        if rows < self.world.size or not self.request.solver.rows_apart:
+        if rows < self.world.size or not self.request.solver.separable_rows:
             return None
-        if self._pattern(matrix).among(self.world.rows(rows)) is None:
+        if self._pattern(matrix).for_rows(self.world.rows(rows)) is None:
             return None
         return self._flops(math.ceil(rows / self.world.size), columns)
 
@@ -149,16 +149,16 @@ class BlockSolver:
             del W
             pattern, monitor = self._pattern(matrix), self._monitor(matrix.name)
             if rows is not ALL:
-                among = pattern.among(rows)
-                assert among is not None
+                restricted = pattern.for_rows(rows)
+                assert restricted is not None
                 # With a monitor solvers may ask the pattern more often, and only the first process has one.
-                pattern, monitor = among, None
+                pattern, monitor = restricted, None
             solution = self.request.solver(problem, pattern, monitor)
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
                 solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
             error, stats, scales = _error(problem, solution, rows), solution.stats, None
-            stored_as = block.dtype(matrix)
+            stored_as = block.stored_dtype(matrix)
             if self.request.grid:  # the weights themselves are on it, not what importance makes of them
                 kept = int(solution.W.count_nonzero())
                 solution, scales = onto_grid(problem, solution, self.request.grid, scale_dtype(stored_as))

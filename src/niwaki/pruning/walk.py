@@ -21,6 +21,7 @@ from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
+from niwaki.models.training import trained_weights
 from niwaki.pruning.fit import batches, fit, tokens_per_part
 from niwaki.pruning.masks import PatternOf
 from niwaki.pruning.own_text import steps, synthesize
@@ -100,8 +101,8 @@ class Walk:
         clock.lap("plan")
         streams = self._embedded(windows, heldout)
         clock.lap("capture")
-        if model.room.outside:
-            log.note(f"{model.room.outside / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
+        if model.budget.file.size:
+            log.note(f"{model.budget.file.size / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break
@@ -184,7 +185,7 @@ class Walk:
         progress, clock = log.progress, log.clock
         states, dense = streams.calibration, streams.calibration_dense
         if dense:
-            block.keep()
+            block.keep_original()
         progress.stage(block.index, "capture", len(states.hidden))
         targets = dense if effort.dense_targets else None
         grams = block.input_grams(states, progress.step, world, log.record.tf32, dense=targets)
@@ -206,9 +207,9 @@ class Walk:
             progress.stage(block.index, "fit", batches(states, dense, effort, world))
             on_grid = self._solver.nearest if self._request.grid else None
             log.record.fits.append(fit(block, states, dense, effort, world, progress.step, on_grid))
-            for key, part, stored in block.trained(False):
+            for key, index, stored in trained_weights(block, False):
                 if self._writer:
-                    self._writer.write(key, stored, part)
+                    self._writer.write(key, stored, index)
             clock.lap("fit")
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
@@ -218,9 +219,9 @@ class Walk:
         if not block.released:
             block.put(matrix, stored)
         if self._writer:
-            self._writer.write(matrix.key, stored, matrix.part)
+            self._writer.write(matrix.key, stored, matrix.index)
             if scales is not None:
-                self._writer.write(scale_key(matrix), scales, matrix.part)
+                self._writer.write(scale_key(matrix), scales, matrix.index)
         zeros = stored.numel() - int(stored.count_nonzero())
         log.journal.zeros[matrix.key] = log.journal.zeros.get(matrix.key, 0) + zeros
         self._note_damping(record)
@@ -239,7 +240,7 @@ class Walk:
         for matrix in block.matrices:
             stored = block.empty(matrix)
             if self._writer:
-                stored.copy_(self._writer.read(matrix.key, matrix.part))
+                stored.copy_(self._writer.read(matrix.key, matrix.index))
             block.put(matrix, self._world.send(stored, 0))
 
     def _save(self, blocks: int) -> None:

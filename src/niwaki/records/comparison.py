@@ -1,18 +1,16 @@
-"""What methods came to at patterns, as dataclasses, JSON, CSV and markdown; imports no torch."""
+"""Results of methods at patterns, as JSON, CSV and markdown."""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from niwaki.errors import OutputError
 from niwaki.files import write_json
+from niwaki.records import data
 from niwaki.records.record import Perplexity
 
 #: The methods of Boza 2024, table 1, and niwaki's solver, alone and as it is by default.
@@ -26,7 +24,7 @@ class Cell:
     """One method at one pattern.
 
     Attributes:
-        method: A solver, and behind an @ the effort if it is not "fast", as in "continuation@best"; or "dense".
+        method: A solver, and after an @ the effort if it is not "fast", as in "continuation@best"; or "dense".
         pattern: Such as "50 %" or "2:4"; "" for the dense model.
         sparsity: Fraction of zeros that was measured in all pruned matrices together; 0 for the dense model.
         perplexity: Of the result, by the name of the text.
@@ -48,8 +46,15 @@ class Cell:
     record: str | None = None
 
     def __str__(self) -> str:
-        values = "; ".join(f"{shown(found)} on {text}" for text, found in self.perplexity.items())
+        values = "; ".join(f"{shown(measured)} on {text}" for text, measured in self.perplexity.items())
         return f"{self.method} {self.pattern}".strip() + f": {values}"
+
+
+class Entry(NamedTuple):
+    """A cell of a table for people, and whether it is the best of its column."""
+
+    text: str
+    best: bool = False
 
 
 @dataclass
@@ -85,67 +90,60 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """A flat dictionary for each cell and text, the same keys in all: ``pandas.DataFrame(rows)`` takes them.
 
-        Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None where there
-        is one window only), tokens, context, windows.
+        Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None for one window
+        alone), tokens, context, windows.
         """
         return [
             {
                 "model": self.model,
-                "method": cell.method,
-                "pattern": cell.pattern,
-                "sparsity": cell.sparsity,
-                "error": cell.error,
-                "seconds": cell.seconds,
+                **{key: getattr(cell, key) for key in ("method", "pattern", "sparsity", "error", "seconds")},
                 "text": text,
-                "perplexity": found.value,
-                "standard_error": found.standard_error,
-                "tokens": found.tokens,
-                "context": found.context,
-                "windows": found.windows,
+                "perplexity": measured.value,
+                **{key: getattr(measured, key) for key in ("standard_error", "tokens", "context", "windows")},
             }
             for cell in self.cells
-            for text, found in cell.perplexity.items()
+            for text, measured in cell.perplexity.items()
         ]
 
-    def grid(self, text: str) -> tuple[list[str], list[list[str]]]:
+    def grid(self, text: str) -> tuple[list[str], list[list[Entry]]]:
         """The paper's table 1 for a text: headings, and a row for each method, the dense model first.
 
-        A column for each pattern, sparsities in order and then others; the lowest perplexity of each between ``**``,
-        nothing where a cell is missing. The last column has the seconds of pruning, the mean of the row.
+        A column for each pattern, sparsities in order and then others; nothing where a cell is missing. The last column
+        has the seconds of pruning, the mean of the row.
         """
         done = {key: cell for key, cell in self.done().items() if text in cell.perplexity}
         dense = done.pop(("dense", ""))
         patterns = sorted(dict.fromkeys(pattern for _, pattern in done), key=_column)
-        methods = dict.fromkeys(method for method, _ in done)
         best = {
-            pattern: min(cell.perplexity[text].value for (_, p), cell in done.items() if p == pattern)
+            pattern: min(cell.perplexity[text].value for (_, other), cell in done.items() if other == pattern)
             for pattern in patterns
         }
-        rows = [["dense", shown(dense.perplexity[text]), *[""] * len(patterns)][: len(patterns) + 2]]
-        for method in methods:
-            row = [method]
+        first = [Entry("dense"), Entry(shown(dense.perplexity[text])), *[Entry("")] * len(patterns)]
+        rows = [first[: len(patterns) + 2]]
+        for method in dict.fromkeys(method for method, _ in done):
+            row = [Entry(method)]
             for pattern in patterns:
-                cell = done.get((method, pattern))
-                value = shown(cell.perplexity[text]) if cell else ""
-                row.append(f"**{value}**" if cell and cell.perplexity[text].value == best[pattern] else value)
-            times = [cell.seconds for (m, _), cell in done.items() if m == method]
-            rows.append([*row, f"{sum(times) / len(times):.1f}"])
+                if cell := done.get((method, pattern)):
+                    measured = cell.perplexity[text]
+                    row.append(Entry(shown(measured), best=measured.value == best[pattern]))
+                else:
+                    row.append(Entry(""))
+            times = [cell.seconds for (other, _), cell in done.items() if other == method]
+            rows.append([*row, Entry(f"{sum(times) / len(times):.1f}")])
         return ["method", *patterns, "seconds"], rows
 
     def to_json(self) -> str:
         """JSON text, indented."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
+        return data.to_text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        """The inverse of :meth:`to_json`."""
-        values = json.loads(text)
-        cells = [
-            Cell(**{**cell, "perplexity": {t: Perplexity(**p) for t, p in cell["perplexity"].items()}})
-            for cell in values.pop("cells")
-        ]
-        missing = [(method, pattern) for method, pattern in values.pop("missing", [])]
-        return cls(**values, cells=cells, missing=missing)
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            CheckpointError: it is not the text of a comparison.
+        """
+        return data.from_text(text, cls)
 
     def to_csv(self) -> str:
         """:meth:`rows` as CSV, with all digits."""
@@ -159,13 +157,10 @@ class Comparison:
         """The table of each text, and what it takes to read them."""
         lines = []
         for text in self.texts:
-            header, rows = self.grid(text)
-            lines += [
-                f"{self.heading(text)}:",
-                "",
-                *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)),
-                "",
-            ]
+            header, entries = self.grid(text)
+            rows = [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in entries]
+            table = (f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+            lines += [f"{self.heading(text)}:", "", *table, ""]
         calibration = self.calibration
         lines.append(
             f"Model {self.model}, calibrated on {calibration['samples']} x {calibration['sequence_length']} tokens of "
@@ -195,15 +190,9 @@ class Comparison:
         """From a directory that ``niwaki compare`` wrote, whether all is done or not.
 
         Raises:
-            OutputError: it has no comparison that can be read.
+            CheckpointError: it has no comparison that can be read.
         """
-        path = Path(directory) / "compare.json"
-        try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise OutputError(f"cannot read {path}: {error.strerror or error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise OutputError(f"{path} is not readable as a comparison; use another directory") from error
+        return data.load(Path(directory) / "compare.json", cls.from_json)
 
 
 #: Below each table.
@@ -224,10 +213,10 @@ def shown(measured: Perplexity) -> str:
 
 def listed(cells: Iterable[tuple[str, str]]) -> str:
     """Cells by method: "wanda at 50 %, 2:4; admm1 at 50 %"."""
-    patterns: dict[str, list[str]] = {}
+    by_method: dict[str, list[str]] = {}
     for method, pattern in cells:
-        patterns.setdefault(method, []).append(pattern)
-    return "; ".join(f"{method} at {', '.join(found)}" for method, found in patterns.items())
+        by_method.setdefault(method, []).append(pattern)
+    return "; ".join(f"{method} at {', '.join(patterns)}" for method, patterns in by_method.items())
 
 
 def _column(pattern: str) -> tuple[bool, float]:

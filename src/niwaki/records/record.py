@@ -1,9 +1,7 @@
-"""What was done, as dataclasses and as JSON."""
+"""What was done to a model."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import os
 import platform
@@ -12,15 +10,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from niwaki.errors import CheckpointError
 from niwaki.files import write_json
+from niwaki.options import TF32
+from niwaki.records import data
+from niwaki.records.parameters import from_repr
 from niwaki.records.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from niwaki.options import TF32
 
-
+#: Of ``niwaki.json``. Before it had a number, solver and effort were text.
+FORMAT = 2
 #: What `niwaki report` writes into a directory by default.
 REPORT_NAME = "report.html"
 #: What `niwaki bench` writes there, where a report finds it.
@@ -164,36 +166,35 @@ class Record:
         versions: Of niwaki, Python and the libraries that matter.
         model: Where the dense model came from.
         method: The solver's name, or that of its class.
-        solver: The solver with all its parameters.
-        effort: What was done to blocks besides, with all its parameters.
+        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.parameters`.
+        effort: Likewise what was done to blocks; nothing in structured pruning.
         quantization: The grid that weights are on, such as "int4:128"; None for none.
         pattern: Which weights may be non-zero.
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
-            it how many windows the dense model wrote besides, as "synthetic".
+            it how many more windows the dense model wrote, as "synthetic".
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
         tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
             products of float32 matrices; "never", nothing, or a device that has none.
-        flops: Floating-point operations that the solver needs for all matrices, as it says before it begins:
-            those of products and factorisations, as if no two matrices had the same inputs, and without what the
-            effort or the grid ask for besides.
+        flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
+            products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
         fits: One entry for each block that was fitted.
         perplexity: "before" and "after", where measured.
         seconds: By stage, and in total.
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
-        notes: What a careful reader should know: damping raised, text left out, files left behind.
-        resumed: After which numbers of blocks the run was stopped and gone on with.
-        blocks: The first block that was pruned and the first one behind them; None for all blocks.
+        notes: What a careful reader should know: damping raised, text left out, files not carried over.
+        resumed: After which numbers of blocks the run was stopped and resumed.
+        blocks: The first block that was pruned and the first one after them; None for all blocks.
         structure: What structured pruning removed; None where weights became zeros.
     """
 
     command: str
     model: str
     method: str
-    solver: str
+    solver: dict[str, Any]
     pattern: str
     mask_from: str | None
     calibration: dict[str, Any]
@@ -211,7 +212,7 @@ class Record:
     resumed: list[int] = field(default_factory=list)
     blocks: list[int] | None = None
     tf32: TF32 = "never"
-    effort: str = ""
+    effort: dict[str, Any] = field(default_factory=dict)
     structure: StructureRecord | None = None
     quantization: str | None = None
 
@@ -222,7 +223,7 @@ class Record:
 
     @property
     def rounding(self) -> str:
-        """What the grid did to the matrices, in words; nothing if there is none."""
+        """What the grid did to the matrices, in words; "" without a grid."""
         if not self.quantization:
             return ""
         before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
@@ -235,13 +236,13 @@ class Record:
 
     @property
     def own_text(self) -> str:
-        """What the dense model wrote to calibrate on besides, such as "64 windows"; nothing if it did not."""
+        """What the dense model wrote to calibrate on, such as "64 windows that ..."; "" if it wrote nothing."""
         count = self.calibration.get("synthetic", 0)
         return f"{counted(count, 'window')} that the dense model wrote itself" if count else ""
 
     @property
     def part(self) -> str:
-        """Which blocks were pruned, such as "blocks 0 to 2"; nothing if all were."""
+        """Which blocks were pruned, such as "blocks 0 to 2"; "" if all were."""
         if self.blocks is None:
             return ""
         first, last = self.blocks[0], self.blocks[1] - 1
@@ -249,10 +250,10 @@ class Record:
 
     def to_json(self) -> str:
         """JSON text, indented."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
+        return data.to_text(self, format=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a JSON file.
+        """Writes it to a JSON file, whole or not at all.
 
         Raises:
             OutputError: it cannot be written.
@@ -261,16 +262,35 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """The inverse of :meth:`to_json`."""
-        values = json.loads(text)
-        matrices = [MatrixRecord(**{**matrix, "shape": tuple(matrix["shape"])}) for matrix in values.pop("matrices")]
-        fits = [FitRecord(**fit) for fit in values.pop("fits", [])]
-        structure = values.pop("structure", None)
-        return cls(**values, matrices=matrices, fits=fits, structure=structure and StructureRecord(**structure))
+        """The inverse of :meth:`to_json`, also of what earlier versions wrote.
+
+        Raises:
+            CheckpointError: it is not the text of a record, or that of a later version.
+        """
+        return data.from_text(text, cls, _update)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Record:
+        """From a file ``niwaki.json``, or one that :meth:`save` wrote.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return data.load(Path(path).expanduser(), cls.from_json)
+
+
+def _update(values: dict[str, Any]) -> None:
+    """Makes what an earlier version wrote what this one reads."""
+    version = values.pop("format", 1)
+    if not isinstance(version, int) or version > FORMAT:
+        raise CheckpointError(f"it has format {version}, and this niwaki reads up to {FORMAT}; install a later one")
+    for name in ("solver", "effort"):
+        if isinstance(text := values.get(name), str):
+            values[name] = from_repr(text, str(values.get("method", ""))) if text else {}
 
 
 def _geometric_mean(values: list[float]) -> float:
-    """0 where one is 0, or there is none."""
+    """0 where one is 0, and of no values."""
     if not values or min(values) <= 0:
         return 0.0
     return math.exp(sum(map(math.log, values)) / len(values))
@@ -278,10 +298,10 @@ def _geometric_mean(values: list[float]) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of niwaki, Python and the libraries that decide the result."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("niwaki", "torch", "transformers", "tokenizers", "safetensors"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed

@@ -1,13 +1,11 @@
-"""What ``niwaki bench`` found, as JSON; imports no torch."""
+"""What ``niwaki bench`` measured."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
-from niwaki.errors import UsageError
-from niwaki.records.wording import counted
+from niwaki.records import data
+from niwaki.records.wording import counted, size
 
 
 @dataclass(frozen=True)
@@ -20,11 +18,11 @@ class Speed:
         disk: Bytes of the weight files.
         resident: Bytes of all weights in memory.
         peak: Most bytes in memory: of the process, or of the GPU's memory that torch had.
-        load: Seconds until the model was there, from files that may be in the system's cache.
+        load: Seconds until the model was loaded, from files that may be in the system's cache.
         first_token: Seconds from the prompt to the first token, the median.
         tokens_per_second: After that, one sequence, the median.
-        slowest: The lowest of what that is the median of.
-        fastest: The highest.
+        slowest: The lowest of the rates that this is the median of.
+        fastest: The highest of them.
     """
 
     weights: str
@@ -41,12 +39,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class SpeedRecord:
-    """What ``niwaki bench`` found.
+    """What ``niwaki bench`` measured.
 
     Attributes:
         model: As it was asked for.
         prompt: Tokens of the prompt.
-        tokens: Tokens that were written behind it, each time.
+        tokens: Tokens that were generated after it, each time.
         repeats: How often.
         device: Where.
         threads: Of torch, on a CPU.
@@ -69,23 +67,14 @@ class SpeedRecord:
 
     def table(self) -> list[list[str]]:
         """For people: the heading, then a row for each form of the model."""
-        head = [
-            "weights",
-            "computed in",
-            "on disk",
-            "in memory",
-            "peak",
-            "loaded in",
-            "first token",
-            "tokens/s",
-        ]
+        head = ["weights", "computed in", "on disk", "in memory", "peak", "loaded in", "first token", "tokens/s"]
         return [head] + [
             [
                 speed.weights,
                 speed.dtype,
-                _size(speed.disk),
-                _size(speed.resident),
-                _size(speed.peak),
+                size(speed.disk),
+                size(speed.resident),
+                size(speed.peak),
                 f"{speed.load:.2f} s",
                 f"{speed.first_token * 1000:,.1f} ms",
                 f"{speed.tokens_per_second:,.2f}",
@@ -95,11 +84,9 @@ class SpeedRecord:
 
     def conditions(self) -> str:
         """For people: what was measured where."""
-        where = (
-            f"{counted(self.threads, 'thread')}; packed weights: {self.kernels}"
-            if self.device == "cpu"
-            else self.device
-        )
+        where = self.device
+        if where == "cpu":
+            where = f"{counted(self.threads, 'thread')}; packed weights: {self.kernels}"
         prompt = counted(self.prompt, "token")
         apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
         noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
@@ -107,21 +94,13 @@ class SpeedRecord:
 
     def to_json(self) -> str:
         """The text of a file."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        return data.to_text(self)
 
     @classmethod
     def from_json(cls, text: str) -> SpeedRecord:
-        """The opposite.
+        """The inverse of :meth:`to_json`.
 
         Raises:
-            UsageError: it is no such text.
+            CheckpointError: the text is not that of a file from ``niwaki bench``.
         """
-        try:
-            values = json.loads(text)
-            return cls(**{**values, "speeds": [Speed(**speed) for speed in values["speeds"]]})
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"this is not what `niwaki bench` wrote: {error}") from error
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+        return data.from_text(text, cls)

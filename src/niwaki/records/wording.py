@@ -1,4 +1,4 @@
-"""Words for people."""
+"""How names, numbers, bytes and durations are written for people."""
 
 from __future__ import annotations
 
@@ -44,13 +44,18 @@ def short_text(name: str) -> str:
     return Path(name).name if os.path.isabs(name) or Path(name).suffix else name
 
 
-def memory(size: float) -> str:
-    """``"708 MiB"``, ``"3.7 GiB"``."""
-    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
+def size(count: float) -> str:
+    """Bytes with three digits: ``"12 bytes"``, ``"184 KiB"``, ``"4.00 GiB"``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if count < 999.5 or unit == "TiB":
+            break
+        count /= 1024
+    digits = 0 if unit == "bytes" or count >= 99.5 else 1 if count >= 9.95 else 2
+    return f"{count:.{digits}f} {unit}"
 
 
 def number(value: float) -> str:
-    """Two digits behind the point while that is what a reader can use: ``44.87``, ``5,012``, ``1.2e+09``."""
+    """Two digits after the point while a reader can use them: ``44.87``, ``5,012``, ``1.2e+09``."""
     if value >= 1e6:
         return f"{value:.3g}"
     return f"{value:.2f}" if value < 1000 else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""What a report shows of a model itself: pieces of its masks, and text that it generates."""
+"""What a report shows of a model itself: corners of its masks, and text that it generates."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from niwaki.models.text import load_tokenizer
 from niwaki.packed.format import open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.record import Record
-from niwaki.records.wording import kind
+from niwaki.records.wording import kind, size
 from niwaki.reports.material import Extras, MaskPicture, Sample
 
-#: Rows and columns of a piece, and how many pieces there are at most.
-PIECE, PIECES = 256, 8
+#: Rows and columns of a picture, and how many there are at most.
+CORNER, PICTURES = 256, 8
 PROMPTS = ("The old man looked at the sea and", "She opened the letter and", "In the beginning of the year")
-#: Tokens that are generated behind a prompt.
+#: Tokens that are generated after a prompt.
 TOKENS = 48
 
 
 def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None) -> Extras:
     """Masks, where weights became zeros, and text of the pruned model in ``directory``.
 
-    What cannot be had is left out with a remark that says why: the record is worth a report without it.
+    What is not available is left out with a remark that says why: the record is worth a report without it.
 
     Args:
         directory: Where the model is.
         record: What was done to it.
-        prompts: What it is to go on with; by default ``PROMPTS``, and none for no text.
+        prompts: What it is to continue; by default ``PROMPTS``, an empty list for no text.
     """
     prompts = PROMPTS if prompts is None else prompts
     remarks: list[str] = []
@@ -60,7 +60,7 @@ def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None
 
 
 def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
-    """A piece of one matrix of each kind, from the first block that was pruned to the last.
+    """A corner of one matrix of each kind, from the first block that was pruned to the last.
 
     Raises:
         NiwakiError: the model cannot be read.
@@ -71,13 +71,13 @@ def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
         raise CheckpointError(f"{checkpoint.path} has none of the matrices in its record")
     kinds = list(dict.fromkeys(kind(matrix.name) for matrix in pruned))
     blocks = sorted({matrix.block for matrix in pruned})
-    count = min(PIECES, len(kinds))
-    found: list[Matrix] = []
+    count = min(PICTURES, len(kinds))
+    shown: list[Matrix] = []
     for index in range(count):
         of_kind = [matrix for matrix in pruned if kind(matrix.name) == kinds[index * len(kinds) // count]]
         wanted = blocks[round(index * (len(blocks) - 1) / max(1, count - 1))]
-        found.append(min(of_kind, key=lambda matrix: abs(matrix.block - wanted)))
-    return [_picture(matrix, checkpoint) for matrix in found]
+        shown.append(min(of_kind, key=lambda matrix: abs(matrix.block - wanted)))
+    return [_picture(matrix, checkpoint) for matrix in shown]
 
 
 def text_samples(checkpoint: Checkpoint, record: Record, prompts: Sequence[str], remarks: list[str]) -> list[Sample]:
@@ -87,19 +87,22 @@ def text_samples(checkpoint: Checkpoint, record: Record, prompts: Sequence[str],
         checkpoint: The pruned model.
         record: Says what the dense one was: a directory, a hub id or "demo".
         prompts: What is given.
-        remarks: Are told why the dense model says nothing.
+        remarks: Receives why there is no text of the dense model.
 
     Raises:
-        NiwakiError: the pruned model cannot be asked.
+        NiwakiError: the pruned model cannot generate text.
     """
     pruned = generate(checkpoint, prompts)
-    original: list[str | None]
+    dense: list[str | None]
     try:
-        original = [*generate(_same_model(record, checkpoint), prompts)]
+        dense = [*generate(_dense_model(record, checkpoint), prompts)]
     except NiwakiError as error:
         remarks.append(f"text of the dense model: {error}")
-        original = [None] * len(prompts)
-    return [Sample(*values) for values in zip(prompts, pruned, original, strict=True)]
+        dense = [None] * len(prompts)
+    return [
+        Sample(prompt, smaller.strip(), larger and larger.strip())
+        for prompt, smaller, larger in zip(prompts, pruned, dense, strict=True)
+    ]
 
 
 def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
@@ -109,21 +112,18 @@ def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
         CheckpointError: there is no room for the model, or transformers cannot generate text with it.
         UsageError: a prompt is empty.
     """
-    size, free = sum(entry.size for entry in checkpoint.entries.values()), _free_memory()
+    needed, free = sum(entry.size for entry in checkpoint.entries.values()), _free_memory()
     # Half precision is slow on CPUs, for small models by far.
-    dtype = "float32" if size < 2**31 else str(checkpoint.config.get("dtype", "float32"))
-    if free is not None and 1.2 * size > free:
-        raise CheckpointError(f"it has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free")
+    dtype = "float32" if needed < 2**31 else str(checkpoint.config.get("dtype", "float32"))
+    if free is not None and 1.2 * needed > free:
+        raise CheckpointError(f"it has {size(needed)}, and {size(free)} of memory are free")
     tokenizer = load_tokenizer(checkpoint.path)
     model = load(checkpoint.path, "cpu", dtype)
     return [continue_text(model, tokenizer, prompt, TOKENS) for prompt in prompts]
 
 
-def _same_model(record: Record, pruned: Checkpoint) -> Checkpoint:
-    """The dense model, if it is on this machine and what ``pruned`` was made from as far as its shapes say.
-
-    Where parts of it are gone, which have other shapes, the number of its parameters has to do.
-    """
+def _dense_model(record: Record, pruned: Checkpoint) -> Checkpoint:
+    """The dense model, if it is on this machine and has the shapes of ``pruned``; of a smaller one, its parameters."""
     name = record.model
     if name != "demo" and not Path(name).expanduser().is_dir():
         if name.count("/") != 1:
@@ -142,15 +142,14 @@ def _same_model(record: Record, pruned: Checkpoint) -> Checkpoint:
     else:
         same = shapes == others
     if not same:
-        raise CheckpointError(f"{name} is another model than the one that was pruned")
+        raise CheckpointError(f"{name} is not the model that was pruned")
     return dense
 
 
 def _picture(matrix: Matrix, checkpoint: Checkpoint) -> MaskPicture:
-    kept = matrix.read(checkpoint)[:PIECE, :PIECE] != 0
+    kept = matrix.read(checkpoint)[:CORNER, :CORNER] != 0
     zeros = 1 - kept.float().mean().item()
-    size = (kept.shape[0], kept.shape[1])
-    return MaskPicture(matrix.block, matrix.name, matrix.shape, size, zeros, png(kept))
+    return MaskPicture(matrix.block, matrix.name, matrix.shape, (kept.shape[0], kept.shape[1]), zeros, png(kept))
 
 
 def png(kept: Tensor) -> bytes:
@@ -179,7 +178,7 @@ def png(kept: Tensor) -> bytes:
 
 
 def _free_memory() -> int | None:
-    """Bytes that could be had, with what the system only caches; None where it does not say."""
+    """Available bytes, including what the system only caches; None where it does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from niwaki.errors import CheckpointError, UsageError
-from niwaki.records.comparison import Comparison
+from niwaki.records import data
+from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.record import SPEED_NAME, Perplexity, Record
 from niwaki.records.speed import SpeedRecord
 
 
 @dataclass(frozen=True)
-class Run:
-    """One pruned model.
+class Run(Cell):
+    """A pruned model: a cell of a comparison, with its record where that was kept."""
 
-    Attributes:
-        method: What it was pruned by.
-        pattern: Such as "60 %" or "2:4".
-        sparsity: Fraction of zeros in the pruned matrices.
-        perplexity: By the name of the text.
-        seconds: That the run took.
-        error: Geometric mean of the matrices' relative errors.
-        stages: Seconds by stage.
-        record: All of it, where it was kept.
-    """
-
-    method: str
-    pattern: str
-    sparsity: float
-    perplexity: dict[str, Perplexity]
-    seconds: float
-    error: float
-    stages: dict[str, float]
-    record: Record | None
+    full: Record | None = None
 
     @property
     def name(self) -> str:
@@ -56,42 +38,76 @@ class Material:
     """What a directory holds.
 
     Attributes:
-        directory: Which.
         compared: Whether it is a comparison, and not one pruned model.
-        model: Where the dense model came from.
-        dense: Its perplexity by the name of the text, where it was measured.
+        comparison: That of the directory, or one made from the record of a pruned model.
         runs: One, or those that were compared.
-        calibration: As in the record.
-        command: The command line, or "".
-        versions: Of what matters.
-        seconds: Of everything.
-        json: The file that says so.
-        speed: What ``niwaki bench`` found, if it was asked.
+        json: The text of the file that the report is about.
+        speed: What ``niwaki bench`` measured, if it was run.
     """
 
-    directory: Path
     compared: bool
-    model: str
-    dense: dict[str, Perplexity]
+    comparison: Comparison
     runs: list[Run]
-    calibration: dict[str, Any]
-    command: str
-    versions: dict[str, str]
-    seconds: float
     json: str
     speed: SpeedRecord | None = None
+
+    @property
+    def file(self) -> str:
+        """What ``json`` is the text of."""
+        return "compare.json" if self.compared else "niwaki.json"
+
+    @property
+    def name(self) -> str:
+        """Of the dense model, without its folders."""
+        return Path(self.comparison.model).name or self.comparison.model
+
+    @property
+    def dense(self) -> dict[str, Perplexity]:
+        """The dense model's perplexity by text, where it was measured."""
+        return self.comparison.cells[0].perplexity
+
+    @property
+    def records(self) -> list[Record]:
+        """Of the runs that have one."""
+        return [run.full for run in self.runs if run.full is not None]
+
+    @property
+    def record(self) -> Record | None:
+        """That of a single model; None of a comparison."""
+        return None if self.compared else self.runs[0].full
+
+    @property
+    def methods(self) -> list[str]:
+        """In the order of the runs."""
+        return list(dict.fromkeys(run.method for run in self.runs))
+
+    @property
+    def patterns(self) -> list[str]:
+        """In the order of the runs."""
+        return list(dict.fromkeys(run.pattern for run in self.runs))
+
+    @property
+    def texts(self) -> list[str]:
+        """What was measured on."""
+        return list(dict.fromkeys(text for run in self.runs for text in run.perplexity))
+
+    @cached_property
+    def errors(self) -> tuple[float, float] | None:
+        """The range of the matrices' errors that colours stand for, the same over the page."""
+        errors = [matrix.error for record in self.records for matrix in record.matrices if matrix.error > 0]
+        return (min(errors), max(errors)) if errors else None
 
 
 @dataclass(frozen=True)
 class MaskPicture:
-    """A piece of a matrix: which weights are not zero.
+    """A corner of a matrix: which weights are not zero.
 
     Attributes:
         block: The matrix's block.
         name: Its path there.
         shape: (out, in) of the whole matrix.
-        size: Rows and columns of the piece, which starts at the first ones.
-        zeros: Fraction of zeros in the piece.
+        size: Rows and columns of the corner.
+        zeros: Fraction of zeros in it.
         png: A pixel for each weight.
     """
 
@@ -109,13 +125,25 @@ class Sample:
 
     Attributes:
         prompt: What was given.
-        pruned: How the pruned model goes on.
-        dense: How the dense one does; None where that could not be asked.
+        pruned: The pruned model's continuation.
+        dense: The dense one's; None where it is not available.
     """
 
     prompt: str
     pruned: str
     dense: str | None
+
+    @property
+    def common(self) -> int:
+        """Characters that both continuations have in common from the start, to the end of a word."""
+        if self.dense is None:
+            return 0
+        pairs = enumerate(zip(self.pruned, self.dense, strict=False))
+        shorter = min(len(self.pruned), len(self.dense))
+        same = next((place for place, (one, other) in pairs if one != other), shorter)
+        if same == len(self.pruned) == len(self.dense):
+            return same
+        return self.pruned.rfind(" ", 0, same + 1) + 1 if same else 0
 
 
 @dataclass(frozen=True)
@@ -123,10 +151,10 @@ class Extras:
     """What is not in the record but in the model; ``niwaki.reports.from_model`` makes it.
 
     Attributes:
-        masks: Pieces of masks.
+        masks: Corners of masks.
         samples: Generated text.
         tokens: How many were asked for after each prompt.
-        remarks: Why something is not there.
+        remarks: Why something is missing.
     """
 
     masks: Sequence[MaskPicture] = ()
@@ -136,81 +164,55 @@ class Extras:
 
 
 def load(directory: str | Path) -> Material:
-    """Reads what ``niwaki prune`` or ``niwaki compare`` wrote to ``directory``.
+    """Reads what ``niwaki prune``, ``shrink`` or ``compare`` wrote to ``directory``.
 
     Raises:
-        UsageError: neither did.
+        UsageError: none of them did.
         CheckpointError: their files cannot be read.
     """
     directory = Path(directory).expanduser()
-    for name, read in (("compare.json", _comparison), ("niwaki.json", _model)):
-        path = directory / name
-        if path.is_file():
-            try:
-                return read(directory, path.read_bytes().decode("utf-8"))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                reason = f"no {error}" if isinstance(error, KeyError) else error
-                raise CheckpointError(f"{path} cannot be read as what niwaki writes there: {reason}") from error
-    what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is no directory"
+    if (directory / "compare.json").is_file():
+        return data.load(directory / "compare.json", lambda text: _compared(directory, text))
+    if (directory / "niwaki.json").is_file():
+        material = data.load(directory / "niwaki.json", _pruned)
+        speed = directory / SPEED_NAME
+        if speed.is_file():
+            return dataclasses.replace(material, speed=data.load(speed, SpeedRecord.from_json))
+        return material
+    what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is not a directory"
     raise UsageError(f"{directory} {what}; give one that `niwaki prune` or `niwaki compare` wrote")
 
 
-def _model(directory: Path, text: str) -> Material:
+def _pruned(text: str) -> Material:
     record = Record.from_json(text)
-    before, after = (
-        {found["text"]: Perplexity(**found)} if (found := record.perplexity.get(when)) else {}
-        for when in ("before", "after")
-    )
+    measured = {when: Perplexity(**values) for when, values in record.perplexity.items()}
+    before, after = ({one.text: one} if (one := measured.get(when)) else {} for when in ("before", "after"))
     stages = dict(record.seconds)
     total = stages.pop("total", sum(stages.values()))
-    speed = directory / SPEED_NAME
-    run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, record)
-    return Material(
-        directory,
-        False,
-        record.model,
-        before,
-        [run],
-        record.calibration,
-        record.command,
-        record.versions,
-        total,
-        text,
-        SpeedRecord.from_json(speed.read_text(encoding="utf-8")) if speed.is_file() else None,
+    run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record)
+    comparison = Comparison(
+        model=record.model,
+        calibration=record.calibration,
+        texts=[*after],
+        cells=[Cell("dense", "", 0.0, before), run],
+        command=record.command,
+        versions=record.versions,
+        seconds=total,
     )
+    return Material(False, comparison, [run], text)
 
 
-def _comparison(directory: Path, text: str) -> Material:
+def _compared(directory: Path, text: str) -> Material:
     comparison = Comparison.from_json(text)
-    dense, *cells = comparison.cells
+    if not comparison.cells:
+        raise CheckpointError("it has no results")
     runs = []
-    for cell in cells:
+    for cell in comparison.cells[1:]:
         record = None
         if cell.record is not None:
             path = (directory / cell.record).resolve()
             if directory.resolve() not in path.parents:  # the page would show any file of the machine
-                raise ValueError(f"it names a record outside of its directory: {cell.record}")
-            record = Record.from_json(path.read_text(encoding="utf-8"))
-        found = (cell.perplexity, cell.seconds, cell.error, cell.stages)
-        runs.append(Run(cell.method, cell.pattern, cell.sparsity, *found, record))
-    return Material(
-        directory,
-        True,
-        comparison.model,
-        dense.perplexity,
-        runs,
-        comparison.calibration,
-        comparison.command,
-        comparison.versions,
-        comparison.seconds,
-        text,
-    )
-
-
-def _data_uri(content: bytes | str, kind: str) -> str:
-    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
+                raise CheckpointError(f"it names a record outside of its directory: {cell.record}")
+            record = Record.load(path)
+        runs.append(Run(**vars(cell), full=record))
+    return Material(True, comparison, runs, text)

@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import write_json
+from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
-from niwaki.reports.material import Extras, Material, _data_uri, _digest
+from niwaki.reports.material import Extras, Material, load
 
 
-def check_extra() -> None:
-    """Raises OutputError where the libraries for charts and templates are missing."""
+def report(
+    directory: str | Path,
+    out: str | Path | None = None,
+    *,
+    prompts: Sequence[str] | None = None,
+    reference: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else.
+
+    Args:
+        directory: What :func:`niwaki.prune`, :func:`niwaki.shrink` or :func:`niwaki.compare` wrote.
+        out: The file; by default ``report.html`` in ``directory``.
+        prompts: What the models are to continue, dense and pruned: by default three sentences; an empty list for no
+            text. A comparison has none.
+        reference: "paper" for published results too, marked as such and not measured.
+        progress: Receives how it goes.
+
+    Returns:
+        The file.
+
+    Raises:
+        UsageError: the directory has no record or comparison, or there is no such reference.
+        CheckpointError: its files cannot be read.
+        OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
+    """
+    material = load(directory)
+    check_extra(reference)
+    extras = None
+    if material.record is not None:
+        (progress or Progress()).status("reading masks and generating text")
+        from niwaki.reports.from_model import extras as read_extras
+
+        extras = read_extras(Path(directory).expanduser(), material.record, prompts)
+    return write(render(material, extras, reference=reference), Path(directory).expanduser(), out)
+
+
+def check_extra(reference: str | None = None) -> None:
+    """Raises OutputError where the libraries for charts and templates are missing, UsageError for no reference."""
+    if reference not in (None, "paper"):
+        raise UsageError(f"--reference takes paper; got {reference!r}")
     try:
         import altair  # noqa: F401
         import jinja2  # noqa: F401
@@ -22,23 +65,11 @@ def check_extra() -> None:
 
 
 def render(material: Material, extras: Extras | None = None, *, reference: str | None = None) -> str:
-    """The page as HTML.
-
-    Args:
-        material: What it is about.
-        extras: Masks and text, where there is a model.
-        reference: "paper" to show published numbers too.
-
-    Raises:
-        OutputError: the libraries for it are missing.
-        UsageError: there is no such reference.
-    """
-    if reference not in (None, "paper"):
-        raise UsageError(f"--reference takes paper; got {reference!r}")
-    check_extra()
+    """The page as HTML; the arguments and errors are those of :func:`report`."""
+    check_extra(reference)
     import jinja2
 
-    from niwaki.reports.view import View
+    from niwaki.reports import charts, head, runs, sections
 
     folder = files("niwaki.reports") / "templates"
     environment = jinja2.Environment(
@@ -51,7 +82,15 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
     environment.filters["data_uri"] = _data_uri
     style, script = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page: str = environment.get_template("report.html.jinja").render(
-        view=View(material, extras or Extras(), reference is not None),
+        material=material,
+        title=head.title(material),
+        tiles=head.tiles(material),
+        notes=head.notes(material),
+        facts=head.facts(material),
+        sections=sections.sections(material, reference is not None),
+        extras=extras or Extras(),
+        runs=runs.details(material),
+        steps=range(charts.STEPS),
         style=style,
         script=script,
         # Nothing else runs or loads, whatever a name or a generated text says.
@@ -62,14 +101,23 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
-def write(page: str, directory: Path, file: Path | None = None) -> Path:
+def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
     """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all; returns where.
 
     Raises:
         OutputError: it cannot be written.
     """
-    path = file.expanduser() if file is not None else directory / REPORT_NAME
+    path = Path(file).expanduser() if file is not None else directory / REPORT_NAME
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
     write_json(path, page)
     return path
+
+
+def _data_uri(content: bytes | str, kind: str) -> str:
+    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"

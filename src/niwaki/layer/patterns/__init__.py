@@ -1,8 +1,7 @@
 """Which weights may be non-zero.
 
-A pattern is a value with one operation that matters: ``pattern.mask(scores)``, the mask of the best
-weights that the pattern allows. For scores ``|w|`` that is the Euclidean projection of ``w`` onto the
-matrices of the pattern::
+A pattern is a value with one main operation: ``pattern.mask(scores)``, the best weights that it allows. For scores
+``|w|`` that is the Euclidean projection of ``w`` onto the matrices of the pattern::
 
     argmin_Z  |Z - W|^2   subject to   the support of Z being allowed   =   W * pattern.mask(|W|)
 

@@ -1,4 +1,4 @@
-"""What all patterns are."""
+"""The base of all patterns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ class Pattern(abc.ABC):
 
         @property
         def sparsity(self) -> float:
-            """The fraction of zeros that is asked for, in [0, 1)."""
+            """The wanted fraction of zeros, in [0, 1)."""
 
     @abc.abstractmethod
     def mask(self, scores: Tensor) -> Tensor:
         """The allowed mask with the greatest sum of squares of the scores that it keeps.
 
-        Where weights are chosen one by one only the order of the scores matters; where several stand
-        or fall together their sizes do, so scores are magnitudes and never their squares.
+        Scores are magnitudes, not squares: where several weights are chosen together their sizes matter.
 
         Args:
             scores: (out, in), floating point, finite, at least 0, such as |W|. Not changed.
@@ -41,10 +40,9 @@ class Pattern(abc.ABC):
 
     @abc.abstractmethod
     def partial(self, fraction: float) -> Pattern:
-        """The pattern on the way to this one that has ``fraction`` (in [0, 1]) of its zeros.
+        """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep.
 
-        What this pattern would keep of some scores, the partial one keeps too. A mask that is given
-        (``Fixed``) has no way to it and is all there from the start.
+        A given mask (``Fixed``) stays as it is.
         """
 
     @abc.abstractmethod
@@ -52,28 +50,24 @@ class Pattern(abc.ABC):
         """Cuts a matrix of ``shape`` into runs of columns, for solvers that go from left to right.
 
         Yields:
-            (start, stop, pattern of columns start..stop), in order; the counts of the parts add up
-            to the count of the whole. Runs are about ``width`` wide, or the pattern's own group, and
-            never cross a multiple of ``width`` that is a multiple of ``group``.
+            (start, stop, pattern of columns start..stop), in order; their counts add up to that of the whole. Runs are
+            about ``width`` wide, or the pattern's own group, and never cross a multiple of ``width`` that is a multiple
+            of ``group``.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
-        """This kind of pattern with another sparsity, or the nearest that it can have.
-
-        None if it has one only: n:m is what hardware takes, and a mask that is given is that mask.
-        """
+        """This kind of pattern with another sparsity, or the nearest possible; None if it has one only (n:m, masks)."""
         return None
 
     @property
     def group(self) -> int:
-        """The number of columns that stand or fall together: m for n:m, a block's columns, otherwise 1."""
+        """The number of columns that are chosen together: m for n:m, a block's columns, otherwise 1."""
         return 1
 
     def exchange(self, columns: int) -> int:
-        """Within how many consecutive ``columns`` of a row a kept and a pruned weight may change places.
+        """The length of the runs of a row within which a kept and a pruned weight may change places.
 
-        Runs start at multiples of the number. 0: nowhere, because weights of several rows or columns
-        stand or fall together.
+        0 where weights of several rows or columns are chosen together.
         """
         return columns
 
@@ -82,41 +76,40 @@ class Pattern(abc.ABC):
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """The numbers between the scores that ``mask`` keeps and those that it drops, for a choice by degrees.
+        """The thresholds between kept and dropped scores, broadcastable to ``scores``, for a choice by degrees.
 
-        Returns:
-            Broadcastable to ``scores``; up to ties ``mask(scores)`` is where a score is above it. None if it
-            is not each score for itself that decides (blocks, masks that are given), or if nothing goes.
+        Up to ties ``mask(scores)`` is where a score is above it. None if scores do not decide one by one (blocks, given
+        masks), or if nothing is dropped.
         """
         return None
 
-    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
-        """Patterns of runs of columns, in whole groups, that together keep of ``scores`` what this one keeps.
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+        """A pattern for each run of columns, in whole groups, which together keep what this one keeps.
 
-        ``scores`` are those of each run. None if a run cannot be left to the threshold of its own scores.
+        ``scores`` are those of each run. None if runs cannot choose on their own.
         """
         return None
 
     @property
     def rows(self) -> Rows:
-        """Which rows of the matrix are here, that is in ``scores`` and in masks."""
+        """The rows of the matrix that ``scores`` and masks have."""
         return ALL
 
-    def among(self, rows: Rows) -> Pattern | None:
-        """The pattern of the same matrix where only ``rows`` are here: what this one answers, for these.
+    def for_rows(self, rows: Rows) -> Pattern | None:
+        """The same pattern where ``scores`` and masks have only ``rows``; None if rows are chosen together.
 
-        Sparsity, counts and thresholds stay those of the whole matrix. Whoever has its other rows makes the same
-        calls in the same order. None if rows stand or fall together.
+        Sparsity, counts and thresholds stay those of the whole matrix. The processes with its other rows make the same
+        calls in the same order.
         """
         return None
 
     def weights(self, scores: Tensor) -> int:
-        """The number of weights in the whole matrix, of which ``scores`` has the rows that are here."""
+        """The number of weights in the whole matrix, of which ``scores`` has some rows."""
         return self.rows.of(scores.shape[0]) * scores.shape[1]
 
     @property
     def single(self) -> bool:
-        """Whether weights can be removed one by one, with every set on the way part of an allowed one."""
+        """Whether weights can be removed one by one on the way to an allowed set."""
         return True
 
     def check(self, shape: tuple[int, int]) -> None:  # noqa: B027 - most patterns fit every shape
@@ -125,11 +118,11 @@ class Pattern(abc.ABC):
 
 @dataclass(frozen=True)
 class ByRows(Pattern):
-    """A pattern that answers for some ``rows`` of a matrix too."""
+    """A pattern that can be restricted to some ``rows`` of a matrix."""
 
     rows: Rows = field(default=ALL, kw_only=True, repr=False, compare=False)
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, rows=rows)
 
 
@@ -144,7 +137,7 @@ class Tiled(Pattern):
     def exchange(self, columns: int) -> int:
         return 0
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return None  # also of a pattern n:m
 
     @property
@@ -166,11 +159,11 @@ def check_sparsity(sparsity: float) -> None:
 
 
 def zeros_of(sparsity: float, weights: int) -> int:
-    """One formula for a whole and for its parts: s * rows * columns depends on the order of the products."""
+    """The number of zeros: one formula, because s * rows * columns depends on the order of the products."""
     return round(sparsity * weights)
 
 
 def short_number(value: float) -> str:
-    """The short form of a number where it reads back as the same one, otherwise all its digits."""
+    """The short form of a number if it reads back as the same one, otherwise all its digits."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)

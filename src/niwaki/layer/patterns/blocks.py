@@ -10,13 +10,13 @@ from torch import Tensor
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import Pattern, Tiled, check_sparsity, short_number, zeros_of
-from niwaki.layer.patterns._parts import BlockCount, runs
+from niwaki.layer.patterns._derived import BlockCount, runs
 from niwaki.layer.patterns.selection import keep_highest_blocks
 
 
 @dataclass(frozen=True)
 class Block(Tiled):
-    """Blocks of r x c weights stand or fall together: the lowest ``round(sparsity * blocks)`` are zero.
+    """Blocks of r x c weights are kept or dropped together: the lowest ``round(sparsity * blocks)`` are zero.
 
     A block's score is the sum of its squared scores, which makes the mask the Euclidean projection.
 

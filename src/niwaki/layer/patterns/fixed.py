@@ -1,4 +1,4 @@
-"""A mask that is given."""
+"""A given mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import ByRows, Pattern
-from niwaki.layer.patterns._parts import runs
+from niwaki.layer.patterns._derived import runs
 from niwaki.layer.patterns.rows import Rows
 
 
@@ -19,7 +19,7 @@ class Fixed(ByRows):
 
     Args:
         values: (out, in) bool, True where a weight is kept.
-        within: The pattern that it was chosen from, which solvers that refine masks keep to.
+        within: The pattern that it was chosen from, within which solvers may refine it.
     """
 
     values: Tensor
@@ -32,7 +32,7 @@ class Fixed(ByRows):
     def sparsity(self) -> float:
         return 1 - self.rows.total(int(self.values.count_nonzero())) / self.weights(self.values)
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, values=rows.own(self.values), rows=rows)
 
     def check(self, shape: tuple[int, int]) -> None:

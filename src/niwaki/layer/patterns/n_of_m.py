@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import ByRows, Pattern, Tiled, short_number
-from niwaki.layer.patterns._parts import Count, Partial, left_by, runs, shares
+from niwaki.layer.patterns._derived import Count, Partial, left_by, runs, shares
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
@@ -18,7 +18,7 @@ from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 @dataclass(frozen=True)
 class _NOfM(ByRows):
-    """``n`` of ``m`` weights are kept in each of the groups that columns fall into, every group on its own."""
+    """``n`` of ``m`` weights are kept in each group."""
 
     n: int
     m: int
@@ -67,15 +67,15 @@ class NM(_NOfM):
     def threshold(self, scores: Tensor) -> Tensor | None:
         return middle_of_each(scores, self.n, self.m) if self.n < self.m else None
 
-    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         return [self] * len(scores)
 
 
 @dataclass(frozen=True)
 class MixedNM(NM):
-    """n:m, or another number than n of every m, the same in a matrix: so that all have that sparsity together.
+    """Each matrix keeps its own number of every m weights, so that all matrices together have the sparsity of n:m.
 
-    Of itself it is n:m; see :mod:`niwaki.pruning.plan` for which matrix gets which number.
+    Until :mod:`niwaki.pruning.plan` chooses the numbers it is n:m.
     """
 
     def __str__(self) -> str:
@@ -90,10 +90,9 @@ class MixedNM(NM):
 class TransposableNM(Tiled, _NOfM):
     """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
 
-    A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact:
-    of all such tiles (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares. Of
-    equal sums the first one is taken, where tiles are read row by row and a dropped weight comes before
-    a kept one. For greater m, Hubara et al. solve a minimum-cost flow for each tile, or approximate it.
+    A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact: of all such tiles
+    (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares, and of equal sums the first (see
+    ``tile_choices``). For greater m, Hubara et al. solve a minimum-cost flow for each tile, or approximate it.
 
     Reference: Hubara et al. 2021, arXiv 2102.08124, where N counts zeros; here n counts what is kept.
     """
@@ -120,18 +119,15 @@ class TransposableNM(Tiled, _NOfM):
 
 @dataclass(frozen=True)
 class Quota(ByRows):
-    """n:m with more zeros than n:m asks for: at most n of every m, and a sparsity above 1 - n/m.
+    """n:m with more zeros: at most n of every m, and a sparsity above 1 - n/m.
 
-    The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That
-    is the best mask of the pattern: groups of m lie within rows and rows within the matrix, and with
-    such nested (laminar) limits on counts taking the highest weights that fit is optimal.
+    The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That is optimal:
+    groups of m are within rows and rows within the matrix, and with such nested (laminar) limits on counts it is best
+    to take the highest weights that fit.
 
     Args:
         within: The pattern n:m.
-        quota: What the whole has to be, in each row or in total.
-
-    Raises:
-        PatternError: the quota asks for fewer zeros than n:m.
+        quota: The sparsity of each row, or of the matrix; PatternError if lower than that of n:m.
     """
 
     within: NM
@@ -161,7 +157,7 @@ class Quota(ByRows):
     def check(self, shape: tuple[int, int]) -> None:
         self.within.check(shape)
 
-    def among(self, rows: Rows) -> Pattern | None:
+    def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, quota=replace(self.quota, rows=rows), rows=rows)
 
     def mask(self, scores: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def parse_pattern(text: str) -> Pattern:
     ``"block-4x4:0.5"``, ``"2:4+per-row:0.6"`` or ``"2:4+unstructured:0.6"``.
 
     Raises:
-        PatternError: it is none of these, or its numbers are out of range.
+        PatternError: the text is not valid, or a number is out of range.
     """
     within, plus, quota = text.strip().partition("+")
     kind, _, number = within.partition(":")
@@ -62,6 +62,6 @@ def parse_pattern(text: str) -> Pattern:
         if isinstance(error, PatternError):
             raise
     raise PatternError(
-        f"{text!r} is no pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
+        f"{text!r} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
         "or transposable-2:4, mixed-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
     )

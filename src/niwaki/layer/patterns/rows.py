@@ -1,7 +1,6 @@
-"""Some rows of a matrix, where others have the other rows: what has to be known of all of them.
+"""Some rows of a matrix whose other rows are in other processes, which exchange counts and no weights.
 
-Counts and thresholds of patterns are those of the whole matrix. Who has some of its rows asks the others for their
-counts; nobody sees the others' weights.
+Counts and thresholds of patterns are those of the whole matrix.
 """
 
 from __future__ import annotations
@@ -11,35 +10,32 @@ from torch import Tensor
 
 
 class Rows:
-    """The rows of a matrix that are here: all of them. Derived classes have some, and ask the others.
-
-    Where others have rows, all call the same methods in the same order.
-    """
+    """All rows of a matrix. In a derived class some, and all processes call the same methods in the same order."""
 
     def of(self, rows: int) -> int:
-        """How many rows the matrix has, of which ``rows`` are here."""
+        """The number of rows of the matrix, of which ``rows`` are in this process."""
         return rows
 
     def own(self, whole: Tensor) -> Tensor:
-        """Of (all rows, ...) those that are here."""
+        """(own rows, ...) of (all rows, ...)."""
         return whole
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over all who have rows; they may be overwritten."""
+        """The sum of ``values`` over all processes; they may be overwritten."""
         return values
 
-    def behind(self, count: int) -> int:
-        """The sum of ``count`` over those who have the rows below these."""
+    def sum_after(self, count: int) -> int:
+        """The sum of ``count`` over the processes with the rows below these."""
         return 0
 
-    def joined(self, part: Tensor) -> Tensor:
-        """(all rows, ...): everybody's ``part``, which is (rows that are here, ...)."""
-        return part
+    def joined(self, own: Tensor) -> Tensor:
+        """(all rows, ...) of the (own rows, ...) of each process."""
+        return own
 
     def total(self, count: int) -> int:
-        """The sum of ``count`` over all who have rows."""
+        """The sum of ``count`` over all processes."""
         return int(self.sum(torch.tensor([count])))
 
 
-#: All rows are here.
+#: All rows are in this process.
 ALL = Rows()

@@ -1,7 +1,7 @@
-"""Which scores are kept: the selections that patterns are made of; nothing here knows of patterns.
+"""Which scores are kept: the selections of patterns.
 
-Everywhere True means kept, counts are exact and of equal scores the first go. Where ``scores`` are some ``rows`` of a
-matrix, the mask is that part of the whole matrix's, and numbers to choose are those of the whole.
+True means kept, counts are exact, and of equal scores the first are dropped. Where ``scores`` are some ``rows`` of a
+matrix, counts are those of the whole matrix and the mask has these rows.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def keep_highest(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
     threshold = kth_smallest(flat, zeros, rows)
     mask = flat > threshold
     surplus = rows.total(mask.numel() - int(mask.count_nonzero())) - zeros
-    if surplus:  # more ties at the threshold than zeros wanted: the last ones stay
+    if surplus:  # more ties at the threshold than zeros: the last ones stay
         ties = (flat == threshold).nonzero().squeeze(1)
-        stay = surplus - rows.behind(len(ties))
+        stay = surplus - rows.sum_after(len(ties))
         if stay > 0:
             mask[ties[-stay:]] = True
     return mask.view(scores.shape)
 
 
 def keep_highest_per_row(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
-    """True except at ``zeros`` in total: the lowest of each row, as many in each to within one.
+    """True except at ``zeros`` in total: the lowest of each row, the same number in each to within one.
 
-    One more goes in the rows whose next score is the lowest.
+    The rows whose next score is the lowest have one more.
     """
     here, columns = scores.shape
     each, extra = divmod(zeros, rows.of(here))
@@ -57,7 +57,7 @@ def keep_highest_of_each(scores: Tensor, n: int, m: int) -> Tensor:
     """True at the ``n`` highest of every ``m`` consecutive scores of a row."""
     zeros = m - n
     grouped = scores.reshape(-1, m)
-    if (n, m) == (2, 4):  # what hardware has: three times faster than the ranks below
+    if (n, m) == (2, 4):  # three times faster than the ranks below
         mask = grouped >= _second_of_four(grouped)
         if int(mask.count_nonzero()) == n * grouped.shape[0]:  # otherwise there are ties
             return mask.view(scores.shape)
@@ -113,7 +113,7 @@ def keep_best_tiles(scores: Tensor, n: int, m: int) -> Tensor:
     choices = tile_choices(n, m).to(scores.device)
     weights = choices.T.double()  # (m * m, choices)
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    # In strips, because the sums of all choices of all tiles are some 6 times as many as the scores.
+    # In strips, because the sums of all choices of all tiles take some 6 times the memory of the scores.
     height = m * max(1, 4096 * m // columns)
     for top in range(0, rows, height):
         strip = scores[top : top + height]
@@ -125,22 +125,18 @@ def keep_best_tiles(scores: Tensor, n: int, m: int) -> Tensor:
 
 @functools.cache
 def tile_choices(n: int, m: int) -> Tensor:
-    """(choices, m * m) bool: all m x m tiles with n per row and column, read row by row, False before True.
-
-    So the first of two equally good choices is the one that drops the earlier weight.
-    """
+    """(choices, m * m) bool: all m x m tiles with n per row and column, read row by row, False before True."""
     of_row = [row for row in itertools.product((False, True), repeat=m) if sum(row) == n]
     tiles = itertools.product(of_row, repeat=m)
     return torch.tensor([sum(t, ()) for t in tiles if all(sum(column) == n for column in zip(*t, strict=True))])
 
 
 def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
-    """The k-th smallest (from 1) of a flat tensor, exactly; where it is some ``rows``, of all of them.
+    """The k-th smallest (from 1) of a flat tensor, exactly, over all processes with ``rows``.
 
-    On a CPU by numpy, whose partition is 9 times faster than torch's kthvalue at 2,048 x 2,048: ADMM
-    selects at every step, and kthvalue would take longer than the step's matrix product. On a GPU by
-    counting, because kthvalue of one long row keeps one of its hundred processors busy; and by counting where
-    others have rows, because counts are all that they have to tell.
+    On a CPU by numpy, whose partition is 9 times faster than torch's kthvalue at 2,048 x 2,048: ADMM selects at every
+    step, and kthvalue would take longer than the step's product. On a GPU by counting, because kthvalue of one long row
+    uses one of its hundred multiprocessors; and for several processes, which exchange counts only.
     """
     if rows is not ALL or (values.device.type == "cuda" and values.dtype == torch.float32):
         return _kth_by_counting(values, k, rows)
@@ -150,26 +146,25 @@ def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
 
 
 def _kth_by_counting(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
-    """As :func:`kth_smallest`, of float32 or float64: 16 bits of the result after the other, highest first."""
+    """As :func:`kth_smallest`, of float32 or float64: 16 bits of the result at a time, highest first."""
     kind = torch.int32 if values.dtype == torch.float32 else torch.int64
     width, limits = 8 * values.element_size(), torch.iinfo(kind)
     bits = values.view(kind)
-    # As numbers without sign these are in the order of the values: all bits of negative ones are turned around, of
-    # others the sign only.
+    # As unsigned numbers these are in the order of the values: negative ones have all bits flipped, others the sign.
     keys = (bits >> (width - 1)).bitwise_or_(limits.min).bitwise_xor_(bits)
-    found = torch.zeros(1, dtype=torch.int64, device=values.device)
-    rank = torch.full_like(found, k)
+    bits_so_far = torch.zeros(1, dtype=torch.int64, device=values.device)
+    rank = torch.full_like(bits_so_far, k)
     for shift in range(width - 16, -1, -16):
         digits = (keys >> shift).bitwise_and_(0xFFFF)
         counts = rows.sum(torch.bincount(digits, minlength=1 << 16))
         ends = counts.cumsum(0)
         digit = torch.searchsorted(ends, rank)
         rank -= ends[digit] - counts[digit]
-        found |= digit << shift
+        bits_so_far |= digit << shift
         if shift:
             keys = keys[digits == digit]
-    positive = (found >> (width - 1)) & 1 == 1
-    return torch.where(positive, found & limits.max, ~found).to(kind).view(values.dtype)
+    positive = (bits_so_far >> (width - 1)) & 1 == 1
+    return torch.where(positive, bits_so_far & limits.max, ~bits_so_far).to(kind).view(values.dtype)
 
 
 def kth_smallest_per_row(scores: Tensor, k: int) -> Tensor:
@@ -189,8 +184,8 @@ def _second_of_four(grouped: Tensor) -> Tensor:
 def _squares(scores: Tensor, scale: float) -> Tensor:
     """The squares of scores times ``scale``, in float64.
 
-    A sum of squares in float32 no longer tells two choices apart that share a score 4,096 times as
-    large as those in which they differ, and a few inputs of language models are as large as that.
+    In float32 a sum of squares would hide differences below 1 / 4,096 of the largest score, and a few inputs of
+    language models are as large as that.
     """
     return scores.double().mul(scale).square_()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.patterns._base import ByRows, Pattern, check_sparsity, short_number, zeros_of
-from niwaki.layer.patterns._parts import Count, shares
+from niwaki.layer.patterns._derived import Count, shares
 from niwaki.layer.patterns.selection import (
     keep_highest,
     keep_highest_per_row,
@@ -20,7 +20,7 @@ from niwaki.layer.patterns.selection import (
 
 @dataclass(frozen=True)
 class _OneByOne(ByRows):
-    """Weights are chosen one by one, up to a sparsity."""
+    """Weights are chosen one by one."""
 
     sparsity: float
 
@@ -28,7 +28,7 @@ class _OneByOne(ByRows):
         check_sparsity(self.sparsity)
 
     def zeros(self, scores: Tensor) -> int:
-        """How many there are in all rows of the matrix."""
+        """The number of zeros in all rows of the matrix."""
         return zeros_of(self.sparsity, self.weights(scores))
 
     def at(self, sparsity: float) -> Pattern | None:
@@ -52,15 +52,15 @@ class Unstructured(_OneByOne):
         zeros = self.zeros(scores)
         return kth_smallest(scores.reshape(-1), zeros, self.rows) if zeros else None
 
-    def apart(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
         # Not the same sparsity for all: runs with every fourth column can be of another scale.
         threshold = self.threshold(torch.cat(list(scores), dim=1))
         if threshold is None:
             return [self] * len(scores)
-        kept = self.rows.sum(torch.stack([(part > threshold).count_nonzero() for part in scores])).tolist()
+        kept = self.rows.sum(torch.stack([(run > threshold).count_nonzero() for run in scores])).tolist()
         return [
-            replace(self, sparsity=1 - max(1, count) / self.weights(part))
-            for count, part in zip(kept, scores, strict=True)
+            replace(self, sparsity=1 - max(1, count) / self.weights(run))
+            for count, run in zip(kept, scores, strict=True)
         ]
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
@@ -72,11 +72,9 @@ class Unstructured(_OneByOne):
 class PerRow(_OneByOne):
     """Every row (output) has the same number of zeros, to within one.
 
-    Where ``sparsity * in`` is not a whole number, each row has the next lower number of zeros and the
-    rows whose next weight has the lowest score have one more, so that the total is exactly
-    ``round(sparsity * out * in)``. (Solvers that choose masks for one block of columns after another
-    keep to that within each block.) Rounding every row down instead, as public code does, leaves 59.9 %
-    where 60 % were asked for.
+    Where ``sparsity * in`` is not a whole number, rows whose next weight has the lowest score have one more: the total
+    is exactly ``round(sparsity * out * in)``. (Solvers that choose masks for one block of columns after another
+    do so within each block.) Rounding every row down, as public code does, gives 59.9 % for 60 %.
     """
 
     def __str__(self) -> str:
@@ -90,7 +88,6 @@ class PerRow(_OneByOne):
         return kth_smallest_per_row(scores, zeros) if zeros else None
 
     def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
-        # Each run has to give every row its share, so the rows' remainders are settled at the end of
-        # each run: a row is then never more than one zero per run away from its fair share.
+        # Remainders are settled at the end of each run: a row is at most one zero per run away from its share.
         for start, stop, zeros in shares(self, shape, width):
             yield start, stop, Count(zeros, per_row=True, rows=self.rows)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from niwaki.layer.solvers._base import Solver
 from niwaki.layer.solvers._compose import MaskThenUpdate
@@ -23,7 +24,7 @@ from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
-from niwaki.options import DEFAULT_SOLVER, choose
+from niwaki.options import DEFAULT_SOLVER, choose, name_of, parameters, spelled
 
 __all__ = [
     "ADMM",
@@ -44,7 +45,9 @@ __all__ = [
     "SparseGPT",
     "Swaps",
     "Wanda",
+    "describe",
     "make_solver",
+    "spec",
 ]
 
 #: By the name on the command line: those that choose a mask and leave the weights, those that do both,
@@ -73,9 +76,8 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     """The solver called ``name`` with some of its parameters changed.
 
     Args:
-        name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or
-            several joined by ``+``: the mask of those before with the weights of the last one, see
-            :class:`MaskThenUpdate`.
+        name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
+            ``+``: the mask of those before with the weights of the last one, see :class:`MaskThenUpdate`.
         settings: Parameter name to value, as text; of the last solver of several.
 
     Raises:
@@ -86,3 +88,24 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     if plus:
         return MaskThenUpdate(make_solver(mask), make_solver(name, settings))
     return choose("solver", name, SOLVERS, settings)
+
+
+def spec(solver: Solver) -> str:
+    """The text that :func:`make_solver` reads back: a name, and the parameters that differ from those in ``SOLVERS``.
+
+    A solver of another class goes by the name of its class in small letters, and is not read back.
+    """
+    if isinstance(solver, MaskThenUpdate):
+        return f"{spec(solver.mask)}+{spec(solver.update)}"
+    return spelled(solver, SOLVERS)
+
+
+def describe(solver: Solver) -> dict[str, Any]:
+    """The solver as data, for records: its "name", as in ``SOLVERS`` or "wanda+exact", and all parameters by name.
+
+    Those of :class:`MaskThenUpdate` are two such descriptions, "mask" and "update".
+    """
+    if isinstance(solver, MaskThenUpdate):
+        mask, update = describe(solver.mask), describe(solver.update)
+        return {"name": f"{mask['name']}+{update['name']}", "mask": mask, "update": update}
+    return {"name": name_of(solver, SOLVERS), **parameters(solver)}

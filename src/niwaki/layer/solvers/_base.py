@@ -6,7 +6,7 @@ import abc
 import math
 from dataclasses import dataclass
 
-from niwaki.errors import UsageError
+from niwaki.errors import PatternError, UsageError
 from niwaki.layer.patterns import Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 
@@ -39,20 +39,19 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations for a matrix of shape (out, in) = (rows, columns) that shares its H with none.
+        """Floating-point operations for a matrix of shape (out, in) = (rows, columns) with an H of its own.
 
-        Those of matrix products and factorisations, with the two products that measure the error;
-        selections and elementwise work are not counted.
+        Those of products and factorisations, with the two products that measure the error.
         """
 
     @property
-    def rows_apart(self) -> bool:
-        """Whether runs of rows may be solved in different processes, each with a pattern ``among`` its rows.
+    def separable_rows(self) -> bool:
+        """Whether runs of rows may be solved in different processes, each with ``pattern.for_rows`` of its rows.
 
-        True promises that, with such a pattern, (1) what becomes of a row hangs on the other rows by answers of the
-        pattern only, to within rounding; (2) which of the pattern's methods (and ``sparsity``) are called, in which
-        order, hangs on the pattern and on ``pattern.weights``, and never on the values or the number of the rows at
-        hand, because the processes wait for each other in them; (3) ``stats`` tell of H only.
+        True promises that (1) a row depends on the other rows through the pattern's answers only, to within rounding;
+        (2) which of the pattern's methods (and ``sparsity``) are called, and in which order, depends on the pattern and
+        on ``pattern.weights`` only, not on the values or the number of own rows, because processes wait for each other
+        in them; (3) ``stats`` depend on H only.
         """
         return False
 
@@ -65,6 +64,22 @@ class Solver(abc.ABC):
         value = getattr(self, name)
         if not accepted or (isinstance(value, float) and not math.isfinite(value)):
             raise UsageError(f"{name} must be {range_}; got {value!r}")
+
+
+def exchange_width(name: str, pattern: Pattern, columns: int) -> int:
+    """:meth:`Pattern.exchange`, for a solver that cannot do without.
+
+    Raises:
+        PatternError: it is 0.
+    """
+    width = pattern.exchange(columns)
+    if width == 0:
+        raise PatternError(
+            f"{name} exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
+            "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
+            "2:4, or in Python Fixed(mask, within=NM(2, 4))"
+        )
+    return width
 
 
 def product(rows: int, columns: int) -> float:

@@ -30,8 +30,8 @@ class MaskThenUpdate(Solver):
         return self.update(problem, Fixed(mask, within=pattern, rows=pattern.rows), monitor)
 
     @property
-    def rows_apart(self) -> bool:
-        return self.mask.rows_apart and self.update.rows_apart
+    def separable_rows(self) -> bool:
+        return self.mask.separable_rows and self.update.separable_rows
 
     def flops(self, rows: int, columns: int) -> float:
         return self.mask.flops(rows, columns) + self.update.flops(rows, columns)

@@ -27,8 +27,7 @@ class ADMM(Solver):
         U = V - Z
         W = (H + (lambda + rho) I)^-1 ((H + lambda I) W0 + rho (Z - U))                         (eq. 7)
 
-    and What = M * (W + U) at the end (algorithm 1). Schedules of s_t over k_s steps, s_f the pattern's
-    sparsity:
+    and What = M * (W + U) at the end (algorithm 1). Schedules of s_t over k_s steps, s_f the pattern's sparsity:
 
         printed    s_f (t / k_s)^3              as the paper prints it
         cubic      s_f (1 - (1 - t / k_s)^3)    Zhu & Gupta 2017, which the paper cites
@@ -65,7 +64,7 @@ class ADMM(Solver):
     rho: float = 1.0
     damping: float = 0.1
 
-    rows_apart = True
+    separable_rows = True
 
     def __post_init__(self) -> None:
         self._require("iterations", self.iterations >= 1, "1 or more")

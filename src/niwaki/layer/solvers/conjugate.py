@@ -36,8 +36,7 @@ class ConjugateGradients(Solver):
     there, weights that hardly matter to the error depend on rounding (to 1e-9 in double precision).
     ``stats["residual"]``, the norm of R at the end relative to the start, tells how far it came.
 
-    Cost: 2 out in^2 for each of k + 1 steps and no factorisation; memory of H + lambda I and six copies
-    of W.
+    Cost: 2 out in^2 for each of k + 1 steps and no factorisation; memory of H + lambda I and six copies of W.
 
     Reference: Hestenes & Stiefel 1952, "Methods of conjugate gradients for solving linear systems".
 

@@ -20,7 +20,7 @@ _METRIC_DAMPING = 0.02
 #: The part of the sweeps with the first of the two penalties of the weights.
 _SWITCH = 0.6
 #: From this number of weights on a part chooses among its own, which saves time.
-_APART = 4096
+_OWN_CHOICE = 4096
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Continuation(Solver):
     From 4,096 weights on a part has a theta of its own where groups stand for themselves (n:m), and for
     unstructured sparsity, there with the share of zeros that the mask of |W0| gives it.
 
-    Differences from the paper: there is none. ADMM with the L0 constraint and one fixed penalty is what
+    Differences from the paper: not published elsewhere. ADMM with the L0 constraint and one fixed penalty is what
     Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
     (arXiv 2406.07831) is the nearest published method. What each of these does for the layers of the
     embedded model, with figures, is in docs/log.md:
@@ -90,7 +90,7 @@ class Continuation(Solver):
     damping: float = 0.005
     finish: int = 2
 
-    rows_apart = True
+    separable_rows = True
 
     def __post_init__(self) -> None:
         self._require("sweeps", self.sweeps >= 1, "1 or more")
@@ -131,9 +131,9 @@ class Continuation(Solver):
         scores = [part.abs() for part in W0s]
         Y = torch.zeros_like(W0)
         Ys = Y.split(widths, dim=1)
-        apart = pattern.apart(scores) if min(map(pattern.weights, scores)) >= _APART else None
+        own_choices = pattern.split(scores) if min(map(pattern.weights, scores)) >= _OWN_CHOICE else None
         Ws, Zs = _in_turns(Us), _in_turns(Us)
-        if apart:
+        if own_choices:
             scores = _in_turns(Us)
         Rs: Sequence[Tensor] = ()
         rho = raised = 0.0
@@ -159,8 +159,8 @@ class Continuation(Solver):
                 else:
                     W.copy_(W0s[i])
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
-                if apart:
-                    P = _choice(apart[i], scores[i], slice(None), softness)
+                if own_choices:
+                    P = _choice(own_choices[i], scores[i], slice(None), softness)
                 else:
                     P = _choice(pattern, torch.cat(scores, dim=1), columns[i], softness)
                 V = W.add_(U)

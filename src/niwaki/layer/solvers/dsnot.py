@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from niwaki.errors import PatternError, UsageError
+from niwaki.errors import UsageError
 from niwaki.layer.patterns import Pattern, PerRow
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, exchange_width, product
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,24 @@ class DSnoT(Solver):
         i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
         j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
 
-    so that both lessen e_r, and W_ri E[A_i] - W_rj E[A_j] is what it loses. The rows go side by side.
-    The mask to start from is Wanda's, or the one that is given (``sparsegpt+dsnot``). It needs
-    ``Gram.mean``.
+    so that both lessen e_r, by W_ri E[A_i] - W_rj E[A_j]. The start is Wanda's mask, or the one that is given
+    (``sparsegpt+dsnot``). It needs ``Gram.mean``.
 
     Differences from the paper:
 
-    1. A row stops before an exchange that would not bring |e_r| down. To go on for all cycles, with
-       |e_r| above the threshold, moves weights to and fro around 0: on a block of the reference model at
-       50 % per row (64 samples) |e| ends at 0.24 of Wanda's instead of 0.12, and the squared error at 0.976
-       of Wanda's instead of 0.963 (held-out text: 1.020 and 1.010). The published code goes on, but takes
-       no weight twice.
-    2. The threshold is relative, so that it has no unit; the published code's 0.1 is for activations summed
-       over a sequence. Any threshold up to 0.01 gives the same to 1 %.
-    3. Of n:m, i and j are of the same group, and i is the best of the groups that have a j. The published
-       code prunes the lowest weight of i's group whatever its sign, and stops where e_r would change its
-       own. Either is no gain over Wanda at 2:4: 1.03 and 1.00 of its squared error.
+    1. A row stops before an exchange that would not reduce |e_r|. Otherwise weights move to and fro around 0: on a
+       block of the reference model at 50 % per row (64 samples) |e| ends at 0.24 of Wanda's instead of 0.12, and the
+       squared error at 0.976 instead of 0.963 of Wanda's (held-out text: 1.020 and 1.010). The published code
+       continues, but takes no weight twice.
+    2. The threshold is relative, so that it has no unit; the published code's 0.1 is for activations summed over a
+       sequence. Any threshold up to 0.01 gives the same to 1 %.
+    3. In n:m, i and j are of the same group, and i is the best of the groups that have a j. The published code prunes
+       the lowest weight of i's group whatever its sign, and stops where e_r would change its own. Neither gains over
+       Wanda at 2:4: 1.03 and 1.00 of its squared error.
     4. The variance is that over all tokens; the published code has the mean of those within the sequences.
     5. All matrices are refined; the published code by default leaves those of the MLP as they were.
 
-    Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies
-    of W.
+    Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies of W.
 
     Reference: Zhang et al. 2023, arXiv 2310.08915, growing and pruning criteria; differences from the code
     are from github.com/zyxxmu/DSnoT.
@@ -71,13 +68,7 @@ class DSnoT(Solver):
         scaled = Normalised(problem)
         importance = scaled.W.abs()
         mask = pattern.mask(importance).clone()
-        width = pattern.exchange(mask.shape[1])
-        if not width:
-            raise PatternError(
-                f"DSnoT exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
-                "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
-                "2:4, or in Python Fixed(mask, within=NM(2, 4))"
-            )
+        width = exchange_width("DSnoT", pattern, mask.shape[1])
         power = problem.gram.H.diagonal()
         # At least what rounding leaves of E[A^2] - E[A]^2 for an input that is constant.
         variance = torch.maximum(power - mean.square(), power * torch.finfo(power.dtype).eps)

@@ -31,17 +31,15 @@ class Exact(Solver):
 
         minimise  [d, -w0_P] (H + lambda I) [d, -w0_P]^T   gives   (H_SS + lambda I) d = H_SP w0_P,
 
-    and w_S = w0_S + d. One Cholesky factorisation of H_SS + lambda I per row. The mask is the given one,
-    or Wanda's where a pattern is given. Rows are solved in batches of about the same support, padded
-    with the identity.
+    and w_S = w0_S + d. One Cholesky factorisation of H_SS + lambda I per row. The mask is the given one, or Wanda's
+    where a pattern is given. Rows are solved in batches of about the same support, padded with the identity.
 
-    Differences from a paper: none known; this is least squares. Solving for the change, rather than for
-    the weights, has smaller numbers to round. Steps of iterative refinement are left out: on trained
-    layers in float32 they change the error by less than 1 part in 10^7, damped or not (residuals in
-    float32 or float64 alike), because the error is flat where H_SS is badly conditioned. Where
-    H_SS + lambda I is not positive definite in floating point, the damping of that row grows tenfold
-    until it is, and ``stats["damping"]`` has the largest. A row or column of H that is zero (a dead
-    input) needs none: its weights stay, whatever stands on the diagonal.
+    Differences from a paper: none known; this is least squares. Solving for the change, rather than for the weights,
+    has smaller numbers to round. Steps of iterative refinement are left out: on trained layers in float32 they change
+    the error by less than 1 part in 10^7, damped or not (residuals in float32 or float64 alike), because the error is
+    flat where H_SS is badly conditioned. Where H_SS + lambda I is not positive definite in floating point, the damping
+    of that row grows tenfold until it is, and ``stats["damping"]`` has the largest. A row or column of H that is zero
+    (a dead input) needs none: its weights stay, whatever stands on the diagonal.
 
     ``stats["residual"]`` is how far the equations above, with the damping that was used, are from being
     satisfied: the norm of their differences over all rows relative to that of their right-hand sides.

@@ -22,7 +22,7 @@ class Magnitude(Solver):
     Reference: Han et al. 2015, arXiv 1506.02626; Zhu & Gupta 2017, arXiv 1710.01878.
     """
 
-    rows_apart = True
+    separable_rows = True
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, pattern.mask(problem.W.abs()))

@@ -34,8 +34,7 @@ class OBSSaliency(Solver):
 
     Cost: in^3 for the inverse and one selection; memory of the inverse and one matrix.
 
-    Reference: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain
-    surgeon", eq. 5.
+    Reference: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon", eq. 5.
 
     Attributes:
         damping: lambda, relative to the unit diagonal of H.
@@ -43,7 +42,7 @@ class OBSSaliency(Solver):
 
     damping: float = 0.01
 
-    rows_apart = True
+    separable_rows = True
 
     def __post_init__(self) -> None:
         self._require("damping", self.damping >= 0, "0 or more")

@@ -49,7 +49,7 @@ class SparseGPT(Solver):
     damping: float = 0.01
     block_size: int = 128
 
-    rows_apart = True
+    separable_rows = True
 
     def __post_init__(self) -> None:
         self._require("damping", self.damping >= 0, "0 or more")

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from niwaki.errors import PatternError
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, exchange_width, product
 
-#: Bytes for the costs of the exchanges that are looked at together.
+#: Bytes for the costs of the exchanges that are compared together.
 _CHUNK = 2**25
 
 
@@ -25,29 +24,26 @@ class Swaps(Solver):
 
         a_u + a_p - 2 w_u w_p H_up,    a_u = 2 w_u c_u + w_u^2 H_uu,    a_p = -2 w_p c_p + w_p^2 H_pp.
 
-    In each step every row makes the best of its exchanges, if the change is negative; then
-    c += w_u H_:u - w_p H_:p. A row ends when none is. The start is the given mask, or Wanda's. The pairs
-    are those within the runs of columns in which the pattern lets weights change places: the group in
-    n:m, the row in all other patterns. So each row (each group) keeps its number of zeros. An update of
-    the weights can follow, as in ``wanda+swaps+exact``.
+    In each step every row makes the best of its exchanges, if the change is negative; then c += w_u H_:u - w_p H_:p. A
+    row ends when no change is negative. The start is the given mask, or Wanda's. Pairs are within the group in n:m,
+    within the row otherwise, so that each keeps its number of zeros. An update of the weights can follow, as in
+    ``wanda+swaps+exact``.
 
     Differences from the paper:
 
     1. Without structure, rows keep the numbers of zeros that they start with, which need not be equal.
-    2. The coordinates are those where H has unit diagonal, so that all costs of a row are of one size. The
-       changes are the same.
-    3. An exchange must gain more than 16 rounding errors of the row's first loss: then the loss falls in
-       floating point too, and the rows come to an end.
+    2. The coordinates are those where H has unit diagonal, so that all costs of a row are of one size.
+    3. An exchange must gain more than 16 rounding errors of the row's first loss, so that the loss falls in floating
+       point too.
 
-    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m
-    for n:m, a few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies
-    of W and of a chunk.
+    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m for n:m, a
+    few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
 
     Reference: Zimmer et al. 2025, arXiv 2512.10922.
 
     Attributes:
-        iterations: The most exchanges that a row makes. ``stats["rows_at_limit"]`` is the number of rows
-            that were stopped by it, and ``stats["converged"]`` is 1 if there were none.
+        iterations: The most exchanges of a row. ``stats["rows_at_limit"]`` is the number of rows that it stopped, and
+            ``stats["converged"]`` is 1 if that is 0.
     """
 
     iterations: int = 100
@@ -58,13 +54,7 @@ class Swaps(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
         W, H = scaled.W, scaled.H
-        width = pattern.exchange(W.shape[1])
-        if width == 0:
-            raise PatternError(
-                f"swaps exchanges single weights, and {pattern} leaves it none to exchange; unstructured, per-row and "
-                "n:m patterns do. With a mask from elsewhere, say which of these it is to stay within: --pattern "
-                "2:4, or in Python Fixed(mask, within=NM(2, 4))"
-            )
+        width = exchange_width("swaps", pattern, W.shape[1])
         mask = pattern.mask(W.abs()).clone()
         D = W.masked_fill(mask, 0.0)
         C = D @ H
@@ -105,7 +95,7 @@ def _best(
     kept: Tensor,  # (rows, in) bool
     blocks: Tensor,  # (runs, width, width)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best exchange of each row: (change, one column, the other), infinite where there is none."""
+    """The best exchange of each row: (change, one column, the other), infinite without one."""
     runs, width, _ = blocks.shape
     rows = torch.arange(len(w), device=w.device)
     if runs == 1:

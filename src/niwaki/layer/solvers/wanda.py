@@ -26,7 +26,7 @@ class Wanda(Solver):
     output, as its section 3 recommends.
     """
 
-    rows_apart = True
+    separable_rows = True
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, pattern.mask(Normalised(problem).W.abs()))

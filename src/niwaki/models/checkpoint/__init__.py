@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from niwaki.models.checkpoint.locating import locate_model
-from niwaki.models.checkpoint.others import WEIGHT_SUFFIXES, carry_over
+from niwaki.models.checkpoint.others import WEIGHT_SUFFIXES, copy_files
 from niwaki.models.checkpoint.reading import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import (
     DTYPES,
@@ -25,7 +25,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "Entry",
-    "carry_over",
+    "copy_files",
     "header_bytes",
     "locate_model",
     "new_shard",

@@ -35,5 +35,5 @@ def locate_model(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of its own, of httpx and of the OS
         raise CheckpointError(
-            f"{model} is no directory here and could not be had from the hub: {first_line(error)}"
+            f"{model} is not a directory here and not available from the hub: {first_line(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""What is in a model directory besides the weights, and errors of files."""
+"""The files of a model directory that are not weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
 WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 
-def carry_over(source: Path, directory: Path, shards: list[str]) -> list[str]:
+def copy_files(source: Path, directory: Path, shards: list[str]) -> list[str]:
     """Copies all files of ``source`` but its weights into ``directory``.
 
     Returns:
-        The files that were left behind: other copies of the dense weights, with the folders' names.
+        The files that were not copied, with their folders: other copies of the dense weights.
     """
     left: list[str] = []
     with output_errors(directory):

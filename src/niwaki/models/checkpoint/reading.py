@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_js
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+_SAMPLE = 4096  # bytes
 
 
 class Checkpoint:
@@ -77,8 +80,8 @@ class Checkpoint:
         """The dtype that the tensor under ``key`` is stored in."""
         return DTYPES[self.entries[key].dtype]
 
-    def read(self, key: str, part: int | None = None) -> Tensor:
-        """The tensor under ``key``, or its part at that index, on the CPU, in the dtype that it is stored in.
+    def read(self, key: str, index: int | None = None) -> Tensor:
+        """The tensor under ``key``, or its element at ``index``, on the CPU, in the dtype that it is stored in.
 
         Raises:
             CheckpointError: there is none, it cannot be read, or it is not finite.
@@ -88,4 +91,15 @@ class Checkpoint:
         entry = self.entries[key]
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here")
-        return read_tensor(self.path / entry.shard, key, entry if part is None else entry.part(part))
+        return read_tensor(self.path / entry.shard, key, entry if index is None else entry.at(index))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for key, entry in sorted(self.entries.items()):
+            digest.update(f"{key} {entry}".encode())
+            with (self.path / entry.shard).open("rb") as file:
+                for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
+                    file.seek(entry.offset + start)
+                    digest.update(file.read(min(_SAMPLE, entry.size)))
+        return digest.hexdigest()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Entry:
     offset: int
     size: int
 
-    def part(self, index: int) -> Entry:
+    def at(self, index: int) -> Entry:
         """Where ``tensor[index]`` is."""
         size = self.size // self.shape[0]
         return Entry(self.shard, self.dtype, self.shape[1:], self.offset + index * size, size)
@@ -85,59 +85,44 @@ def header_bytes(path: Path) -> bytes:
     """What a safetensors file has before its tensors.
 
     Raises:
-        CheckpointError: it is no such file.
+        CheckpointError: it is not such a file.
     """
     try:
         with path.open("rb") as file:
-            end = header_end(file, path)
-            file.seek(0)
-            return file.read(end)
+            start, size = file.read(8), path.stat().st_size
+            length = int.from_bytes(start, "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise CheckpointError(
+                    f"{path} is truncated or not a safetensors file: its header does not fit in {size} bytes"
+                )
+            return start + file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def header_end(file: BinaryIO, path: Path) -> int:
-    """Where the header of an open file ends, which is then read up to its text.
-
-    Raises:
-        CheckpointError: it has none.
-    """
-    size = path.stat().st_size
-    end = 8 + int.from_bytes(file.read(8), "little")
-    if size < 8 or end > min(size, 8 + _MAX_HEADER):
-        raise CheckpointError(f"{path} is truncated or no safetensors file: its header does not fit in {size} bytes")
-    return end
 
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, after a check that all their bytes are there.
 
     Raises:
-        CheckpointError: they are not, or it is no such file.
+        CheckpointError: they are not, or it is not such a file.
     """
+    start = header_bytes(path)
+    end, entries = len(start), {}
     try:
-        with path.open("rb") as file:
-            end = header_end(file, path)
-            header = json.loads(file.read(end - 8))
+        header = json.loads(start[8:])
         header.pop("__metadata__", None)
-        entries = {}
         for key, value in header.items():
             first, last = value["data_offsets"]
             shape = tuple(value["shape"])
             if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or type(value["dtype"]) is not str:
                 raise ValueError(f"the entry for {key!r} makes no sense")
             entries[key] = Entry(path.name, value["dtype"], shape, end + first, last - first)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     size = path.stat().st_size
     for key, entry in entries.items():
-        expected = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else None
-        count = 1
-        for n in entry.shape:
-            count *= n
-        if entry.offset < end or entry.size < 0 or (expected is not None and entry.size != count * expected):
+        expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.size
+        if entry.offset < end or entry.size < 0 or entry.size != expected:
             raise CheckpointError(f"{path}: the header's entry for {key!r} contradicts itself")
         if entry.offset + entry.size > size:
             raise CheckpointError(
@@ -178,7 +163,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: it is not there, or no such file.
+        CheckpointError: it is missing, or not such a file.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

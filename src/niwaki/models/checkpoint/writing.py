@@ -1,12 +1,12 @@
-"""Copies of checkpoints with some tensors changed, written shard by shard.
+"""Copies of checkpoints with some tensors changed.
 
-A pruned tensor has the dtype and shape of the original, so every shard keeps its header, and each
-tensor its place in the file. That makes writing a matter of filling in a copy of the shard in any
-order, with one tensor in memory at a time.
+A pruned tensor has the dtype and shape of the original, so every shard keeps its header and each tensor its place: a
+copy of the shard can be filled in in any order, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from torch import Tensor
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.files import output_errors
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_end, header_of, read_header, read_tensor
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
 
 _CHUNK = 1 << 24
 
@@ -29,14 +29,13 @@ _CHUNK = 1 << 24
 class CheckpointWriter:
     """Writes a copy of a checkpoint with some tensors changed, one tensor at a time.
 
-    As a context manager: on leaving without an error, every tensor that was not written is copied from
-    the source byte for byte. Disk space is reserved at the start, so that a disk which is too small
-    shows before the work and not after it.
+    A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
+    for byte. Disk space is reserved at the start, so that a full disk shows before the work.
 
     Args:
         source: The checkpoint to follow.
         directory: Where the shards go; it exists and holds none of them, except to resume.
-        resume: Go on with the shards that an earlier writer left there.
+        resume: Continue with the shards that an earlier writer left there.
         added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
 
     Raises:
@@ -56,34 +55,22 @@ class CheckpointWriter:
         self._directory = directory
         self._resume = resume
         self._files: dict[str, BinaryIO] = {}
+        self._stack = contextlib.ExitStack()
         self._dirty: set[str] = set()
-        #: By key, the parts that were written; None for the whole tensor.
+        #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
 
     def __enter__(self) -> CheckpointWriter:
-        try:
+        with self._stack:
             self._open()
-        except BaseException:
-            self._close()
-            raise
+            self._stack = self._stack.pop_all()
         return self
-
-    def _close(self) -> OSError | None:
-        failed = None
-        for file in self._files.values():
-            try:
-                file.close()
-            except OSError as error:
-                failed = error
-        return failed
 
     def _open(self) -> None:
         with output_errors(self._directory):
             for shard in self._source.shards:
                 original = self._source.path / shard
-                file = self._reserved(shard, original.stat().st_size)
-                with original.open("rb") as read:
-                    _copy(read, file, 0, header_end(read, original))
+                self._reserved(shard, original.stat().st_size).write(header_bytes(original))
             for shard in {entry.shard for entry in self._added.values()}:
                 (self._directory / shard).parent.mkdir(exist_ok=True)
                 end = max(entry.offset + entry.size for entry in self._added.values())
@@ -93,19 +80,20 @@ class CheckpointWriter:
         path = self._directory / shard
         if self._resume and not path.exists():
             raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
-        file = self._files[shard] = path.open("r+b" if self._resume else "w+b")
+        file = self._stack.enter_context(path.open("r+b" if self._resume else "w+b"))
+        self._files[shard] = file
         _reserve(file, size)
         return file
 
-    def write(self, key: str, tensor: Tensor, part: int | None = None) -> None:
-        """Writes ``tensor`` in the place of ``key``, or of its part at that index.
+    def write(self, key: str, tensor: Tensor, index: int | None = None) -> None:
+        """Writes ``tensor`` in the place of ``key``, or of its element at ``index``.
 
         Raises:
             OutputError: it has another dtype or shape than the original, or cannot be written.
         """
         entry = self._entries[key]
-        if part is not None:
-            entry = entry.part(part)
+        if index is not None:
+            entry = entry.at(index)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
             raise OutputError(
                 f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
@@ -115,10 +103,10 @@ class CheckpointWriter:
             file = self._files[entry.shard]
             file.seek(entry.offset)
             file.write(raw.data)
-        self._written.setdefault(key, set()).add(part)
+        self._written.setdefault(key, set()).add(index)
         self._dirty.add(entry.shard)
 
-    def read(self, key: str, part: int | None = None) -> Tensor:
+    def read(self, key: str, index: int | None = None) -> Tensor:
         """What this writer or an earlier one wrote in the place of ``key``; it counts as written.
 
         Raises:
@@ -127,9 +115,9 @@ class CheckpointWriter:
         entry = self._entries[key]
         with output_errors(self._directory):
             self._files[entry.shard].flush()
-        found = read_tensor(self._directory / entry.shard, key, entry if part is None else entry.part(part))
-        self._written.setdefault(key, set()).add(part)
-        return found
+        tensor = read_tensor(self._directory / entry.shard, key, entry if index is None else entry.at(index))
+        self._written.setdefault(key, set()).add(index)
+        return tensor
 
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
@@ -142,17 +130,9 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with output_errors(self._directory) if kind is None else contextlib.suppress(OSError), self._stack:
             if kind is None:
-                with output_errors(self._directory):
-                    self._copy_the_rest()
-        except BaseException:
-            self._close()
-            raise
-        failed = self._close()
-        if kind is None and failed:
-            with output_errors(self._directory):
-                raise failed
+                self._copy_the_rest()
 
     def _copy_the_rest(self) -> None:
         for shard in self._source.shards:
@@ -165,8 +145,8 @@ class CheckpointWriter:
                         _copy(read, file, entry.offset, entry.size)
                     elif None not in written:
                         for index in set(range(entry.shape[0])) - written:
-                            part = entry.part(index)
-                            _copy(read, file, part.offset, part.size)
+                            rest = entry.at(index)
+                            _copy(read, file, rest.offset, rest.size)
             file.flush()
             os.fsync(file.fileno())
 
@@ -195,7 +175,7 @@ def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Opens what was written with the safetensors library and checks it against what was meant.
+    """Checks what was written, as the safetensors library reads it, against what was meant.
 
     Args:
         directory: What was written.
@@ -225,8 +205,8 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
 def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
     if not torch.isfinite(tensor.float()).all():
         raise OutputError(f"{path}: {key!r} has NaN or infinite values")
-    found = tensor.numel() - int(tensor.count_nonzero())
-    if found != zeros:
-        raise OutputError(f"{path}: {key!r} has {found} zeros on disk and {zeros} were meant")
+    count = tensor.numel() - int(tensor.count_nonzero())
+    if count != zeros:
+        raise OutputError(f"{path}: {key!r} has {count} zeros on disk and {zeros} were meant")
     if bool(((tensor == 0) & tensor.float().signbit()).any()):
         raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")

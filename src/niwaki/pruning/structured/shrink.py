@@ -22,7 +22,8 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.device import device_name, peak_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.output import Workplace, check_output, fingerprint, workplace, write_config
+from niwaki.models.model_config import write_config
+from niwaki.models.output import Workplace, carry_over, check_output, workplace
 from niwaki.models.perplexity import perplexity
 from niwaki.models.processes import World
 from niwaki.models.shards import Shards
@@ -95,12 +96,11 @@ def shrink(
     progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     windows, held = texts.calibration, texts.only
-    parameters = f"blocks={blocks}, neurons={neurons:g}, heads={heads:g}, damping={DAMPING:g}"
     record = Record(
         command=session.command,
         model=str(model),
         method="shrink",
-        solver=f"Shrink({parameters})",
+        solver={"name": "shrink", "blocks": blocks, "neurons": neurons, "heads": heads, "damping": DAMPING},
         pattern=_described(removals, blocks, depth),
         mask_from=None,
         calibration=windows.described(calibration.seed),
@@ -125,7 +125,7 @@ def shrink(
 def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, record: Record) -> dict[str, Any]:
     """By name, all that has to be the same for a run that was complete to be moved into place."""
     return {
-        "model": fingerprint(model.checkpoint),
+        "model": model.checkpoint.fingerprint(),
         "solver": record.solver,
         "calibration": texts.calibration.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
@@ -212,7 +212,7 @@ class _Run:
         kept = [index for index in range(depth) if index not in removed]
         outside, blocks = tensors_of_blocks(model)
         place.clear([])
-        record.notes += place.carry_over(model.checkpoint)
+        record.notes += carry_over(model.checkpoint, place.directory)
         write_config(directory, configuration(model, kept, self.removals), record)
         check_structure(model, directory, kept, self.removals)
         shards = Shards(directory)

@@ -1,4 +1,4 @@
-"""Patterns half way, and of runs of columns."""
+"""Patterns with a part of their zeros, and those of runs of columns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from niwaki.layer.patterns.selection import keep_highest, keep_highest_blocks, k
 
 @dataclass(frozen=True)
 class Partial(Pattern):
-    """A pattern half way: what its own mask keeps is safe, the lowest of the other weights are zero.
+    """Keeps what ``final`` keeps; of the other weights a ``fraction``, the lowest, are zero.
 
-    For n:m that is Boza 2024, section 3.2: "we always keep the two highest elements from each group of
-    four and then prune 2 s_t weights from the remaining ones".
+    For n:m that is Boza 2024, section 3.2: "we always keep the two highest elements from each group of four and then
+    prune 2 s_t weights from the remaining ones".
     """
 
     final: Pattern
@@ -53,7 +53,7 @@ class Partial(Pattern):
 
 @dataclass(frozen=True)
 class Run(ByRows):
-    """A run of the columns of a matrix: a given number of zeros, or of blocks of them."""
+    """A run of the columns of a matrix, with a given number of zeros, or of blocks of zeros."""
 
     zeros: int
 
@@ -70,7 +70,7 @@ class Run(ByRows):
 
 @dataclass(frozen=True)
 class Count(Run):
-    """So many zeros, in each row as many to within one or anywhere, and within n:m or not."""
+    """A number of zeros, anywhere or the same in each row to within one, and within n:m or not."""
 
     per_row: bool = False
     within: Pattern | None = None
@@ -82,7 +82,7 @@ class Count(Run):
 
 @dataclass(frozen=True)
 class BlockCount(Run):
-    """So many blocks of zeros."""
+    """A number of blocks of zeros."""
 
     shape: tuple[int, int]
 
@@ -96,7 +96,7 @@ def left_by(pattern: Pattern, scores: Tensor) -> Tensor:
 
 
 def shares(pattern: Pattern, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, zeros) of runs of columns, with the zeros of all rows of a matrix of which ``shape`` is here."""
+    """(start, stop, zeros) of runs of columns, with the zeros of all rows of the matrix."""
     rows = pattern.rows.of(shape[0])
     for start, stop in runs(shape[1], width, pattern.group):
         yield start, stop, zeros_of(pattern.sparsity, rows * stop) - zeros_of(pattern.sparsity, rows * start)

@@ -1,0 +1,65 @@
+"""The structure of a model without memory for its weights, and where its decoder blocks are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.models.checkpoint import Checkpoint
+
+
+def check_supported(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedModelError for weights that are quantised."""
+    if "quantization_config" in checkpoint.config:
+        raise UnsupportedModelError(
+            f"{checkpoint.path} was exported for other programs; give the directory that it was made from"
+            if "quantization" in checkpoint.config.get("pruning_config", {})
+            else f"{checkpoint.path} is quantised; prune the original and quantise the result"
+        )
+
+
+def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
+
+    Raises:
+        UnsupportedModelError: it is not a decoder only.
+        CheckpointError: transformers refuses the configuration.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
+                "are a decoder only"
+            )
+        with init_empty_weights(include_buffers=False):
+            # One expert after the other: the other ways of running them sort tokens into one large product.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+            assert isinstance(model, PreTrainedModel)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers checks some values and fails anyhow on others
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason.split(" Model type should be one of ")[0]  # and a list of them all
+        raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
+    model.eval().requires_grad_(False)
+    return model
+
+
+def find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
+    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth and id(module) in decoder:
+            return path, module
+    raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")

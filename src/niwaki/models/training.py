@@ -1,0 +1,111 @@
+"""Gradients through a decoder block, and training of its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.models.block import DecoderBlock, check_finite
+from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.layout import Matrix
+from niwaki.models.products import OnProduct, Products
+
+
+@contextlib.contextmanager
+def trainable(block: DecoderBlock, vectors: bool) -> Iterator[list[nn.Parameter]]:
+    """The parameters that ``block.matrices`` are in, and ``block.vectors`` if asked for, with gradients.
+
+    Meanwhile all parameters of the block are in float32. At the end it computes with what they have become, in its
+    own dtype. What it computed with before is not changed in place.
+    """
+    names = [*dict.fromkeys(matrix.parameter for matrix in block.matrices), *(block.vectors if vectors else ())]
+    parameters = [block.module.get_parameter(name) for name in names]
+    dtypes = {value: value.dtype for value in block.module.parameters()}
+    try:
+        for value in dtypes:
+            value.data = value.data.float()
+        for value in parameters:
+            value.data = value.data.clone()
+            value.requires_grad_(True)
+        yield parameters
+    finally:
+        for value, dtype in dtypes.items():
+            value.requires_grad_(False)
+            value.grad = None
+            value.data = value.data.to(dtype)
+
+
+@contextlib.contextmanager
+def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] | None) -> Iterator[None]:
+    """While it is :func:`trainable`, the block with ``project(matrix, its weights)``, if that is given.
+
+    Weights are as before at the end, with the gradients of those that it computed with meanwhile.
+    """
+    if project is None:
+        yield
+        return
+    parameters = {m.parameter: block.module.get_parameter(m.parameter) for m in block.matrices}
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for parameter in parameters.values():
+            parameter.data = parameter.data.clone()
+        for matrix in block.matrices:
+            weights = matrix.within(parameters[matrix.parameter].data)
+            weights.copy_(project(matrix, weights))
+        yield
+    finally:
+        for name, value in before.items():
+            parameters[name].data = value
+
+
+def trained_weights(block: DecoderBlock, vectors: bool) -> Iterator[tuple[str, int | None, Tensor]]:
+    """(key, index, tensor) as the checkpoint has them, of each matrix, and of ``block.vectors`` if asked for.
+
+    From then on the block computes with what is stored.
+    """
+    for matrix in block.matrices:
+        stored = block.stored(matrix, matrix.within(block.module.get_parameter(matrix.parameter)))
+        block.put(matrix, stored)
+        yield matrix.key, matrix.index, stored
+    for name, key in block.vectors.items() if vectors else ():
+        parameter = block.module.get_parameter(name)
+        stored = check_finite(key, parameter.to(block.layout.checkpoint.dtype(key)))
+        parameter.copy_(stored)
+        yield key, None, stored
+
+
+def smallest_weight(block: DecoderBlock) -> float:
+    """A magnitude that is not rounded to 0 in the dtype of the block, nor in that of the checkpoint."""
+    dtypes = {block.dtype, *(block.stored_dtype(matrix) for matrix in block.matrices)}
+    return max(torch.finfo(dtype).tiny for dtype in dtypes)
+
+
+@torch.enable_grad()
+def input_gradient(
+    block: DecoderBlock,
+    hidden: Tensor,
+    gradient: Tensor,
+    states: HiddenStates,
+    on_input: OnProduct,
+    on_output_gradient: OnProduct,
+) -> Tensor:
+    """(samples, length, width): the gradient with respect to ``hidden``, given that with respect to the outputs.
+
+    Args:
+        block: The block.
+        hidden: One of the batches of inputs of ``states``.
+        gradient: Likewise, in the same dtype.
+        states: For the block's other arguments.
+        on_input: Receives the inputs of each matrix, in the forward pass.
+        on_output_gradient: Receives the gradients with respect to the outputs of each matrix, in the backward pass.
+    """
+    parameters = dict(block.module.named_parameters())
+    hidden = hidden.detach().requires_grad_()
+    with Products(block.matrices, parameters, on_input):
+        out = block.forward(hidden, states)
+    with Products(block.matrices, parameters, on_output_gradient, backward=True):
+        (pulled,) = torch.autograd.grad(out, hidden, gradient)
+    return pulled

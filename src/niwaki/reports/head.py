@@ -1,0 +1,152 @@
+"""The head of a report: title, tiles, notes and facts."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+from niwaki.pruning.effort import described
+from niwaki.records.parameters import in_words
+from niwaki.records.record import Record, StructureRecord
+from niwaki.records.wording import counted, duration, short_text, size
+from niwaki.reports.material import Material, Run
+from niwaki.reports.tables import with_error
+
+#: What is after each ±, and what the bars of charts are.
+SPREAD = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
+
+
+class Tile(NamedTuple):
+    """A number in large: what it is, the number, and what belongs to it."""
+
+    what: str
+    value: str
+    where: str = ""
+
+
+def title(material: Material) -> str:
+    """The model, and how much of it is gone."""
+    run = material.runs[0] if material.runs else None
+    if material.compared or run is None:
+        return f"{material.name}, {counted(len(material.methods), 'method')} compared"
+    if structure := structure_of(run):
+        return f"{material.name}, {structure.share} smaller"
+    part = f" in {run.full.part}" if run.full is not None and run.full.part else ""
+    return f"{material.name}, {100 * run.sparsity:.4g} % sparse{part}"
+
+
+def notes(material: Material) -> list[str]:
+    """What a careful reader should know, of all runs, and which runs it is about if not all."""
+    about: dict[str, list[Run]] = defaultdict(list)
+    for run in material.runs:
+        for note in notes_of(run.full):
+            about[note].append(run)
+    lines = []
+    for note, runs in about.items():
+        where = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {counted(len(material.runs), 'run')}"
+        lines.append(note if len(runs) == len(material.runs) else f"{where}: {note}")
+    return lines
+
+
+def notes_of(record: Record | None) -> list[str]:
+    """What a careful reader should know of a run."""
+    if record is None:
+        return []
+    resumed = ", ".join(map(str, record.resumed))
+    return [*record.notes, *([f"stopped and resumed after block {resumed}"] if resumed else [])]
+
+
+def tiles(material: Material) -> list[Tile]:
+    """What is said first."""
+    if material.compared:
+        return _best_tiles(material)
+    (run,) = material.runs
+    shown = _removed_tiles(run)
+    for text, after in run.perplexity.items():
+        before = material.dense.get(text)
+        where = f"{after.tokens:,} tokens of {short_text(text)}, context {after.context:,}"
+        if before is None:
+            shown.append(Tile("perplexity", with_error(after), where))
+        else:
+            gain = 100 * (after.value / before.value - 1)
+            shown.append(Tile("perplexity dense", with_error(before), where))
+            shown.append(Tile("perplexity pruned", with_error(after), f"{gain:+.1f} % against dense"))
+    if not run.perplexity:
+        shown.append(Tile("perplexity", "?", "not measured"))
+    record = run.full
+    shown.append(Tile("time", duration(run.seconds), f"on {record.device} in {record.dtype}" if record else ""))
+    if record is not None:
+        shown += [Tile("peak memory", size(peak), where) for where, peak in record.peak_memory.items()]
+    return shown
+
+
+def _best_tiles(material: Material) -> list[Tile]:
+    """Of a comparison: the dense model, and the best method at each pattern."""
+    text = material.texts[0] if material.texts else ""
+    shown = []
+    if dense := material.dense.get(text):
+        where = f"{dense.tokens:,} tokens of {short_text(text)}, context {dense.context:,}"
+        shown.append(Tile("perplexity dense", with_error(dense), where))
+    for pattern in material.patterns:
+        runs = [run for run in material.runs if run.pattern == pattern and text in run.perplexity]
+        if runs:
+            best = min(runs, key=lambda run: run.perplexity[text].value)
+            shown.append(Tile(f"best at {pattern}", with_error(best.perplexity[text]), best.method))
+    return shown
+
+
+def _removed_tiles(run: Run) -> list[Tile]:
+    if structure := structure_of(run):
+        after, before = (structure.parameters[when] for when in ("after", "before"))
+        return [
+            Tile("fewer parameters", structure.share, f"{after:,} of {before:,} stay"),
+            Tile("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters: {run.pattern}"),
+        ]
+    matrices = "the pruned matrices"
+    if run.full is not None:
+        part = f" in {run.full.part}" if run.full.part else ""
+        weights = sum(math.prod(matrix.shape) for matrix in run.full.matrices)
+        number = counted(len(run.full.matrices), "matrix", "matrices")
+        matrices = f"{number}{part}, {weights / 1e6:,.4g} M weights"
+    return [Tile("zeros", f"{100 * run.sparsity:.4g} %", f"of {matrices}")]
+
+
+def facts(material: Material) -> list[tuple[str, str]]:
+    """Names and values below the tiles."""
+    shown = [("model", material.comparison.model)]
+    if material.compared:
+        shown.append(("runs", f"{len(material.runs)}, in {duration(material.comparison.seconds)} with measuring"))
+    else:
+        shown += facts_of(material.runs[0])
+    if calibration := material.comparison.calibration:
+        windows, tokens = (calibration.get(name, "?") for name in ("samples", "sequence_length"))
+        source = short_text(str(calibration.get("source", "?")))
+        shown.append(("calibration", f"{counted(windows, 'window')} of {counted(tokens, 'token')} of {source}"))
+    if not material.compared and any("±" in tile.value for tile in tiles(material)):
+        shown.append(("±", SPREAD))
+    return shown
+
+
+def facts_of(run: Run) -> list[tuple[str, str]]:
+    """Names and values: how it was pruned."""
+    record = run.full
+    if record is None:
+        return [("method", run.method), ("pattern", run.pattern)]
+    shown = [("method", run.method), ("solver", in_words(record.solver))]
+    shown += [("effort", described(record.effort))] if record.effort else []
+    if record.structure is None:
+        shown += [("pattern", record.pattern)]
+    elif record.structure.blocks:
+        shown += [("blocks removed", f"{', '.join(map(str, record.structure.blocks))}, counted from 0")]
+    shown += [("mask from", record.mask_from)] if record.mask_from else []
+    shown += [("grid", record.rounding)] if record.quantization else []
+    shown += [("own text", record.own_text)] if record.own_text else []
+    if record.matrices:
+        shown += [("error", f"{record.mean_error:.4g} of the output's square, geometric mean over matrices")]
+    return shown
+
+
+def structure_of(run: Run) -> StructureRecord | None:
+    """What structured pruning removed; None where weights became zeros."""
+    return run.full.structure if run.full is not None else None

@@ -1,0 +1,332 @@
+"""The real command, for its main uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import niwaki
+from niwaki.evaluation import bench as measuring
+from niwaki.layer.solvers import SOLVERS
+from niwaki.models.block import DecoderBlock
+from niwaki.records.comparison import METHODS
+from niwaki.records.record import Record
+from niwaki.records.speed import SpeedRecord
+from niwaki.reports.material import load
+from niwaki.reports.page import render
+from support.command import Command
+from support.models import reference, save_model_with_tokenizer
+from support.runs import SMALL, listing
+
+NIWAKI = Path(sys.executable).with_name("niwaki")
+
+
+def subprocess_niwaki(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS")}
+    return subprocess.run(
+        [NIWAKI, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model_with_tokenizer(tmp_path / "model")
+
+
+# The real command
+
+
+def test_prune_as_a_user_does(tmp_path: Path) -> None:
+    ran = subprocess_niwaki(
+        *("prune", "demo", "out", "--calibration", "demo", "--samples", "8", "--seqlen", "64"),
+        *("--sparsity", "0.5", "--solver", "wanda", "--text-samples", "4", "--record", "run.json"),
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    assert "\x1b" not in ran.stdout
+    assert "\r" not in ran.stdout
+    for part in ("demo: 6 blocks with 42 matrices, per-row:0.5", "Wanda()", "8 x 64 tokens", "50.00 % of 42"):
+        assert part in ran.stdout
+    assert ran.stdout.rstrip().endswith("written to out")
+    assert len(ran.stdout.splitlines()) < 25
+    record = Record.from_json((tmp_path / "run.json").read_text())
+    assert record == Record.from_json((tmp_path / "out" / "niwaki.json").read_text())
+    assert record.command.startswith("niwaki prune demo out --calibration demo --samples 8")
+    assert record.method == "wanda"
+    assert record.calibration["sequence_length"] == 64
+    assert record.sparsity == 0.5
+    before, after = (record.perplexity[name]["value"] for name in ("before", "after"))
+    assert 30 < before < after < 2 * before
+    # Wanda's are the two products that measure the error.
+    flops = sum(2 * 2 * rows * columns**2 for rows, columns in (matrix.shape for matrix in record.matrices))
+    assert record.flops == flops
+    header = ran.stdout.split("relative error of each matrix")[0]
+    assert f"solving: {flops / 1e9:.1f} Gflop\n" in header
+    text = f"perplexity after   {after:.2f} ± "
+    assert text in ran.stdout
+    tokens = torch.arange(50)[None]
+    assert torch.isfinite(reference(tmp_path / "out")(tokens).logits).all()
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['niwaki', *sys.argv[1:]]\n"
+        "import niwaki.cli.main\n"
+        "try: niwaki.cli.main.main()\n"
+        "except SystemExit as e: print('exit', e.code)\n"
+        "print('loaded', [m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])\n"
+    )
+    for arguments in (["--help"], ["prune", "-h"], ["--version"]):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert "loaded []" in ran.stdout
+        assert "exit 0" in ran.stdout or arguments == ["--version"]
+        assert ran.stderr == ""
+    assert niwaki.__version__ in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces of Linux")
+def test_no_space_left_on_a_real_disk(tmp_path: Path) -> None:
+    # A mount of our own, seen by these processes only, that goes away with them.
+    script = 'mount -t tmpfs -o size=2m none "$1" || exit 77; cd "$1"; shift; "$@"; code=$?; ls -A; exit $code'
+    allowed = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$1"', "-", tmp_path],
+        capture_output=True,
+        check=False,
+    )
+    if allowed.returncode:
+        pytest.skip("no mounts allowed here")
+    ran = subprocess.run(
+        [
+            "unshare",
+            "-rm",
+            "sh",
+            "-c",
+            script,
+            "-",
+            tmp_path,
+            NIWAKI,
+            *["prune", "demo", "out", "--sparsity", "0.5"],
+            *SMALL,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 1
+    assert len(ran.stderr.splitlines()) == 1
+    assert "no space left on disk" in ran.stderr
+    assert ran.stdout.split() == []  # ls finds nothing that was left behind
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])  # of a person, and of a scheduler
+def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
+    with subprocess.Popen(
+        [NIWAKI, "prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "200"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not any(tmp_path.iterdir()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.Signals[name])
+        _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2)
+    assert "Traceback" not in err
+    assert len(err.splitlines()) <= 1
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
+    # Another text, so that the last blocks are not done at once.
+    command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "48"]
+    with subprocess.Popen(
+        [NIWAKI, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / ".out.partial.json").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.Signals[name])
+        _, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2)
+    said, *rest = err.splitlines()
+    assert said == "1 of 6 blocks are done and stay; the same command goes on behind them"
+    assert len(rest) <= 1
+    assert "Traceback" not in err
+    ran = subprocess_niwaki(*command, cwd=tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "note: resuming after the first 1 of 6 blocks, where an earlier run was interrupted" in ran.stdout
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["1", "2", "3", "4", "5"]
+    assert listing(tmp_path)[0] == "out"
+
+
+# Comparisons
+
+
+def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped by Ctrl-C in its second run, gone on with, and added to."""
+    out = tmp_path / "out"
+    command = ["compare", model, "-o", out, *SMALL, "--text", "demo-held", "--text", "demo", "--keep"]
+    real, runs = DecoderBlock.input_grams, []
+
+    def interrupt(self: DecoderBlock, *arguments: Any) -> Any:
+        runs.append(self.index)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(DecoderBlock, "input_grams", interrupt)
+        ran = niwaki_(*command, "--solvers", "wanda, magnitude", "--sparsity", "0.5")
+    assert ran.code not in (0, 2)
+    said = "1 of 2 runs are done and stay, and 1 of 2 blocks of the one that was on its way; the same command"
+    assert said in ran.err
+    ran = niwaki_(*command, "--solvers", "magnitude,wanda@best:epochs=1", "--sparsity", "50%,2:4")
+    assert (ran.code, ran.err) == (0, "")
+    there = json.loads((out / "compare.json").read_text())
+    cells = [(cell["method"], cell["pattern"]) for cell in there["cells"]]
+    again = [(method, pattern) for pattern in ("50 %", "2:4") for method in ("magnitude", "wanda@best:epochs=1")]
+    assert cells == [("dense", ""), ("wanda", "50 %"), *again]
+    assert there["command"].startswith(f"niwaki compare {model} -o {out}")
+    for cell in there["cells"]:
+        for text in ("demo-held", "demo"):
+            shown = f"{cell['perplexity'][text]['value']:.2f} ±{cell['perplexity'][text]['standard_error']:.2f}"
+            assert shown in ran.out
+    assert f"written to {out}" in ran.out
+    assert len(list((out / "models").iterdir())) == 5
+    assert "\x1b" not in ran.out
+
+
+def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Command) -> None:
+    for arguments, said in (
+        (["--budget", "soon"], "--budget takes a time such as 2h"),
+        (["--solvers", ","], "which solvers"),
+        (["--sparsity", "0.5,2:"], "'2:' is not a valid pattern"),
+        (["--memory", "much"], "invalid memory size"),
+    ):
+        ran = niwaki_("compare", model, "-o", tmp_path / "out", *SMALL, *arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert said in ran.err
+        assert len(ran.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+# The demonstration
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path, niwaki_: Command) -> None:
+    patterns = ["50 %", "60 %", "70 %", "80 %", "2:4"]
+    to = tmp_path / "demo.json"
+    ran = niwaki_("demo", "--samples", "8", "--text-samples", "4", "--record", to)
+    assert (ran.code, ran.err) == (0, "")
+    assert "\x1b" not in ran.out
+    rows = {line.split()[0]: line.split() for line in ran.out.splitlines() if line.strip()}
+    heading = re.sub(r" %", "%", next(line for line in ran.out.splitlines() if "method" in line)).split()
+    assert heading == ["method", "50%", "60%", "70%", "80%", "2:4", "seconds"]
+    cells = json.loads(to.read_text())["cells"]
+    found = {(cell["method"], cell["pattern"]): cell["perplexity"]["demo-held"] for cell in cells}
+    assert set(found) == {("dense", ""), *((method, pattern) for method in METHODS for pattern in patterns)}
+    assert {measured["tokens"] for measured in found.values()} == {4 * 255}
+    dense = found["dense", ""]["value"]
+    assert float(rows["dense"][1]) == pytest.approx(dense, abs=0.005)
+    for method in METHODS:
+        values = [found[method, pattern]["value"] for pattern in patterns]
+        # A standard error behind each.
+        assert [float(shown) for shown in rows[method][1:11:2]] == pytest.approx(values, abs=0.005)
+        assert dense < values[0] < values[1] < values[2] < values[3]
+    for pattern in patterns:
+        assert found["continuation", pattern]["value"] < found["magnitude", pattern]["value"]
+        assert found["continuation", pattern]["value"] < found["wanda", pattern]["value"]
+
+
+def test_solvers_are_listed_with_their_parameters(niwaki_: Command) -> None:
+    listed = niwaki_("solvers")
+    assert (listed.code, listed.err) == (0, "")
+    rows = {line.split()[0]: line for line in listed.out.splitlines() if line.strip()}
+    assert set(SOLVERS) <= set(rows)
+    assert "damping=0.01, block_size=128" in rows["sparsegpt"]
+    said = {name: re.split(" {2,}", rows[name])[1] for name in SOLVERS}
+    assert len(set(said.values())) == len(SOLVERS)
+    assert all(len(line) > 40 and line[0].isupper() for line in said.values())
+
+
+def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    pruned, packed, again = tmp_path / "pruned", tmp_path / "packed", tmp_path / "again"
+    assert niwaki_("prune", model, pruned, "--solver", "magnitude", "--sparsity", "0.7", *SMALL).code == 0
+    said = niwaki_("pack", pruned, packed)
+    assert said.code == 0
+    assert f"written to {packed}" in said.out
+    assert re.search(r"pruned matrices: [\d.]+ MiB became [\d.]+ \(0\.\d+\)", said.out)
+    assert niwaki_("unpack", packed, again).code == 0
+    assert (again / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
+    said = niwaki_("pack", model, tmp_path / "other")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    text = niwaki_("generate", packed, "The old man", "--tokens", "5")
+    assert text.code == 0
+    assert text.out.startswith("The old man")
+    assert text.out == niwaki_("generate", pruned, "The old man", "--tokens", "5").out
+    assert niwaki_("inspect", packed).out == niwaki_("inspect", pruned).out
+
+
+def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms, whichever is given, each in a process of its own; the report has the table."""
+    monkeypatch.setattr(measuring, "measure", None)
+    model, pruned, packed = (tmp_path / name for name in ("model", "pruned", "packed"))
+    save_model_with_tokenizer(model)
+    assert niwaki_("prune", model, pruned, "--solver", "magnitude", "--sparsity", "0.7", *SMALL).code == 0
+    assert niwaki_("pack", pruned, packed).code == 0
+    short = ("--prompt-tokens", "8", "--tokens", "3", "--repeats", "1", "--device", "cpu")
+    for directory in (pruned, packed):
+        said = niwaki_("bench", directory, *short)
+        assert said.code == 0, said.err
+        found = SpeedRecord.from_json((directory / "niwaki-bench.json").read_text())
+        assert [(speed.weights, speed.dtype) for speed in found.speeds] == [
+            ("dense", "float32"),
+            ("packed", "float32"),
+        ]
+        dense, small = found.speeds
+        assert small.disk == sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+        assert dense.disk == (pruned / "model.safetensors").stat().st_size
+        assert small.resident < dense.resident < dense.peak
+        assert min(small.tokens_per_second, dense.tokens_per_second, small.first_token, small.load) > 0
+    page = render(load(packed))
+    assert "Speed and size" in page
+    assert all(f"<td>{text}</td>" in page for row in found.table()[1:] for text in row[1:])
+    said = niwaki_("bench", pruned, "--prompt-tokens", "200")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert "128 positions" in said.err

@@ -1,0 +1,81 @@
+"""Solvers as text and as data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from niwaki.layer.solvers import (
+    ADMM,
+    SOLVERS,
+    Continuation,
+    Descent,
+    Exact,
+    Magnitude,
+    MaskThenUpdate,
+    Swaps,
+    Wanda,
+    describe,
+    make_solver,
+    spec,
+)
+
+
+@dataclass(frozen=True)
+class Mine(Magnitude):
+    """A solver of somebody else."""
+
+    strength: float = 2.0
+
+
+@pytest.mark.parametrize("name", [*SOLVERS, "wanda+exact", "wanda+swaps+exact"])
+def test_a_name_is_spelled_as_it_was_given(name: str) -> None:
+    assert spec(make_solver(name)) == name
+    assert describe(make_solver(name))["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("solver", "text"),
+    [
+        (Continuation(sweeps=20, softness=0.1 + 0.2), "continuation:sweeps=20:softness=0.30000000000000004"),
+        (Descent(iterations=50), "adam:iterations=50"),
+        (Descent("sgd", learning_rate=0.5), "sgd:learning_rate=0.5"),
+        (Descent("sgd"), "sgd:learning_rate=0.1"),
+        (ADMM(schedule="cubic"), "admm-grad:schedule=cubic"),
+        (ADMM(rho=1e16), "admm-grad:rho=1e16"),
+        (ADMM(iterations=7, sparsification_steps=1), "admm1:iterations=7"),
+        (
+            MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps(iterations=3)), Exact(damping=1e-05)),
+            "wanda+swaps:iterations=3+exact:damping=1e-05",
+        ),
+    ],
+)
+def test_text_that_is_read_back(solver: ADMM, text: str) -> None:
+    assert spec(solver) == text
+    assert make_solver(text) == solver
+
+
+def test_parameters_as_data() -> None:
+    assert describe(ADMM()) == {
+        "name": "admm-grad",
+        "iterations": 20,
+        "sparsification_steps": 15,
+        "schedule": "constant",
+        "rho": 1.0,
+        "damping": 0.1,
+    }
+    assert describe(MaskThenUpdate(Wanda(), replace(Exact(), damping=0.1))) == {
+        "name": "wanda+exact",
+        "mask": {"name": "wanda"},
+        "update": {"name": "exact", "damping": 0.1, "memory": 1.0},
+    }
+    for solver in SOLVERS.values():
+        assert json.loads(json.dumps(describe(solver))) == describe(solver)
+
+
+def test_a_solver_of_another_class_goes_by_its_name() -> None:
+    assert spec(Mine()) == "mine"
+    assert describe(Mine(3.0)) == {"name": "mine", "strength": 3.0}
+    assert spec(MaskThenUpdate(Mine(), Exact())) == "mine+exact"

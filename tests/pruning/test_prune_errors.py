@@ -1,0 +1,303 @@
+"""What can go wrong in a run, and what it leaves then."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.errors import (
+    CheckpointError,
+    NiwakiError,
+    NumericalError,
+    OutputError,
+    PatternError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
+from niwaki.layer.patterns import NM, Pattern
+from niwaki.layer.problem import LayerProblem, Monitor, Solution
+from niwaki.layer.solvers import Solver
+from support.models import (
+    edit_json,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+    save_model_with_tokenizer,
+    weight,
+)
+from support.runs import Diary, listing
+from support.runs import run_magnitude as run
+
+
+def finished(directory: Path) -> list[str]:
+    """What is there but for the blocks that a run has done before it failed."""
+    return [name for name in listing(directory) if not name.startswith(".out.partial")]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("at", ["begin", "stage", "step", "solved", "solving"])
+def test_an_interruption_leaves_nothing(tmp_path: Path, model: Path, at: str) -> None:
+    before = listing(tmp_path)
+    diary = Diary(at, wants_steps=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "out", solver="admm1", progress=diary)
+    assert diary.events[-1][0] == at
+    assert listing(tmp_path) == before
+
+
+def enlarge(model: Path, *changes: tuple[str, float]) -> None:
+    dense = reference(model)
+    for path, factor in changes:
+        weight(dense, path).mul_(factor)
+    dense.save_pretrained(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ([("model.layers.0.mlp.up_proj", 1e38)], "block 0: the inputs of mlp.down_proj"),
+        ([("model.layers.1.self_attn.v_proj", 1e38)], "block 1: the inputs of self_attn.o_proj"),
+        (
+            [("model.layers.0.mlp.up_proj", 1e4), ("model.layers.0.mlp.down_proj", 1e38)],
+            "model.layers.0.mlp.down_proj.weight: the error of its outputs is",
+        ),
+    ],
+)
+def test_activations_that_are_not_finite(
+    tmp_path: Path, model: Path, changes: list[tuple[str, float]], named: str
+) -> None:
+    enlarge(model, *changes)
+    before = listing(tmp_path)
+    said = message(lambda: run(model, tmp_path / "out", solver="wanda"), NumericalError)
+    assert named in said
+    assert finished(tmp_path) == before
+
+
+def test_perplexities_that_are_not_finite(tmp_path: Path, model: Path) -> None:
+    # Behind the last matrix no Gram matrix sees it.
+    enlarge(model, ("model.layers.1.mlp.up_proj", 1e4), ("model.layers.1.mlp.down_proj", 1e38))
+    before = listing(tmp_path)
+    text = random_tokens(3, 24, seed=1)
+    assert not torch.isfinite(reference(model)(text).logits).any()
+    message(lambda: run(model, tmp_path / "out", solver="wanda", text=text), NumericalError)
+    assert finished(tmp_path) == before
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "path",
+    ["model.layers.1.mlp.gate_proj", "model.layers.0.input_layernorm", "model.embed_tokens", "model.norm"],
+)
+def test_weights_that_are_not_finite(tmp_path: Path, model: Path, path: str, bad: float) -> None:
+    dense = reference(model)
+    weight(dense, path).view(-1)[7] = bad
+    dense.save_pretrained(model)
+    before = listing(tmp_path)
+    said = message(lambda: run(model, tmp_path / "out"), CheckpointError)
+    assert path in said
+    assert finished(tmp_path) == before
+
+
+def test_a_solver_that_fails_is_named_with_its_matrix(tmp_path: Path, model: Path) -> None:
+    @dataclass(frozen=True)
+    class Broken(Solver):
+        def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+            if problem.W.shape == (48, 32):
+                return problem.solution(problem.W * math.nan, pattern.mask(problem.W))
+            return problem.solution(problem.W, pattern.mask(problem.W))
+
+        def flops(self, rows: int, columns: int) -> float:
+            return 0.0
+
+    before = listing(tmp_path)
+    said = message(lambda: run(model, tmp_path / "out", solver=Broken()), NumericalError)
+    assert said.startswith("model.layers.0.mlp.gate_proj.weight: ")
+    assert listing(tmp_path) == before
+
+
+def test_outputs_that_are_taken(tmp_path: Path, model: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious.txt").write_text("keep me")
+    file = tmp_path / "file"
+    file.write_text("keep me")
+    before = listing(tmp_path)
+    for out in (full, file, full / "precious.txt"):
+        said = message(lambda out=out: run(model, out))  # type: ignore[misc]
+        assert str(out) in said
+        assert "not an empty directory" in said
+    for out in (model / "out", model / "a" / "b", model / ".." / "model" / "out"):
+        assert "inside the model's own directory" in message(lambda out=out: run(model, out))  # type: ignore[misc]
+    message(lambda: run(model, model))
+    assert listing(tmp_path) == before
+    assert (full / "precious.txt").read_text() == file.read_text() == "keep me"
+
+
+def test_below_a_file_there_is_no_output(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "file").write_text("keep me")
+    before = listing(tmp_path)
+    message(lambda: run(model, tmp_path / "file" / "out"), NiwakiError)
+    assert listing(tmp_path) == before
+
+
+def test_outputs_that_will_do(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run(model, empty)
+    assert (empty / "config.json").exists()
+    run(model, tmp_path / "deep" / "er" / "out")
+    assert (tmp_path / "deep" / "er" / "out" / "config.json").exists()
+    assert listing(tmp_path / "deep" / "er")[0] == "out"  # nothing temporary beside it
+    monkeypatch.chdir(tmp_path)
+    run(Path("model"), Path("relative"))
+    assert (tmp_path / "relative" / "config.json").exists()
+
+
+def test_an_empty_directory_to_stand_in(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run(model, Path())
+    assert (tmp_path / "here" / "config.json").exists()
+    # Who stands in it still sees it: another directory in its place would not do.
+    assert Path("config.json").exists()
+
+
+def test_a_link_to_an_empty_directory(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "big disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "big disk")
+    run(model, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
+    assert (tmp_path / "big disk" / "config.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["big disk", "model", "out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sparsity": 1.0}, "from 0 to below 1; got 1"),
+        ({"sparsity": 60}, "from 0 to below 1; got 60"),
+        ({"sparsity": -0.1}, "got -0.1"),
+        ({"sparsity": math.nan}, "got nan"),
+        ({"pattern": "4:2"}, "4:2"),
+        ({"pattern": "0:4"}, "0:4"),
+        ({"pattern": "2:0"}, "2:0"),
+        ({"pattern": "half"}, "'half' is not a valid pattern"),
+        ({"pattern": ""}, "is not a valid pattern"),
+        ({"pattern": "per-row:1"}, "got 1"),
+        ({"pattern": "unstructured:x"}, "is not a valid pattern"),
+        ({"pattern": "2:5"}, "model.layers.0.self_attn.q_proj.weight: the pattern 2:5 needs"),
+        ({"pattern": NM(1, 32)}, "model.layers.0.mlp.down_proj.weight: the pattern 1:32 needs"),
+        ({"pattern": None}, "say how sparse"),
+        ({"sparsity": 0.5, "pattern": "2:4"}, "not both"),
+        ({"sparsity": "2:4"}, "a sparsity is a number such as 0.6; for '2:4' say pattern='2:4'"),
+        ({"solver": "sparse-gpt"}, "no solver is called 'sparse-gpt'; did you mean sparsegpt"),
+        ({"samples": 0}, "got 0"),
+        ({"text_samples": 0}, "got 0"),
+        ({"calibration": "demo", "length": 129}, "129"),
+        ({"calibration": "demo", "length": 1}, "at least 2 tokens"),
+        ({"calibration": "demo", "length": -1}, "at least 2 tokens"),
+        ({"device": "quantum"}, "'quantum'"),
+        ({"dtype": "int4"}, "int4"),
+        ({"tf32": "sometimes"}, "tf32 is auto, always or never; got 'sometimes'"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    source = save_model_with_tokenizer(tmp_path / "model")
+    before = listing(tmp_path)
+    text = message(lambda: run(source, tmp_path / "out", **options))
+    assert said in text
+    assert listing(tmp_path) == before
+
+
+def test_kinds_of_errors(model: Path, out: Path) -> None:
+    message(lambda: run(model, out, sparsity=1.5), PatternError)
+    message(lambda: run(model, out, pattern="2:5"), PatternError)
+    message(lambda: run(model, out, solver="wonda"), UnknownNameError)
+    with pytest.raises(ValueError, match="below 1"):
+        run(model, out, sparsity=2.0)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.tensor([[0, 64]]),
+        torch.tensor([[-1, 0]]),
+        torch.zeros(8, dtype=torch.int64),
+        torch.zeros(2, 8),
+        torch.zeros(2, 129, dtype=torch.int64),
+        torch.zeros(0, 8, dtype=torch.int64),
+    ],
+    ids=["beyond the vocabulary", "negative", "one dimension", "no integers", "too long", "empty"],
+)
+@pytest.mark.parametrize("name", ["calibration", "text"])
+def test_tokens_that_make_no_sense(tmp_path: Path, model: Path, name: str, tokens: Tensor) -> None:
+    before = listing(tmp_path)
+    message(lambda: run(model, tmp_path / "out", **{name: tokens}), NiwakiError)
+    assert listing(tmp_path) == before
+
+
+def test_models_that_cannot_be_pruned(tmp_path: Path, model: Path) -> None:
+    config = (model / "config.json").read_text()
+    for changes, parts in (
+        ({"is_encoder_decoder": True}, ("encoder with a decoder", "llama")),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantised",)),
+    ):
+        edit_json(model / "config.json", **changes)
+        before = listing(tmp_path)
+        said = message(lambda: run(model, tmp_path / "out"), UnsupportedModelError)
+        assert all(part in said for part in parts)
+        assert listing(tmp_path) == before
+        (model / "config.json").write_text(config)
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "pickled weights" in message(lambda: run(model, tmp_path / "out"), CheckpointError)
+    assert "no directory" in message(lambda: run(tmp_path / "nowhere", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_space_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = listing(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    assert "no space left on disk" in message(lambda: run(model, tmp_path / "out"), OutputError)
+    assert listing(tmp_path) == before
+    gc.collect()  # a file that was left open is an error here
+
+
+def test_what_was_written_is_checked(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from niwaki.models.checkpoint import CheckpointWriter
+
+    real = CheckpointWriter.write
+
+    def bad_disk(self: CheckpointWriter, key: str, tensor: Tensor, part: int | None = None) -> None:
+        if "layers.1.mlp.up" in key:
+            tensor = tensor.clone()
+            tensor[tensor == 0] = 1e-8
+        real(self, key, tensor, part)
+
+    monkeypatch.setattr(CheckpointWriter, "write", bad_disk)
+    before = listing(tmp_path)
+    said = message(lambda: run(model, tmp_path / "out"), OutputError)
+    assert "model.layers.1.mlp.up_proj.weight" in said
+    assert finished(tmp_path) == before

@@ -1,0 +1,332 @@
+"""Masks from elsewhere, and runs of some blocks only."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from niwaki.errors import (
+    PatternError,
+)
+from niwaki.evaluation.inspect import inspect
+from niwaki.layer.patterns import PerRow
+from niwaki.layer.solvers import DSnoT, Swaps
+from niwaki.records.record import MatrixRecord, Record
+from support.models import (
+    is_pruned,
+    linear_inputs,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+    weight,
+)
+from support.runs import Diary, listing, raw, tensors, zeros
+from support.runs import run_magnitude as run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def kept(directory: Path) -> dict[str, Tensor]:
+    return {key: value != 0 for key, value in tensors(directory).items() if is_pruned("llama", key)}
+
+
+# Masks from elsewhere
+
+
+@pytest.mark.parametrize("update", ["admm1", "sparsegpt", "continuation"])
+def test_the_mask_of_another_solver(model: Path, out: Path, update: str) -> None:
+    run(model, out / "magnitude", solver="magnitude", sparsity=0.6)
+    record = run(model, out / "both", solver=update, mask_from="magnitude", sparsity=0.6)
+    own = run(model, out / "own", solver=update, sparsity=0.6)
+    masks = kept(out / "magnitude")
+    assert len(masks) == 14
+    for key, mask in kept(out / "both").items():
+        assert torch.equal(mask, masks[key])
+        assert not torch.equal(tensors(out / "both")[key], tensors(out / "magnitude")[key])
+    assert any(not torch.equal(mask, masks[key]) for key, mask in kept(out / "own").items())
+    assert record.mask_from == "magnitude"
+    config = json.loads((out / "both" / "config.json").read_text())["pruning_config"]
+    assert config["mask_from"] == "magnitude"
+    assert config["method"] == update
+    assert "| mask from | magnitude |" in (out / "both" / "README.md").read_text()
+    # Updating the weights is better than leaving them, and choosing the mask as well is better still.
+    plain = Record.from_json((out / "magnitude" / "niwaki.json").read_text())
+    assert own.mean_error < record.mean_error < plain.mean_error
+
+
+def test_a_mask_that_depends_on_the_inputs(model: Path, out: Path) -> None:
+    run(model, out / "wanda", solver="wanda", sparsity=0.6)
+    run(model, out / "both", solver="admm1", mask_from="wanda", pattern="per-row:0.6")
+    for key, mask in kept(out / "both").items():
+        if key.startswith("model.layers.0."):  # later blocks have other inputs by now
+            assert torch.equal(mask, kept(out / "wanda")[key])
+
+
+def test_the_mask_of_a_pruned_model(tmp_path: Path, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model, out / "2-4", solver="wanda", pattern="2:4")
+    monkeypatch.chdir(out)
+    for name in (str(out / "2-4"), "2-4"):
+        record = run(model, out / "updated", solver="admm1", mask_from=name)
+        assert record.sparsity == 0.5
+        masks = kept(out / "2-4")
+        for key, mask in kept(out / "updated").items():
+            assert torch.equal(mask, masks[key])
+        assert not torch.equal(*(tensors(out / n)[next(iter(masks))] for n in ("2-4", "updated")))
+        config = json.loads((out / "updated" / "config.json").read_text())["pruning_config"]
+        assert "2-4" in config["pattern"]
+        shutil.rmtree(out / "updated")
+    # With that of a dense model there is nothing to prune.
+    record = run(model, out / "dense", solver="wanda", mask_from=str(model))
+    assert record.sparsity == 0
+    other = save_model(tmp_path / "other", "llama grouped")
+    assert "k_proj.weight" in message(lambda: run(model, out / "x", mask_from=str(other)))
+    said = message(lambda: run(model, out / "x", mask_from="magnitud", sparsity=0.5))
+    assert "no directory magnitud" in said
+    assert "no solver is called 'magnitud'" in said
+    assert "how sparse" in message(lambda: run(model, out / "x", mask_from="magnitude"))
+    assert not (out / "x").exists()
+
+
+@pytest.mark.parametrize("solver", ["swaps", "dsnot"])
+@pytest.mark.parametrize(
+    "options",
+    [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}, {"pattern": "2:4+per-row:0.6"}],
+    ids=str,
+)
+def test_the_mask_of_a_pruned_model_is_refined_within_a_pattern(
+    model: Path, out: Path, solver: str, options: dict[str, Any]
+) -> None:
+    pattern = options.get("pattern", "per-row:0.5" if solver == "dsnot" else "unstructured:0.5")
+    run(model, out / "a", solver="magnitude", pattern=pattern)
+    limit = {"swaps": Swaps(iterations=1), "dsnot": DSnoT(cycles=1)}[solver]
+    record = run(model, out / "b", solver=limit, mask_from=str(out / "a"), **options)
+    assert record.pattern == f"the mask of {out / 'a'}, within {pattern}"
+    own = run(model, out / "own", solver=limit, pattern=pattern)
+    assert own.pattern == str(pattern)
+    before, after, others = kept(out / "a"), kept(out / "b"), kept(out / "own")
+    moved = 0
+    for key, mask in after.items():
+        assert mask.sum() == before[key].sum()
+        assert torch.equal(mask.sum(dim=1), before[key].sum(dim=1))
+        if "2:4" in str(pattern):
+            assert (mask.view(-1, 4).sum(dim=1) <= 2).all()
+        # One exchange in a row at most, from that mask and not from Wanda's.
+        assert ((mask ^ before[key]).sum(dim=1) <= 2).all()
+        moved += int((mask ^ before[key]).sum())
+        assert not torch.equal(mask, others[key])
+    assert moved > 100
+
+
+def test_solvers_that_do_not_refine_keep_the_mask_of_a_pruned_model(model: Path, out: Path) -> None:
+    run(model, out / "a", solver="magnitude", pattern="2:4")
+    masks = kept(out / "a")
+    for solver in ("wanda", "admm1", "sparsegpt", "obc"):
+        record = run(model, out / solver, solver=solver, mask_from=str(out / "a"), pattern="2:4")
+        assert record.sparsity == 0.5
+        for key, mask in kept(out / solver).items():
+            assert torch.equal(mask, masks[key])
+    # An update after the exchanges, which then are those of the pattern too.
+    run(model, out / "b", solver="swaps", mask_from=str(out / "a"), pattern="2:4")
+    run(model, out / "c", solver="swaps+exact", mask_from=str(out / "a"), pattern="2:4")
+    q_proj = "model.layers.0.self_attn.q_proj.weight"  # later ones have other inputs
+    assert torch.equal(kept(out / "b")[q_proj], kept(out / "c")[q_proj])
+    assert not torch.equal(tensors(out / "b")[q_proj], tensors(out / "c")[q_proj])
+
+
+def test_masks_that_a_pattern_does_not_allow(model: Path, out: Path) -> None:
+    for name, pattern in {"nm": "2:4", "unstructured": "unstructured:0.5", "rows": "per-row:0.5"}.items():
+        run(model, out / name, solver="magnitude", pattern=pattern)
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+
+    def said(name: str, pattern: str) -> str:
+        diary = Diary()
+        options = {"mask_from": str(out / name), "pattern": pattern, "progress": diary}
+        text = message(lambda: run(model, out / "x", solver="swaps", **options), PatternError)
+        assert diary.events == []  # before anything is solved
+        assert not (out / "x").exists()
+        return text.replace(str(out / name), "DIR")
+
+    asked = "try the pattern that it was made for, or none, which keeps the mask as it is"
+    assert said("nm", "per-row:0.6") == (
+        f"{q_proj}: the mask of DIR has 512 zeros of 1024 (50 %), and per-row:0.6 asks for 614; {asked}"
+    )
+    assert "has 512 zeros of 1024 (50 %), and 3:4 asks for 256" in said("nm", "3:4")
+    row, column = _first_group_without_two(kept(out / "rows")[q_proj])
+    assert said("rows", "2:4") == (
+        f"{q_proj}: the mask of DIR has as many zeros as 2:4 asks for, but in other places, first in "
+        f"row {row}, columns {column} to {column + 3}; try the pattern that it was made for, or unstructured:0.5, "
+        "or none, which keeps the mask as it is"
+    )
+    row = next(i for i, kept_ in enumerate(kept(out / "unstructured")[q_proj].sum(dim=1)) if kept_ != 16)
+    assert f"in other places, first in row {row}; " in said("unstructured", "per-row:0.5")
+    # What is more special is allowed by what is less.
+    for name, pattern in (("nm", "per-row:0.5"), ("nm", "unstructured:0.5"), ("rows", "unstructured:0.5")):
+        run(model, out / "x", solver="swaps", mask_from=str(out / name), pattern=pattern)
+        shutil.rmtree(out / "x")
+    # In the last block only
+    shutil.copytree(out / "nm", out / "spoilt")
+    spoilt = reference(out / "nm")
+    matrix = weight(spoilt, "model.layers.1.mlp.down_proj")
+    group = matrix[5, 8:12]
+    group[(group == 0).nonzero()[0]] = 1.0
+    spoilt.save_pretrained(out / "spoilt")
+    assert said("spoilt", "2:4").startswith(
+        "model.layers.1.mlp.down_proj.weight: the mask of DIR has 767 zeros of 1536 (49.93 %), and 2:4 asks for 768"
+    )
+    # The other way round: the pattern does not fit the matrices.
+    assert said("nm", "2:5").startswith(f"{q_proj}: the pattern 2:5 needs")
+
+
+def _first_group_without_two(mask: Tensor) -> tuple[int, int]:
+    for row, values in enumerate(mask.tolist()):
+        for column in range(0, len(values), 4):
+            if sum(values[column : column + 4]) != 2:
+                return row, column
+    raise AssertionError("all have two")
+
+
+@pytest.mark.parametrize("solver", ["swaps", "dsnot", "swaps+exact"])
+def test_solvers_that_refine_ask_for_a_pattern(model: Path, out: Path, solver: str) -> None:
+    run(model, out / "a", solver="magnitude", pattern="2:4")
+    text = message(lambda: run(model, out / "x", solver=solver, mask_from=str(out / "a")), PatternError)
+    assert "q_proj.weight: " in text
+    assert "--pattern 2:4, or in Python Fixed(mask, within=NM(2, 4))" in text
+
+
+def in_blocks(*chosen: int) -> Callable[[str], bool]:
+    """Whether a key is that of a matrix to prune in one of these blocks."""
+    parts = tuple(f"model.layers.{block}." for block in chosen)
+    return lambda key: key.startswith(parts) and is_pruned("llama", key)
+
+
+# Some blocks only
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("blocks", [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)], ids=str)
+def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], held: bool) -> None:
+    source = save_model(tmp_path / "model", "llama grouped", shards=True)
+    text = random_tokens(3, 24, seed=1)
+    diary = Diary()
+    record = run(source, out, solver="wanda", blocks=blocks, text=text if held else None, progress=diary)
+    is_chosen, every = in_blocks(*range(*blocks)), blocks == (0, 3)
+    before, after = tensors(source), tensors(out)
+    assert before.keys() == after.keys()
+    total = nulls = 0
+    for key, old in before.items():
+        if is_chosen(key):
+            assert zeros(after[key]) == old.numel() // 2
+            total, nulls = total + old.numel(), nulls + zeros(after[key])
+        else:
+            assert raw(after[key]) == raw(old), key
+    assert [m.block for m in record.matrices] == [block for block in range(*blocks) for _ in range(7)]
+    assert record.sparsity == nulls / total == 0.5
+    # Inputs come from the blocks before, whether these were pruned or not.
+    walking, inputs = reference(source), {}
+    for matrix in record.matrices:
+        if matrix.name == "self_attn.q_proj":
+            inputs = linear_inputs(walking, matrix.block, random_tokens(8, 24))
+        module = f"model.layers.{matrix.block}.{matrix.name}"
+        X = inputs[matrix.name].double()
+        W, What = before[f"{module}.weight"].double(), after[f"{module}.weight"].double()
+        expected = (X @ (W - What).T).square().sum() / (X @ W.T).square().sum()
+        assert matrix.error == pytest.approx(expected.item(), rel=1e-3)
+        weight(walking, module).copy_(What)
+    # Nothing is walked through in vain.
+    begin, *others = diary.events
+    assert begin == ("begin", 3 if held else blocks[1], 7 * len(range(*blocks)))
+    assert max(event[1] for event in others if event[0] == "stage") == begin[1] - 1
+    assert {event[1] for event in others if event[:1] == ("solved",)} == set(range(*blocks))
+    if held:
+        for name, path in (("before", source), ("after", out)):
+            logits = reference(path)(text).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            assert record.perplexity[name]["value"] == pytest.approx(math.exp(float(loss)), rel=1e-4)
+    # What it says of itself
+    assert record == Record.from_json((out / "niwaki.json").read_text())
+    assert record.blocks == (None if every else [*blocks])
+    part = {
+        (0, 1): "block 0",
+        (1, 2): "block 1",
+        (2, 3): "block 2",
+        (0, 2): "blocks 0 to 1",
+        (1, 3): "blocks 1 to 2",
+    }.get(blocks, "")
+    note = f"only {part} of 3, counted from 0: no other is pruned"
+    assert (note in record.notes) != every
+    config = json.loads((out / "config.json").read_text())["pruning_config"]
+    assert config.get("blocks") == record.blocks
+    card = (out / "README.md").read_text()
+    assert (note in card) != every
+    heading = "# model, 50 % sparse" + ("" if every else f" in {part}")
+    assert heading in card.splitlines()
+    sparsities = {item.matrix.key: item.sparsity for item in inspect(out)}
+    assert sparsities == {key: 0.5 if is_chosen(key) else 0.0 for key in before if is_pruned("llama grouped", key)}
+
+
+def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) -> None:
+    source = save_model(tmp_path / "model", "llama grouped", shards=True)
+    options = {"blocks": (1, 3), "solver": "wanda", "text": random_tokens(3, 24, seed=1)}
+    whole = run(source, tmp_path / "whole", **options)
+
+    class Stop(Diary):
+        def solved(self, matrix: MatrixRecord) -> None:
+            super().solved(matrix)
+            if matrix.block == 2:
+                raise KeyboardInterrupt
+
+        def stopped(self, done: int, blocks: int) -> None:
+            self._note("stopped", done, blocks)
+
+    diary = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        run(source, out, progress=diary, **options)
+    assert diary.events[-1] == ("stopped", 1, 2)
+    for blocks in (None, (0, 3), (1, 2)):
+        said = message(lambda blocks=blocks: run(source, out, **{**options, "blocks": blocks}))  # type: ignore[misc]
+        assert f"blocks ([1, 3] there, {[*(blocks or (0, 3))]} here)" in said
+    record = run(source, out, **options)
+    assert record.resumed == [2]
+    assert record.blocks == [1, 3]
+    assert record.perplexity == whole.perplexity
+    assert (out / "README.md").read_text() == (tmp_path / "whole" / "README.md").read_text()
+    for path in source.glob("*.safetensors"):
+        assert (out / path.name).read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+
+
+def test_some_blocks_only_with_the_mask_of_a_model(tmp_path: Path, out: Path) -> None:
+    source = save_model(tmp_path / "model", "llama grouped")
+    run(source, out / "a", blocks=(1, 2), pattern="2:4")
+    # The masks of the others are all there is: they would not do for the pattern.
+    run(source, out / "b", blocks=(1, 2), mask_from=str(out / "a"), pattern="2:4", solver="admm1")
+    for key, value in tensors(out / "b").items():
+        assert torch.equal(value != 0, tensors(out / "a")[key] != 0)
+        assert torch.equal(value, tensors(source)[key]) != in_blocks(1)(key)
+    assert "asks for 512" in message(
+        lambda: run(source, out / "c", mask_from=str(out / "a"), pattern="2:4"), PatternError
+    )
+
+
+@pytest.mark.parametrize("blocks", [(0, 0), (1, 1), (2, 1), (0, 3), (2, 3), (-1, 1), (5, 9)], ids=str)
+def test_blocks_that_are_none(tmp_path: Path, model: Path, blocks: tuple[int, int]) -> None:
+    before = listing(tmp_path)
+    text = message(lambda: run(model, tmp_path / "out", blocks=blocks))
+    assert text == f"{blocks[0]}:{blocks[1]} is no range of blocks here; the model's are 0:2"
+    assert listing(tmp_path) == before

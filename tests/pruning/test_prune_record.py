@@ -1,0 +1,364 @@
+"""What a run says of itself: the card, and the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import metadata_load
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import niwaki
+from niwaki.errors import (
+    CalibrationError,
+    NiwakiError,
+    OutputError,
+)
+from niwaki.files import write_json
+from niwaki.layer.solvers import MaskThenUpdate
+from niwaki.models.output import check_record
+from niwaki.pruning.prune import prune
+from niwaki.pruning.session import session
+from niwaki.records.progress import Progress
+from niwaki.records.record import Record
+from support.models import (
+    linear_inputs,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+    save_model_with_tokenizer,
+    weight,
+)
+from support.runs import Untouched, listing, tensors
+from support.runs import run_magnitude as run
+
+
+def strict_json(text: str) -> Any:
+    """JSON as other languages read it, without NaN and Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+CARD = """---
+license: other
+license_name: tiny-community
+license_link: https://example.com/LICENSE
+language:
+- en
+- ja
+tags:
+- text-generation
+- tiny
+pipeline_tag: text-generation
+---
+# Tiny
+
+It is *very* small.
+"""
+
+
+def front_matter(directory: Path) -> dict[str, Any]:
+    """The YAML at the top of the card."""
+    data = metadata_load(directory / "README.md")
+    assert data is not None
+    return data
+
+
+# The card
+
+
+def test_the_card(model: Path, out: Path) -> None:
+    (model / "README.md").write_text(CARD)
+    text = random_tokens(3, 24, seed=1)
+    record = run(model, out, solver="admm-grad", sparsity=0.6, text=text)
+    assert (out / "README.base.md").read_text() == CARD
+    written = (out / "README.md").read_text()
+    data = front_matter(out)
+    assert data["license"] == "other"
+    assert data["language"] == ["en", "ja"]
+    assert {"niwaki", "pruned", "sparse", "text-generation", "tiny"} <= set(data["tags"])
+    assert data["base_model"] == "model"
+    assert data["library_name"] == "transformers"
+    for part in ("admm-grad (iterations 20", "unstructured:0.6", "60.", "8 windows of 24 tokens"):
+        assert part in written
+    for name in ("before", "after"):
+        value = record.perplexity[name]["value"]
+        assert f"| perplexity {name} | {value:.2f} ± " in written
+    assert "context 24" in written
+    # The hub refuses a card that says "other" and no more.
+    assert (data.get("license_name"), data.get("license_link")) == (
+        "tiny-community",
+        "https://example.com/LICENSE",
+    )
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        b"",
+        b"# No front matter\n",
+        b"---\nlicense: mit\ntags:\n---\n",
+        b"---\nlicense: mit\ntags: one\n---\n",
+        b"---\nlicense: mit\ntags: [1, null, two]\n---\n",
+        b"---\n- a\n- list\n---\n",
+        b"---\nlicense: [unclosed\n---\n",
+        b"---\nlicense: a: b: c\n\t- x\n---\n",
+        b"---\nlicense: mit\n",
+        b"\xff\xfe no UTF-8",
+    ],
+    ids=str,
+)
+def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> None:
+    # After hours of work is no time to stumble over somebody's YAML.
+    (model / "README.md").write_bytes(base)
+    run(model, out)
+    assert (out / "README.base.md").read_bytes() == base
+    data = front_matter(out)
+    if b"license: mit\ntags" in base:
+        assert data["license"] == "mit"
+    assert "niwaki" in data["tags"]
+
+
+def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["niwaki.pruning.prune"]
+    monkeypatch.setattr(module, "locate_model", lambda name: model)
+    record = prune("someone/tiny", out, 0.5, solver="magnitude", calibration=random_tokens(2, 8))
+    assert record.model == "someone/tiny"
+    assert front_matter(out)["base_model"] == "someone/tiny"
+
+
+# The record
+
+
+def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
+    text = random_tokens(3, 24, seed=1)
+    to = tmp_path / "records" / "run.json"
+    with session("niwaki prune x"):
+        record = run(model, out, solver="sparsegpt", text=text, seed=5)
+    record.save(to)
+    written = (out / "niwaki.json").read_text()
+    assert to.read_text() == written
+    again = Record.from_json(written)
+    assert again == record
+    assert again.to_json() == written
+    values = strict_json(written)
+    assert values["command"] == "niwaki prune x"
+    assert values["method"] == "sparsegpt"
+    assert values["solver"]["name"] == "sparsegpt"
+    assert values["flops"] == record.flops > 0
+    assert values["calibration"]["samples"] == 8
+    assert values["calibration"]["sequence_length"] == 24
+    assert values["calibration"]["seed"] == 5
+    assert set(values["versions"]) >= {"python", "niwaki", "torch", "transformers"}
+    assert values["versions"]["niwaki"] == niwaki.__version__
+    assert values["versions"]["torch"] == torch.__version__
+    assert {"capture", "solve", "advance", "total"} <= set(values["seconds"])
+    parts = sum(seconds for name, seconds in values["seconds"].items() if name != "total")
+    assert parts == pytest.approx(values["seconds"]["total"], rel=0.05)
+    assert values["peak_memory"]["resident"] > 2**20
+    assert len(values["matrices"]) == 14
+    for matrix in values["matrices"]:
+        assert matrix["tokens"] == 8 * 24
+        assert matrix["seconds"] > 0
+        assert matrix["stats"]["damping"] == pytest.approx(0.01, rel=0.1)
+    assert record.mean_error == pytest.approx(math.prod(matrix["error"] for matrix in values["matrices"]) ** (1 / 14))
+
+
+def test_the_record_of_one_window_is_json_too(model: Path, out: Path) -> None:
+    run(model, out, text=random_tokens(1, 24, seed=1))
+    values = strict_json((out / "niwaki.json").read_text())
+    assert values["perplexity"]["after"]["windows"] == 1
+    assert "nan" not in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "continuation"])
+def test_errors_are_those_of_an_independent_computation(tmp_path: Path, out: Path, solver: str) -> None:
+    source = save_model(tmp_path / "model", "llama grouped")
+    tokens = random_tokens(8, 24)
+    record = run(source, out, solver=solver, calibration=tokens, sparsity=0.6)
+    dense, pruned, walking = reference(source), reference(out), reference(source)
+    for block in range(3):
+        # What the block is given comes from the pruned blocks before it, and its own weights are dense.
+        inputs = linear_inputs(walking, block, tokens)
+        for name in inputs:
+            path = f"model.layers.{block}.{name}"
+            W, What, X = (t.double() for t in (weight(dense, path), weight(pruned, path), inputs[name]))
+            expected = (X @ (W - What).T).square().sum() / (X @ W.T).square().sum()
+            found = next(m for m in record.matrices if (m.block, m.name) == (block, name))
+            assert found.error == pytest.approx(expected.item(), rel=1e-3)
+            weight(walking, path).copy_(weight(pruned, path))
+    assert len(record.matrices) == 21
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_perplexities_are_those_of_transformers(tmp_path: Path, out: Path, dtype: torch.dtype) -> None:
+    source = save_model(tmp_path / "model", "qwen2", dtype=dtype)
+    text = random_tokens(5, 24, seed=1)
+    record = run(source, out, text=text, sparsity=0.7)
+    for name, path in (("before", source), ("after", out)):
+        whole = reference(path)
+        losses = torch.stack([whole(row[None], labels=row[None]).loss for row in text]).double()
+        found = record.perplexity[name]
+        assert found["value"] == pytest.approx(losses.mean().exp().item(), rel=1e-4)
+        error = losses.mean().exp() * losses.std() / math.sqrt(5)
+        assert found["standard_error"] == pytest.approx(error.item(), rel=1e-2)
+        assert (found["tokens"], found["context"], found["windows"]) == (5 * 23, 24, 5)
+    assert record.perplexity["before"]["value"] != pytest.approx(record.perplexity["after"]["value"], rel=1e-2)
+
+
+def test_which_perplexities(model: Path, out: Path) -> None:
+    text = random_tokens(5, 24, seed=1)
+    both = run(model, out / "both", text=text).perplexity
+    after = run(model, out / "after", text=text, measure="after").perplexity
+    none = run(model, out / "none", text=text, measure="none")
+    assert list(both) == ["before", "after"]
+    assert after == {"after": both["after"]}
+    assert none.perplexity == {}
+    assert "| perplexity | not measured |" in (out / "none" / "README.md").read_text()
+    silent = run(model, out / "no text")
+    assert silent.perplexity == {}
+    assert any("perplexity was not measured" in note for note in silent.notes)
+
+
+def test_texts(tmp_path: Path, out: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"The {n} walked on and on, to town." for n in range(400)))
+    tokenizer = AutoTokenizer.from_pretrained(source, model_max_length=10**9)
+    ids = torch.tensor(tokenizer(text.read_text(), add_special_tokens=False)["input_ids"])
+    windows = ids[: 9 * 32].view(9, 32)
+    dense = reference(source)
+
+    def perplexity(tokens: Tensor) -> float:
+        return float(dense(tokens, labels=tokens).loss.exp())
+
+    # By default what comes behind the calibration windows.
+    record = run(source, out / "1", calibration=str(text), samples=5, length=32, text_samples=4)
+    same = run(source, out / "2", calibration=windows[:5], text=windows[5:])
+    assert record.calibration["tokens_sha256"] == same.calibration["tokens_sha256"]
+    assert record.perplexity["before"]["value"] == pytest.approx(perplexity(windows[5:]), rel=1e-4)
+    assert record.perplexity["after"]["value"] == same.perplexity["after"]["value"]
+    assert tensors(out / "1").keys() == tensors(out / "2").keys()
+    for key, value in tensors(out / "1").items():
+        assert torch.equal(value, tensors(out / "2")[key])
+    # Another text.
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[2000:])
+    start = torch.tensor(tokenizer(other.read_text(), add_special_tokens=False)["input_ids"])[:96]
+    record = run(source, out / "3", calibration=str(text), samples=5, length=32, text=str(other), text_samples=3)
+    assert record.perplexity["before"]["value"] == pytest.approx(perplexity(start.view(3, 32)), rel=1e-4)
+    # None that is long enough for both.
+    short = run(source, out / "4", calibration=str(text), samples=len(ids) // 32, length=32)
+    assert short.perplexity == {}
+    assert any("has no more of it" in note for note in short.notes)
+    # The sequence length, when nobody says, is noted; it is the model's where that is short.
+    silent = run(source, out / "5", calibration=str(text), samples=2)
+    assert silent.calibration["sequence_length"] == 128
+    assert any("128, because none was asked for" in note for note in silent.notes)
+    said = message(
+        lambda: run(source, out / "6", calibration=str(text), samples=10**4, length=32),
+        CalibrationError,
+    )
+    assert f"{10**4 * 32 - len(ids)} are missing" in said
+    assert sorted(path.name for path in out.iterdir()) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("solver", ["wanda", "continuation"])
+def test_two_runs_give_the_same_bytes(model: Path, out: Path, solver: str) -> None:
+    (model / "README.md").write_text(CARD)
+    text = random_tokens(3, 24, seed=1)
+    for name in ("a", "b"):
+        run(model, out / name, solver=solver, text=text)
+    assert listing(out / "a") == listing(out / "b")
+    for path in (out / "a").iterdir():
+        if path.name != "niwaki.json":
+            assert path.read_bytes() == (out / "b" / path.name).read_bytes(), path.name
+    first, second = (Record.from_json((out / name / "niwaki.json").read_text()) for name in ("a", "b"))
+    for record in (first, second):
+        record.seconds.clear()
+        record.peak_memory.clear()
+        record.matrices = [dataclasses.replace(matrix, seconds=0.0) for matrix in record.matrices]
+    assert first == second
+
+
+def test_a_record_from_before_operations_were_counted(model: Path, out: Path) -> None:
+    values = json.loads(run(model, out).to_json())
+    del values["flops"]
+    assert Record.from_json(json.dumps(values)).flops == 0.0
+
+
+def test_operations_are_counted_before_anything_is_solved(model: Path, out: Path) -> None:
+    @dataclass(frozen=True)
+    class Counting(Untouched):
+        factor: float = 1.0
+
+        def flops(self, rows: int, columns: int) -> float:
+            return self.factor * (1000 * rows + columns)
+
+    class AtTheStart(Progress):
+        def begin(self, record: Record, blocks: int, matrices: int) -> None:
+            found.append(record.flops)
+            assert not record.matrices
+
+    found: list[float] = []
+    shapes = 2 * [*4 * [(32, 32)], (48, 32), (48, 32), (32, 48)]
+    once = sum(1000 * rows + columns for rows, columns in shapes)
+    record = run(model, out / "1", solver=Counting(), progress=AtTheStart())
+    both = MaskThenUpdate(Counting(), Counting(3.0))
+    run(model, out / "2", solver=both, progress=AtTheStart())
+    assert found == [once, 4 * once]
+    assert record.flops == once
+
+
+# The record's file
+
+
+def test_a_record_that_cannot_be_written(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "records").mkdir()
+    (tmp_path / "file").write_text("keep me")
+    before = listing(tmp_path)
+    # That has to show before the work, and not leave bits of it.
+    for to in (tmp_path / "records", tmp_path / "file" / "x.json"):
+        message(lambda to=to: check_record(to), NiwakiError)  # type: ignore[misc]
+        assert listing(tmp_path) == before
+
+
+def test_writing_json_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for text in ("x" * 5000, "x" * 500_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        try:
+            with pytest.raises(OutputError) as caught:
+                write_json(path, text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "a.json" in str(caught.value)
+        assert listing(tmp_path) == ["a.json"]
+        assert path.read_text() == "old"
+    write_json(path, "日本")
+    assert path.read_bytes() == "日本".encode()

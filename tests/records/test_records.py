@@ -1,0 +1,116 @@
+"""Records as files: what was written is read again, also what earlier versions wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from niwaki.errors import CheckpointError, OutputError
+from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
+from niwaki.pruning.effort import EFFORTS
+from niwaki.pruning.effort import describe as describe_effort
+from niwaki.records.parameters import from_repr, in_words, plain
+from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
+from niwaki.records.speed import SpeedRecord
+from support.models import message
+
+
+def record(**changes: Any) -> Record:
+    made = Record("niwaki prune m", "m", "wanda", {"name": "wanda"}, "2:4", None, {"samples": 8}, "cpu", "float32")
+    made.matrices.append(MatrixRecord(0, "mlp.up_proj", (4, 8), 0.5, 0.1, 1.5, 64, {"damping": 0.1, "steps": 3}))
+    made.fits.append(FitRecord(0, 0.5, 0.25, 0.4, 1.0))
+    made.perplexity["after"] = vars(Perplexity(9.5, None, 31, 32, 1, "demo"))
+    return replace(made, **changes)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    structure = StructureRecord({"before": 8, "after": 6}, 0.25, [0.5], [1], [[0, 2]], [[1]])
+    for made in (record(), record(structure=structure, blocks=[0, 2], notes=["\ud800 ü"])):
+        assert Record.from_json(made.to_json()) == made
+        made.save(tmp_path / "new" / "niwaki.json")
+        assert Record.load(tmp_path / "new" / "niwaki.json") == made
+    assert json.loads(record().to_json())["format"] == 2
+    assert message(lambda: record().save(tmp_path), OutputError).startswith(f"cannot write {tmp_path}")
+
+
+def old(**changes: Any) -> str:
+    """As it was written before there was a format."""
+    values = json.loads(record().to_json())
+    del values["format"]
+    return json.dumps({**values, **changes})
+
+
+@pytest.mark.parametrize("name", [*SOLVERS, "wanda+exact", "wanda+swaps+sgd:iterations=7"])
+def test_solvers_of_old_records(name: str) -> None:
+    solver = make_solver(name)
+    read = Record.from_json(old(solver=repr(solver), effort=repr(EFFORTS["best"])))
+    assert read.solver == describe(solver)
+    assert read.effort == describe_effort(EFFORTS["best"])
+
+
+def test_parameters_that_are_gone_are_kept() -> None:
+    effort = Record.from_json(old(solver="Wanda()", effort="Effort(allocation='owl', gone=True, epochs=2)")).effort
+    assert effort == {"name": "effort", "allocation": "owl", "gone": True, "epochs": 2}
+    assert in_words(effort) == "effort (allocation owl, gone True, epochs 2)"
+    assert Record.from_json(old(solver="Wanda()", effort="")).effort == {}
+
+
+@pytest.mark.parametrize("text", ["<mine>", "f(1)", "f(**x)", "x.y(a=1)", "f(a=g)", "(" * 5000, "f(a=inf)", "\0"])
+def test_solvers_that_are_not_readable(text: str) -> None:
+    described = from_repr(text, "mine")
+    assert described == {"name": "mine", "as written": text}
+    assert in_words(described) == text
+
+
+def test_words() -> None:
+    assert in_words(describe(make_solver("wanda"))) == "wanda"
+    assert in_words(describe(make_solver("magnitude+wanda+exact"))) == (
+        "magnitude + wanda + exact (damping 0.01, memory 1)"
+    )
+
+
+def test_parameters_that_json_does_not_have() -> None:
+    @dataclass(frozen=True)
+    class Mine(Magnitude):
+        path: Path = Path("x")
+        limit: float = math.inf
+        steps: tuple[int, ...] = (1, 2)
+
+    described = plain(describe(Mine()))
+    assert described == {"name": "mine", "path": repr(Path("x")), "limit": "Infinity", "steps": [1, 2]}
+    made = record(solver=described)
+    assert Record.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read as what niwaki writes there"),
+        ("[]", "Expected `object`"),
+        ("[" * 100_000, "cannot be read"),
+        ("null", "Expected `object`"),
+        ('{"format": 3}', "it has format 3, and this niwaki reads up to 2; install a later one"),
+        ('{"format": "x"}', "it has format x"),
+        ("{}", "missing required field `command`"),
+        (old(solver=1), "$.solver"),
+        (old(matrices=[{"block": 0}]), "$.matrices[0]"),
+        (old(seconds={"total": "long"}), "$.seconds[...]"),
+        (old(tf32="perhaps"), "$.tf32"),
+    ],
+)
+def test_records_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "niwaki.json"
+    path.write_text(text)
+    told = message(lambda: Record.load(path), CheckpointError)
+    assert str(path) in told
+    assert said in told
+    with pytest.raises(CheckpointError):
+        Record.from_json(text)
+    assert str(tmp_path) in message(lambda: Record.load(tmp_path), CheckpointError)
+    with pytest.raises(CheckpointError):
+        SpeedRecord.from_json(text)
