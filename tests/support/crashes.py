@@ -61,7 +61,8 @@ def keep_states(place: Path, states: Path) -> None:
     The copies are ``states``/1 and so on; a step that leaves what the one before left has none. What no step has
     written yet is in no copy either.
     """
-    steps, last = [0], [{}]
+    steps = [0]
+    last: list[dict[Path, bytes | None]] = [{}]
 
     def step() -> None:
         steps[0] += 1
