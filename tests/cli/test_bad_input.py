@@ -61,13 +61,13 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --memory much", "invalid memory size 'much'; try 8GiB or 500MB"),
         ("--sparsity 0.5 --memory 0", "invalid memory size '0'"),
         ("--sparsity 0.5 --memory=-1G", "invalid memory size '-1G'"),
-        ("--sparsity 0.5 --blocks 1", "--blocks takes FROM:TO, such as 0:2 for the first two; got '1'"),
-        ("--sparsity 0.5 --blocks=-1:1", "got '-1:1'"),
-        ("--sparsity 0.5 --blocks :2", "got ':2'"),
-        ("--sparsity 0.5 --blocks 0:1:2", "got '0:1:2'"),
-        ("--sparsity 0.5 --blocks a:b", "got 'a:b'"),
-        ("--sparsity 0.5 --blocks 0:3", "0:3 is no range of blocks here; the model's are 0:2"),
-        ("--sparsity 0.5 --blocks 1:1", "1:1 is no range of blocks here"),
+        ("--sparsity 0.5 --blocks 1", "invalid range '1'; give FROM:TO, such as 0:2 for the first two"),
+        ("--sparsity 0.5 --blocks=-1:1", "invalid range '-1:1'"),
+        ("--sparsity 0.5 --blocks :2", "invalid range ':2'"),
+        ("--sparsity 0.5 --blocks 0:1:2", "invalid range '0:1:2'"),
+        ("--sparsity 0.5 --blocks a:b", "invalid range 'a:b'"),
+        ("--sparsity 0.5 --blocks 0:3", "invalid range of blocks 0:3; the model's are 0:2"),
+        ("--sparsity 0.5 --blocks 1:1", "invalid range of blocks 1:1"),
     ],
 )
 def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: str, said: str) -> None:
@@ -195,7 +195,7 @@ def test_broken_models(
     # What was done before that is kept, and only that.
     kept = [name for name in listing(tmp_path) if name.startswith(".out.partial")]
     assert bool(stays) == bool(kept)
-    assert stays in ([], ["1 of 2 blocks are done and stay; the same command goes on behind them"])
+    assert stays in ([], ["1 of 2 blocks are done and kept; repeat the command to resume after them"])
     assert [name for name in listing(tmp_path) if name not in kept] == before
 
 

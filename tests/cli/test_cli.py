@@ -139,7 +139,7 @@ def test_going_on_and_starting_over(
 
     ran = stop()
     assert ran.code not in (0, 2)
-    assert ran.err.splitlines()[0] == "1 of 2 blocks are done and stay; the same command goes on behind them"
+    assert ran.err.splitlines()[0] == "1 of 2 blocks are done and kept; repeat the command to resume after them"
     assert len(ran.err.splitlines()) <= 2
     ran = niwaki_(*command, "--solver", "wanda")
     assert ran.code == 2

@@ -182,7 +182,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
         _, err = process.communicate(timeout=60)
     assert process.returncode not in (0, 2)
     said, *rest = err.splitlines()
-    assert said == "1 of 6 blocks are done and stay; the same command goes on behind them"
+    assert said == "1 of 6 blocks are done and kept; repeat the command to resume after them"
     assert len(rest) <= 1
     assert "Traceback" not in err
     ran = subprocess_niwaki(*command, cwd=tmp_path)
@@ -212,7 +212,7 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
         changed.setattr(DecoderBlock, "input_grams", interrupt)
         ran = niwaki_(*command, "--solvers", "wanda, magnitude", "--sparsity", "0.5")
     assert ran.code not in (0, 2)
-    said = "1 of 2 runs are done and stay, and 1 of 2 blocks of the one that was on its way; the same command"
+    said = "1 of 2 runs are done and kept, and 1 of 2 blocks of the one that was on its way; repeat the command"
     assert said in ran.err
     ran = niwaki_(*command, "--solvers", "magnitude,wanda@best:epochs=1", "--sparsity", "50%,2:4")
     assert (ran.code, ran.err) == (0, "")
@@ -232,7 +232,7 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
 
 def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Command) -> None:
     for arguments, said in (
-        (["--budget", "soon"], "--budget takes a time such as 2h"),
+        (["--budget", "soon"], "invalid time 'soon'; try 2h"),
         (["--solvers", ","], "which solvers"),
         (["--sparsity", "0.5,2:"], "'2:' is not a valid pattern"),
         (["--memory", "much"], "invalid memory size"),

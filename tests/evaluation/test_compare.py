@@ -73,9 +73,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The directories that models are pruned to, in order."""
     found: list[str] = []
 
-    def counted(source: str, out: Path, **options: Any) -> Record:
+    def counted(source: str, out: Path, pattern: Any, **options: Any) -> Record:
         found.append(out.name)
-        return niwaki.prune(source, out, **arguments(**options))
+        return niwaki.prune(source, out, pattern, **options)
 
     monkeypatch.setattr(comparison, "prune", counted)
     return found
@@ -122,7 +122,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
         cell = found.done()[key]
         assert cell.perplexity["demo-held"] == niwaki.evaluate(out, Measurement("demo-held", length=32, samples=3))
         behind = cell.perplexity["demo"]
-        assert behind.text == "the text behind the calibration windows of demo"
+        assert behind.text == "the text after the calibration windows of demo"
         assert behind.value == _perplexity(out, ids[4 * 32 : 7 * 32])
         if made:
             assert (cell.sparsity, cell.error) == (made.sparsity, made.mean_error)
@@ -355,8 +355,8 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     seconds = {"magnitude": 100.0, "wanda": 1000.0, "ria": 100.0}
     now = [0.0]
 
-    def pruned(source: str, out: Path, **options: Any) -> Record:
-        record = niwaki.prune(source, out, **arguments(**options))
+    def pruned(source: str, out: Path, pattern: Any, **options: Any) -> Record:
+        record = niwaki.prune(source, out, pattern, **options)
         record.seconds = {"total": seconds[record.method]}
         now[0] += seconds[record.method]
         return record
@@ -440,7 +440,7 @@ def test_one_alone_is_a_list_of_one(
         ({"sparsities": ["50"]}, "50"),
         ({"sparsities": ["0.5", "2;4"]}, "'2;4' is not a valid pattern"),
         ({"sparsities": ["3:7"]}, "7"),
-        ({"sparsities": []}, "which sparsities"),
+        ({"sparsities": []}, "which patterns"),
         ({"solvers": []}, "which solvers"),
         ({"solvers": [Flipped(), Flipped(2.0)]}, "two solvers are called 'flipped'"),
         ({"samples": 0}, "got 0"),
@@ -453,7 +453,7 @@ def test_one_alone_is_a_list_of_one(
 def test_bad_names_fail_before_anything_is_computed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
 ) -> None:
-    for name in ("prune", "evaluate", "read_windows"):
+    for name in ("prune", "evaluate", "Texts"):
         monkeypatch.setattr(comparison, name, lambda *_, **__: pytest.fail("computed"))
     assert said in message(lambda: run(model, tmp_path / "out", **changes))
     assert list(tmp_path.iterdir()) == []
@@ -526,7 +526,7 @@ def test_nothing_behind_the_calibration_windows(tmp_path: Path, model: Path) -> 
     text = str(tmp_path / "text.txt")
     ids = AutoTokenizer.from_pretrained(model)(Path(text).read_text())["input_ids"]
     changes = {"calibration": text, "texts": [text], "samples": len(ids) // 32, "text_samples": None}
-    assert "nothing behind" in message(lambda: run(model, tmp_path / "out", **changes))
+    assert "nothing after" in message(lambda: run(model, tmp_path / "out", **changes))
 
 
 # How it looks

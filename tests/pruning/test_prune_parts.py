@@ -328,5 +328,5 @@ def test_some_blocks_only_with_the_mask_of_a_model(tmp_path: Path, out: Path) ->
 def test_blocks_that_are_none(tmp_path: Path, model: Path, blocks: tuple[int, int]) -> None:
     before = listing(tmp_path)
     text = message(lambda: run(model, tmp_path / "out", blocks=blocks))
-    assert text == f"{blocks[0]}:{blocks[1]} is no range of blocks here; the model's are 0:2"
+    assert text == f"invalid range of blocks {blocks[0]}:{blocks[1]}; the model's are 0:2"
     assert listing(tmp_path) == before

@@ -240,6 +240,7 @@ class Texts:
         own = None if isinstance(text, str) else as_windows(text)
         notes = []
         if own is not None and calibration.length is None:
+            model.check(own.tokens)
             length = own.tokens.shape[1]
         else:
             length, note = model.window_length(calibration.length)
