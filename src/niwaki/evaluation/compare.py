@@ -53,16 +53,14 @@ def compare(
     block; a call with other methods or patterns adds to what is there. Each cell is what a single ``prune`` and
     ``evaluate`` give, to the bit; only the peak memory in a record is that of the whole process so far.
 
-    Of solvers, patterns and texts one alone needs no list.
-
     Args:
         model: A directory or hub id.
         out: A directory that does not exist, is empty, or has a comparison of the same model, texts, device, dtype
             and versions. By default nothing is kept.
-        solvers: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort of their own
-            as in "continuation@best:epochs=3"; or solvers, which go by the name of their class in small letters.
-        patterns: Fractions of zeros such as 0.6, "0.6" or "60 %", for which each solver takes the pattern of its paper,
-            and patterns such as "2:4" or "per-row:0.6". All methods have their turn at the first one, then at the next.
+        solvers: One or several: names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort
+            of their own as in "continuation@best:epochs=3"; or solvers, which go by the names of their classes.
+        patterns: One or several, by columns of the table: fractions of zeros such as 0.6, "0.6" or "60 %", for which
+            each solver takes the pattern of its paper, and patterns such as "2:4" or "per-row:0.6".
         effort: For solvers that have none of their own.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The texts to measure on, alone or as a :class:`~niwaki.options.Measurement`; by default WikiText-2.
