@@ -148,7 +148,7 @@ def test_going_on_and_starting_over(
     assert "start over with --restart" in ran.err
     ran = niwaki_(*command)
     assert (ran.code, ran.err) == (0, "")
-    assert "note: going on behind the first 1 of 2 blocks" in ran.out
+    assert "note: resuming after the first 1 of 2 blocks" in ran.out
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()).resumed == [1]
     shutil.rmtree(tmp_path / "out")
     stop()

@@ -190,7 +190,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
     assert "Traceback" not in err
     ran = subprocess_niwaki(*command, cwd=tmp_path)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "note: going on behind the first 1 of 6 blocks, where an earlier run was stopped" in ran.stdout
+    assert "note: resuming after the first 1 of 6 blocks, where an earlier run was interrupted" in ran.stdout
     rows = [line.split() for line in ran.stdout.splitlines()]
     assert [row[0] for row in rows if len(row) == 9 and row[0].isdigit()] == ["1", "2", "3", "4", "5"]
     assert listing(tmp_path)[0] == "out"

@@ -18,7 +18,7 @@ from torch import Tensor
 from niwaki import prune
 from niwaki.errors import OutputError, UsageError
 from niwaki.models import streamed as blocks
-from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
+from niwaki.models.hidden_states import MemoryBudget, SpillList
 from niwaki.options import parse_size
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
@@ -188,22 +188,6 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert torch.equal(batches[0], wanted)
     batches[0] = wanted.flip(0).expand(2, 4, 3)
     assert torch.equal(batches[0], wanted.flip(0))
-    budget.close()
-
-
-@pytest.mark.parametrize("size", [None, 0])
-def test_outputs_of_sub_blocks(size: int | None) -> None:
-    """Of which one block may have fewer than the others."""
-    budget = MemoryBudget(size)
-    states = HiddenStates([], SpillList(budget))
-    generator = torch.Generator().manual_seed(0)
-    for parts in (2, 2, 1, 3, 0):
-        outputs = [[torch.randn(2, 5, 7, generator=generator) for _ in range(parts)] for _ in range(3)]
-        for i, batch in enumerate(outputs):
-            states.set_sub_outputs(i, batch)
-        assert len(states.sub_outputs) == parts
-        for kept, wanted in zip(states.sub_outputs, zip(*outputs, strict=True), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
     budget.close()
 
 

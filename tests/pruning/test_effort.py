@@ -27,7 +27,6 @@ from niwaki.pruning.prune import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments
-from support.covering import covered
 from support.models import decoder_blocks, each_case, is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, raw, tensors, zeros
 from support.streams import save_starved
@@ -191,7 +190,6 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
         assert f"{len(poor)} of 8 inputs" in note
 
 
-@covered
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("computing", ["half", "float32"])
 def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:

@@ -319,7 +319,7 @@ def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> No
     assert found.after < found.before
     assert found.epochs > 0
     changed = 0
-    for key, part, stored in trained_weights(block, False):
+    for key, part, stored in trained_weights(block):
         matrix = next(m for m in block.matrices if (m.key, m.index) == (key, part))
         old = matrix.within(before[matrix.parameter])
         new = stored.T if matrix.transposed else stored
@@ -347,7 +347,7 @@ def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> N
     zeros = {m.name: int((m.within(weights(model)[m.parameter]) == 0).sum()) for m in block.matrices}
     found = fitted(block, states, targets, epochs=2, rate=0.1)
     assert found.epochs > 0
-    for matrix, (_, _, stored) in zip(block.matrices, trained_weights(block, False), strict=True):
+    for matrix, (_, _, stored) in zip(block.matrices, trained_weights(block), strict=True):
         assert stored.dtype == torch.float16
         assert int((stored == 0).sum()) == zeros[matrix.name]
 
@@ -388,7 +388,7 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
         hidden = targets.hidden[0].clone()
         hidden[0, 0, 0] *= huge
         targets.hidden[0] = hidden  # held out, so that no step sees it
-        with trainable(block, False) as parameters:
+        with trainable(block) as parameters:
             dense = [value.detach().clone() for value in parameters]
         fitted(block, states, targets, epochs=1, rate=1e-3)
         found.append(sum(float((a - b).square().sum()) for a, b in zip(block_weights(block), dense, strict=True)))
@@ -396,5 +396,5 @@ def test_the_scale_of_the_outputs_makes_no_difference(tmp_path: Path, dtype: str
 
 
 def block_weights(block: DecoderBlock) -> list[Tensor]:
-    with trainable(block, False) as parameters:
+    with trainable(block) as parameters:
         return [value.detach().clone() for value in parameters]

@@ -74,9 +74,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, ma
     record = run(model, out, progress=progress)
     assert record.resumed == ([done] if done else [])
     assert progress.left == 100 - 21 + 7 * done  # no block is solved twice
-    assert any(note.startswith(f"going on behind the first {done} of 3 blocks") for note in progress.notes) == bool(
-        done
-    )
+    assert any(note.startswith(f"resuming after the first {done} of 3 blocks") for note in progress.notes) == bool(done)
     assert files(out) == files(tmp_path / "whole")
     assert [m.block for m in record.matrices] == [0] * 7 + [1] * 7 + [2] * 7
     assert not [n for n in names(where) if n.startswith(".")]
@@ -141,7 +139,7 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 
 def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(model, tmp_path / "out")
-    monkeypatch.setattr("niwaki.pruning.prune.versions", lambda: {"niwaki": "9.9"})
+    monkeypatch.setattr("niwaki.pruning.request.versions", lambda: {"niwaki": "9.9"})
     assert "'niwaki': '9.9'" in message(lambda: run(model, tmp_path / "out"))
 
 

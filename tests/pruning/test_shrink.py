@@ -489,7 +489,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     with contextlib.suppress(SystemExit):  # of typer, with 0
         cli.main()
     out, err = capfd.readouterr()
-    assert err == ""
+    assert err == f"shrinking {source}\n"
     assert "\x1b" not in out
     record = Record.from_json((tmp_path / "out/niwaki.json").read_text())
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}

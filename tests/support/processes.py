@@ -54,7 +54,7 @@ def install(hook: dict[str, Any] | None, rank: int) -> None:
                 file.write(f"{json.dumps(W.shape)}\n")
             return LayerProblem(W, gram)
 
-        solve.LayerProblem = watched  # type: ignore[assignment, attr-defined]
+        vars(solve)["LayerProblem"] = watched
     elif hook is not None and hook["rank"] == rank:
         input_grams, weight = DecoderBlock.input_grams, DecoderBlock.weight
 

@@ -37,7 +37,7 @@ def compare(
     out: str | Path | None = None,
     *,
     solvers: str | Solver | Sequence[str | Solver] = METHODS,
-    patterns: str | float | Sequence[str | float] = PATTERNS,
+    patterns: str | float | Pattern | Sequence[str | float | Pattern] = PATTERNS,
     effort: str = PLAIN_EFFORT,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | Sequence[str] = "wikitext2",
@@ -96,7 +96,7 @@ def compare(
     if keep and out is None:
         raise UsageError("pruned models are kept in a directory; give one")
     solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
-    patterns = [patterns] if isinstance(patterns, str | float | int) else patterns
+    patterns = [patterns] if isinstance(patterns, str | float | int | Pattern) else patterns
     runs = _runs(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
@@ -239,7 +239,7 @@ class _Work:
         return found, time.monotonic() - began
 
 
-def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float], effort: str) -> list[_Run]:
+def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
     """All cells, pattern by pattern.
 
     Raises:
@@ -264,10 +264,14 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float], effo
     return list(found.values())
 
 
-def _column(given: str | float) -> str:
+def _column(given: str | float | Pattern) -> str:
     """The name of a pattern's column, such as "60 %"."""
-    share = fraction(given)
-    return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
+    share = None if isinstance(given, Pattern) else fraction(given)
+    return (
+        str(given if isinstance(given, Pattern) else parse_pattern(str(given)))
+        if share is None
+        else f"{(100 * share).normalize():f} %"
+    )
 
 
 def _check(out: Path, source: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ class DecoderBlock:
         budget: If it is limited, weights that can be read again are not kept.
         device: Where it runs.
         dtype: What it runs in.
-        vectors: Its norms and biases: path in the block to key in the checkpoint.
     """
 
     index: int
@@ -46,9 +44,6 @@ class DecoderBlock:
     _released: set[str] = field(default_factory=set)
     #: By path, the original weights of what was put since :meth:`keep_original`; None for those only in the checkpoint.
     _original: dict[str, Tensor | None] | None = None
-
-    def __post_init__(self) -> None:
-        self.vectors = self.layout.vectors(self.path, self.module)
 
     def forward(self, hidden: Tensor, states: HiddenStates) -> Tensor:
         """The outputs for ``hidden``, one of the batches of ``states`` or a piece of one."""
@@ -66,15 +61,10 @@ class DecoderBlock:
             return self.forward(hidden, states)
 
     @torch.no_grad()
-    def advance(self, states: HiddenStates, done: Callable[[], None] = lambda: None, sub_outputs: bool = False) -> None:
-        """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch.
-
-        With ``sub_outputs``, ``states`` get the outputs of its sub-blocks too.
-        """
+    def advance(self, states: HiddenStates, done: Callable[[], None] = lambda: None) -> None:
+        """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch."""
         for i in range(len(states.hidden)):
-            with cut_sub_blocks(self.module, self.matrices if sub_outputs else []) as outputs:
-                states.hidden[i] = out = self.forward(states.hidden[i], states)
-            states.set_sub_outputs(i, [output.reshape(out.shape) for output in outputs])
+            states.hidden[i] = self.forward(states.hidden[i], states)
             done()
 
     @torch.no_grad()
@@ -118,28 +108,6 @@ class DecoderBlock:
             raise
         except NiwakiError as error:
             raise type(error)(f"block {self.index}: {error}") from error
-
-    @torch.no_grad()
-    def groups(self, states: HiddenStates) -> list[list[Matrix]]:
-        """The matrices with the same inputs together, in the order of computation in the first batch.
-
-        Those of all experts are one group for each parameter, because their tokens change from batch to batch. Within
-        a group matrices have the order of :attr:`matrices`, which is the same in all processes.
-        """
-        grams = InputGrams(self.matrices, dict(self.module.named_parameters()))
-        grams.watch(lambda: self.forward(states.hidden[0], states))
-        first = {name: names[0] for names in grams.names for name in names}
-        order = list(first)
-        groups: dict[str, list[Matrix]] = {}
-        for matrix in self.matrices:
-            group = first.get(matrix.name, matrix.name) if matrix.expert is None else matrix.parameter
-            groups.setdefault(group, []).append(matrix)
-
-        def place(group: list[Matrix]) -> int:
-            used = [order.index(matrix.name) for matrix in group if matrix.name in first]
-            return min(used, default=len(order))
-
-        return sorted(groups.values(), key=place)
 
     def keep_original(self) -> None:
         """From now on :meth:`original` has the weights that :meth:`put` replaces.
@@ -201,7 +169,8 @@ class DecoderBlock:
             NumericalError: a weight is too large for that dtype.
         """
         stored = W.to(self.stored_dtype(matrix)).add_(0.0)  # rounding can leave -0.0
-        check_finite(matrix.key, stored)
+        if not is_finite(stored):
+            raise NumericalError(f"{matrix.key}: a pruned weight is too large for {stored.dtype}")
         return stored.T.contiguous() if matrix.transposed else stored
 
     def empty(self, matrix: Matrix) -> Tensor:
@@ -222,44 +191,3 @@ class DecoderBlock:
             self._released.remove(matrix.parameter)
             parameter.data = parameter.data.new_empty(parameter.shape)
         matrix.within(parameter).copy_(value)
-
-    def vector(self, name: str) -> Tensor:
-        """What the block computes with as the parameter ``name`` of ``vectors``; what is copied into it counts."""
-        return self.module.get_parameter(name).data
-
-
-def check_finite(key: str, stored: Tensor) -> Tensor:
-    """``stored``, after a check.
-
-    Raises:
-        NumericalError: it is not finite.
-    """
-    if not is_finite(stored):
-        raise NumericalError(f"{key}: a pruned weight is too large for {stored.dtype}")
-    return stored
-
-
-@contextlib.contextmanager
-def cut_sub_blocks(module: nn.Module, matrices: Sequence[Matrix]) -> Iterator[list[Tensor]]:
-    """A list that receives the output of each sub-block, such as attention or MLP; meanwhile gradients end after each.
-
-    Sub-blocks are the modules directly below the block that have some of ``matrices``. Such matrices directly below it
-    are one together, as the MLP of OPT. The gradients of each reach the norm before it.
-    """
-    names = [matrix.parameter.split(".") for matrix in matrices]
-    single = [name for name, *rest in names if len(rest) == 1]
-    outputs: list[Tensor] = []
-
-    def cut(_: nn.Module, args: Any, answer: Any) -> Any:
-        several = isinstance(answer, tuple | list)
-        values = answer if several else (answer,)
-        outputs.append(values[0])
-        # Copies, because Falcon adds to them in place.
-        copies = tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in values)
-        return copies if several else copies[0]
-
-    ends = dict.fromkeys(name for name, *_ in names if name not in single[:-1])
-    with contextlib.ExitStack() as hooks:
-        for name in ends:
-            hooks.enter_context(module.get_submodule(name).register_forward_hook(cut))
-        yield outputs

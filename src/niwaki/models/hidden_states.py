@@ -166,10 +166,6 @@ class SpillList:
             self._items.append(item)
             file.write(item.start, tensor)
 
-    def new(self) -> SpillList:
-        """An empty list with the same budget."""
-        return SpillList(self._budget)
-
 
 @dataclass
 class HiddenStates:
@@ -179,13 +175,11 @@ class HiddenStates:
         tokens: Batches of (samples, length) int64.
         hidden: For each batch (samples, length, width), the inputs of the next block.
         arguments: For each block and number of samples in a batch, its other arguments.
-        sub_outputs: If asked for, the outputs of each sub-block of the previous block, each like ``hidden``.
     """
 
     tokens: list[Tensor]
     hidden: SpillList
     arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
-    sub_outputs: list[SpillList] = field(default_factory=list)
 
     def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""
@@ -194,13 +188,3 @@ class HiddenStates:
             size = max(1, tokens // batch.shape[1])
             pieces += [(i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
         return pieces
-
-    def set_sub_outputs(self, i: int, outputs: list[Tensor]) -> None:
-        """Puts ``outputs``, of the sub-blocks for batch ``i``, into ``sub_outputs``; batches come in order."""
-        del self.sub_outputs[len(outputs) :]
-        self.sub_outputs += [self.hidden.new() for _ in outputs[len(self.sub_outputs) :]]
-        for batches, output in zip(self.sub_outputs, outputs, strict=True):
-            if i == len(batches):
-                batches.append(output)
-            else:
-                batches[i] = output

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from niwaki.models.block import DecoderBlock, check_finite
+from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.products import OnProduct, Products
 
 
 @contextlib.contextmanager
-def trainable(block: DecoderBlock, vectors: bool) -> Iterator[list[nn.Parameter]]:
-    """The parameters that ``block.matrices`` are in, and ``block.vectors`` if asked for, with gradients.
+def trainable(block: DecoderBlock) -> Iterator[list[nn.Parameter]]:
+    """The parameters that ``block.matrices`` are in, with gradients.
 
     Meanwhile all parameters of the block are in float32. At the end it computes with what they have become, in its
     own dtype. What it computed with before is not changed in place.
     """
-    names = [*dict.fromkeys(matrix.parameter for matrix in block.matrices), *(block.vectors if vectors else ())]
+    names = dict.fromkeys(matrix.parameter for matrix in block.matrices)
     parameters = [block.module.get_parameter(name) for name in names]
     dtypes = {value: value.dtype for value in block.module.parameters()}
     try:
@@ -61,8 +61,8 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
             parameters[name].data = value
 
 
-def trained_weights(block: DecoderBlock, vectors: bool) -> Iterator[tuple[str, int | None, Tensor]]:
-    """(key, index, tensor) as the checkpoint has them, of each matrix, and of ``block.vectors`` if asked for.
+def trained_weights(block: DecoderBlock) -> Iterator[tuple[str, int | None, Tensor]]:
+    """(key, index, tensor) of each matrix, as the checkpoint has it.
 
     From then on the block computes with what is stored.
     """
@@ -70,11 +70,6 @@ def trained_weights(block: DecoderBlock, vectors: bool) -> Iterator[tuple[str, i
         stored = block.stored(matrix, matrix.within(block.module.get_parameter(matrix.parameter)))
         block.put(matrix, stored)
         yield matrix.key, matrix.index, stored
-    for name, key in block.vectors.items() if vectors else ():
-        parameter = block.module.get_parameter(name)
-        stored = check_finite(key, parameter.to(block.layout.checkpoint.dtype(key)))
-        parameter.copy_(stored)
-        yield key, None, stored
 
 
 def smallest_weight(block: DecoderBlock) -> float:

@@ -68,7 +68,7 @@ def fit(
     objective = _Objective(block, states, targets, effort, world, done, on_grid)
     rest = objective.rest
     order = torch.Generator().manual_seed(block.index)
-    with trainable(block, False) as parameters:
+    with trainable(block) as parameters:
         masks = [value != 0 for value in parameters]
         optimizer = _optimizer(parameters, masks, effort.rate)
         best = before = objective.error()

@@ -207,7 +207,7 @@ class Walk:
             progress.stage(block.index, "fit", batches(states, dense, effort, world))
             on_grid = self._solver.nearest if self._request.grid else None
             log.record.fits.append(fit(block, states, dense, effort, world, progress.step, on_grid))
-            for key, index, stored in trained_weights(block, False):
+            for key, index, stored in trained_weights(block):
                 if self._writer:
                     self._writer.write(key, stored, index)
             clock.lap("fit")
