@@ -51,6 +51,7 @@ def test_import_niwaki_loads_neither_torch_nor_transformers_and_offers_all_names
     assert not loaded & {"torch", "transformers"}
 
 
+@pytest.mark.slow
 def test_solvers_do_not_load_transformers() -> None:
     loaded = modules_after("import niwaki.layer.solvers")
     assert "torch" in loaded
@@ -63,6 +64,7 @@ def test_faces_do_not_load_torch() -> None:
     assert not modules_after("\n".join(f"import niwaki.{part}" for part in parts)) & {"torch", "transformers"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["nothing", "all modules"])
 def test_public_names_are_not_modules_of_the_same_name(before: str) -> None:
     """Whatever was imported before, in any order, and also the second time."""

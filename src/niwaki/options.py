@@ -39,8 +39,8 @@ class Calibration:
 
     Attributes:
         text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens.
-        samples: Windows of it; not used where ``text`` is windows or tokens, and neither is what follows.
-        length: Tokens in a window; None for 2,048, or the model's positions if fewer.
+        samples: Windows of it. Not used where ``text`` is windows or tokens, and neither are ``order`` and ``seed``.
+        length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones.
         seed: For random windows.
 
@@ -57,8 +57,10 @@ class Calibration:
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", _name_of(self.text))
         _check_choice("the order of windows", self.order, Order)
-        if self.samples < 1:
-            raise UsageError(f"samples must be 1 or more; got {self.samples}")
+        _check_count("samples", self.samples, 1)
+        if self.length is not None:
+            _check_count("the length of windows", self.length, 2)
+        _check_count("the seed", self.seed, 0)
 
     @classmethod
     def of(cls, value: Calibration | Text) -> Calibration:
@@ -92,8 +94,10 @@ class Measurement:
     def __post_init__(self) -> None:
         text = tuple(dict.fromkeys(self.text)) if isinstance(self.text, list | tuple) else _name_of(self.text)
         object.__setattr__(self, "text", text)
-        if self.samples is not None and self.samples < 0:
-            raise UsageError(f"samples must be 0 or more; got {self.samples}")
+        if self.samples is not None:
+            _check_count("samples", self.samples, 0)
+        if self.length is not None:
+            _check_count("the length of windows", self.length, 2)
 
     @classmethod
     def of(cls, value: Measurement | Text | Sequence[str] | None) -> Measurement:
@@ -137,9 +141,14 @@ class Compute:
     memory: int | str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("device", "dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name} is a name, such as 'auto'; got {getattr(self, name)!r}")
         _check_choice("tf32", self.tf32, TF32)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
+        elif self.memory is not None:
+            _check_count("memory", self.memory, 1)
 
     @classmethod
     def of(cls, value: Compute | str) -> Compute:
@@ -281,6 +290,11 @@ def _boolean(text: str) -> bool:
 def _name_of(text: Any) -> Any:
     """A path as text; everything else as it is."""
     return os.fspath(text) if isinstance(text, os.PathLike) else text
+
+
+def _check_count(name: str, given: object, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise UsageError(f"{name} must be {least} or more; got {given!r}")
 
 
 def _check_choice(name: str, given: object, choices: Any) -> None:

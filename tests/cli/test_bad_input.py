@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --mask-from wandaa", "did you mean wanda"),
         ("--sparsity 0.5 --mask-from ./nowhere", "./nowhere"),
         ("--sparsity 0.5 --seqlen 129", "129 is more than the model's 128 positions"),
-        ("--sparsity 0.5 --seqlen 1", "at least 2 tokens"),
+        ("--sparsity 0.5 --seqlen 1", "the length of windows must be 2 or more; got 1"),
         ("--sparsity 0.5 --samples 0", "samples must be 1 or more; got 0"),
         ("--sparsity 0.5 --samples=-3", "got -3"),
         ("--sparsity 0.5 --text-samples=-1", "got -1"),

@@ -127,6 +127,7 @@ def test_numbers_out_of_range(wrong: dict[str, int]) -> None:
     assert "2 or more are written" in message(lambda: measuring.bench("./nowhere", **wrong))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = message(lambda: measuring._measured(None, 1, 2, 1, "cpu", "auto"), WorkerError)  # type: ignore[arg-type]
     assert said == "the process that measured None ended with status 1; is there enough memory?"

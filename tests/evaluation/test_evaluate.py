@@ -90,7 +90,7 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     path = save_model_with_tokenizer(tmp_path / "model")
     with pytest.raises(UsageError, match="129 is more than the model's 128"):
         evaluate(path, Measurement("demo", length=129))
-    with pytest.raises(UsageError, match="at least 2"):
+    with pytest.raises(UsageError, match="2 or more; got 1"):
         evaluate(path, Measurement("demo", length=1))
     with pytest.raises(UsageError, match="samples must be 1 or more; got 0"):
         evaluate(path, Measurement("demo", length=16, samples=0))

@@ -192,6 +192,7 @@ def test_what_is_refused(
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
     """As with ``| head -c 5``: no word about it."""
     command = [str(Path(sys.executable).with_name("niwaki")), "generate", "demo", PROMPT, "--tokens", "200"]

@@ -296,6 +296,7 @@ def best_codes(w: Tensor, H: Tensor, kept: list[int], scales: Tensor, bits: int)
     return float((D @ H).mul_(D).sum(dim=1).min())
 
 
+@pytest.mark.slow
 def test_it_comes_near_the_best_codes() -> None:
     """Brute force over all codes of 6 kept weights of each row, with the scales that were found."""
     grid, ratios, nearest = Grid(3, 4), [], []

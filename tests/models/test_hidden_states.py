@@ -318,6 +318,7 @@ def test_a_full_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "temporary"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts it so")
 def test_memory_of_the_parent_does_not_count() -> None:
     """Of a process that a large one has started; its own is that of Python and torch."""

@@ -208,6 +208,7 @@ assert "popc.b32" in ptx and "mma.sync" in ptx
 """
 
 
+@pytest.mark.slow
 def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     """With the one instruction for counting bits, and tensor cores."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

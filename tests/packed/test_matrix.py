@@ -168,6 +168,7 @@ def test_threads_give_the_same_bytes(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_threads_where_torch_has_no_openmp() -> None:
     """The library starts threads of its own then; in a process in which torch's cannot be found."""
     if kernels.library() is None:

@@ -703,6 +703,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_an_index_that_nobody_damaged_can_be_wrong(whole: Path, tmp_path: Path, data: st.DataObject) -> None:

@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from niwaki.errors import UsageError
-from niwaki.models.processes import World, world
+from niwaki.models.processes import World
 from niwaki.models.scales import FILE as SCALES
 from niwaki.records.record import MatrixRecord, Record
 from support import processes
@@ -36,11 +35,18 @@ from support.models import (
 )
 
 PROCESSES = Path(processes.__file__)
+
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
 
 LENGTH = 96  # of windows
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have libraries loaded")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have libraries loaded"),
+]
 
 
 @dataclass(frozen=True)
@@ -304,9 +310,6 @@ def test_more_effort_in_two_processes(start: Team, tmp_path: Path, case: str, ef
     assert all(torch.equal(value, found[key]) for key, value in again.items())
 
 
-# Matrices whose rows are solved in different processes
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose down_proj takes as long as all other matrices of a block."""
@@ -318,6 +321,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shapes(directory: Path, size: int) -> list[list[list[int]]]:
     """Those of the matrices that each process solved."""
     return [list(map(json.loads, (directory / str(rank)).read_text().splitlines())) for rank in range(size)]
+
+
+# Matrices whose rows are solved in different processes
 
 
 @pytest.mark.parametrize(
@@ -429,9 +435,6 @@ def test_a_process_that_ends_where_all_solve_one_matrix(
     assert prune(start, 3, arguments).resumed == [1]
 
 
-# Experts
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral whose last expert is for the words of the last windows of ``two_texts`` only."""
@@ -460,6 +463,9 @@ def two_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     early, late = words()[::2], words()[1::2]
     path.write_text(chosen(early, 3 * LENGTH) + chosen(late, 2 * LENGTH) + chosen(early, 5 * LENGTH))
     return path
+
+
+# Experts
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -563,9 +569,6 @@ def test_a_process_that_ends_before_a_block_is_done(start: Team, model: Path, te
     assert names(tmp_path) == []
 
 
-# What makes no sense
-
-
 def refused(results: list[Result], code: int = 2) -> list[str]:
     """What each of the processes says, in one line."""
     for result in results:
@@ -573,6 +576,9 @@ def refused(results: list[Result], code: int = 2) -> list[str]:
         assert result.out == ""
         assert len(result.err.splitlines()) == 1, result.err
     return [result.err for result in results]
+
+
+# What makes no sense
 
 
 def test_more_processes_than_samples(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
@@ -626,9 +632,6 @@ def test_only_the_first_process_looks_at_the_output(start: Team, model: Path, te
     assert names(tmp_path / "out") == ["precious.txt"]
 
 
-# As users start them
-
-
 def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
@@ -643,7 +646,9 @@ def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+# As users start them
+
+
 def test_torchrun(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     prune(start, 2, command(model, tmp_path / "forked", text))
     ran = torchrun(2, "-m", "niwaki", *command(model, tmp_path / "out", text))
@@ -652,7 +657,6 @@ def test_torchrun(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "forked")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "fail"])
 def test_torchrun_with_a_process_that_ends(model: Path, text: Path, tmp_path: Path, how: str) -> None:
     # Where it solves, because then the first process has saved the block before.
@@ -664,92 +668,3 @@ def test_torchrun_with_a_process_that_ends(model: Path, text: Path, tmp_path: Pa
     if how == "fail":
         assert re.search(r"error in process 1: \S+: this process is out of luck", ran.stderr)
     assert names(tmp_path) == [".out.partial", ".out.partial.json"]
-
-
-# Sharing out
-
-
-@pytest.mark.parametrize(("count", "size"), [(5, 1), (5, 2), (5, 3), (5, 5), (6, 3), (128, 7)])
-def test_samples_are_shared_out_evenly_and_in_order(count: int, size: int) -> None:
-    tokens = torch.arange(2 * count).view(count, 2)
-    shares = [World(rank, size).share(tokens) for rank in range(size)]
-    assert torch.equal(torch.cat(shares), tokens)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_fewer_samples_than_processes() -> None:
-    for rank in range(3):
-        with pytest.raises(UsageError, match="2 samples cannot be shared out to 3 processes"):
-            World(rank, 3).share(torch.zeros(2, 8))
-
-
-def test_owners() -> None:
-    assert World(0, 1).owners([3.0, 1.0, 2.0]) == [0, 0, 0]
-    assert World(0, 2).owners([]) == []
-    # The largest first, each to the one that has least to do.
-    assert World(0, 2).owners([1.0, 1.0, 4.0, 3.0]) == [1, 0, 0, 1]
-    assert World(0, 3).owners([5.0, 5.0, 5.0, 1.0, 1.0, 1.0]) == [0, 1, 2, 0, 1, 2]
-    assert World(0, 3).owners([0.0, 0.0]) == [0, 0]  # magnitude costs nothing
-    costs = [float((7 * i) % 11 + 1) for i in range(50)]
-    every = [World(rank, 4).owners(costs) for rank in range(4)]
-    assert every[0] == every[1] == every[2] == every[3]
-    loads = [sum(c for c, owner in zip(costs, every[0], strict=True) if owner == r) for r in range(4)]
-    assert max(loads) - min(loads) <= 2
-
-
-def test_what_all_processes_do_together() -> None:
-    """Rows of a piece that one process alone would still be at when the others are done."""
-    costs = [10.0, 2.0, 1.0, 1.0]
-    assert World(0, 2).owners(costs, lambda _: 5.5) == [None, 0, 1, 1]
-    assert World(0, 2).owners(costs, lambda _: 8.0) == World(0, 2).owners(costs) == [0, 1, 1, 1]
-    block = [47.0, 14.7, 14.7, 5.7, 5.7, 5.7, 5.7]
-    asked: list[int] = []
-
-    def together(i: int) -> float:
-        asked.append(i)
-        return block[i] / 4
-
-    assert World(0, 8).owners(block, together) == [None, None, None, 0, 1, 2, 3]
-    assert asked == [0, 1, 2]  # others take less than a fair share
-    assert World(0, 8).owners(block, lambda i: together(i) if i else None)[0] == 0
-    assert World(0, 1).owners(costs, together) == [0] * 4
-
-
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
-def test_processes_that_nobody_introduced(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Some schedulers set the number of processes for purposes of their own."""
-    for name, value in {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv(missing)
-    with pytest.raises(UsageError) as caught, world("cpu"):
-        pass
-    assert "WORLD_SIZE is 2 here, but the processes do not find each other (" in str(caught.value)
-    assert missing in str(caught.value)
-    assert "start them with torchrun" in str(caught.value)
-
-
-def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = torch.cuda.device_count()
-    monkeypatch.setenv("WORLD_SIZE", "99")
-    monkeypatch.setenv("LOCAL_RANK", str(count))
-    with pytest.raises(UsageError) as caught, world("cuda"):
-        pass
-    assert f"no GPU for process {count + 1} on this machine, which has {count}; start as many" in str(caught.value)
-
-
-def test_one_process_has_nobody_to_talk_to() -> None:
-    tensor = torch.arange(3.0)
-    with world("mps:7") as (one, device):
-        assert device == "mps:7"
-        one.sum([tensor])
-        assert tensor.tolist() == [0, 1, 2]
-        assert one.joined(tensor) is tensor
-        assert one.send(tensor, 0) is tensor
-        assert one.collected("x") == ["x"]
-        assert one.told("x") == "x"
-        assert one.first

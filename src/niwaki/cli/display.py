@@ -137,9 +137,7 @@ class Display(Screen):
         self._console.print(summary(record))
 
     def _line(self, text: str, style: str | None = None) -> None:
-        """A line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
-        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
-        self.said()
+        self.line(self._console, text, style)
 
     def _close_stage(self) -> None:
         if self._stage:
@@ -275,8 +273,7 @@ class TableDisplay(Screen):
             )
 
     def _line(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
-        self.said()
+        self.line(self._console, text, style)
 
     def describe(self) -> str:
         left = ""

@@ -59,12 +59,11 @@ def evaluate(
         if tasks is not None:
             from niwaki.evaluation.tasks import evaluate_tasks
 
-            scores = evaluate_tasks(model, names(tasks), limit=limit, compute=compute, progress=screen)
-            out.print(_table(scores))
+            with screen.above():  # where the harness has bars of its own
+                scores = evaluate_tasks(model, names(tasks), limit=limit, compute=compute, progress=screen)
+                out.print(_table(scores))
             part = f"of the first {limit} questions of each task" if limit is not None else "of all questions"
-            out.print(
-                f"% {part}; lm-evaluation-harness {scores.harness}, {scores.dtype} on {scores.device}", soft_wrap=True
-            )
+            screen.line(out, f"% {part}; lm-evaluation-harness {scores.harness}, {scores.dtype} on {scores.device}")
             values["tasks"] = dataclasses.asdict(scores)
             if scores.mean is not None:
                 values["tasks"]["mean"] = dict(zip(("value", "standard_error"), scores.mean, strict=True))
@@ -72,8 +71,8 @@ def evaluate(
             from niwaki.evaluation.evaluate import evaluate as run
 
             perplexity = run(model, measurement, compute=compute, progress=screen)
-            out.print(f"perplexity {perplexity}", soft_wrap=True, markup=False)
-            out.print(perplexity.protocol, soft_wrap=True, markup=False, style="dim")
+            screen.line(out, f"perplexity {perplexity}")
+            screen.line(out, perplexity.protocol, style="dim")
             values["perplexity"] = {**dataclasses.asdict(perplexity), "protocol": perplexity.protocol}
         if record is not None:
             values |= {"seconds": time.perf_counter() - began, "versions": versions()}

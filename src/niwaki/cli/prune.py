@@ -14,55 +14,62 @@ from niwaki.errors import UsageError
 from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement, parse_range
 from niwaki.pruning.effort import usual_effort
 
+Solver = Annotated[
+    str | None,
+    typer.Option(
+        help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, "
+        "dsnot, swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
+    ),
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")]
+Effort = Annotated[
+    str | None,
+    typer.Option(
+        help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; "
+        "with parameters as in best:epochs=3. \\[default: balanced; with --solver or --mask-from "
+        "fast, methods as they were published]"
+    ),
+]
+Allocation = Annotated[
+    str | None,
+    typer.Option(
+        help="How zeros are shared out among matrices: uniform, or by loss, error or owl. \\[default: the effort's]"
+    ),
+]
+Pattern = Annotated[
+    str | None,
+    typer.Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ..."),
+]
+MaskFrom = Annotated[
+    str | None,
+    typer.Option(
+        help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern "
+        "swaps and dsnot refine the mask of a model; others keep it."
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GRID",
+        help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, "
+        "int8 a scale for each row. With --sparsity 0 that alone.",
+    ),
+]
+Sparsity = Annotated[float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")]
+
 
 @spread()
 def prune(
     model: Model,
     output: Output,
-    solver: Annotated[
-        str | None,
-        typer.Option(
-            help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, "
-            "dsnot, swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
-    ] = None,
-    effort: Annotated[
-        str | None,
-        typer.Option(
-            help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; "
-            "with parameters as in best:epochs=3. \\[default: balanced; with --solver or --mask-from "
-            "fast, methods as they were published]"
-        ),
-    ] = None,
-    allocation: Annotated[
-        str | None,
-        typer.Option(
-            help="How zeros are shared out among matrices: uniform, or by loss, error or owl. \\[default: the effort's]"
-        ),
-    ] = None,
-    sparsity: Annotated[float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")] = None,
-    pattern: Annotated[
-        str | None,
-        typer.Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ..."),
-    ] = None,
-    mask_from: Annotated[
-        str | None,
-        typer.Option(
-            help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern "
-            "swaps and dsnot refine the mask of a model; others keep it."
-        ),
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GRID",
-            help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, "
-            "int8 a scale for each row. With --sparsity 0 that alone.",
-        ),
-    ] = None,
+    solver: Solver = None,
+    settings: Settings = None,
+    effort: Effort = None,
+    allocation: Allocation = None,
+    sparsity: Sparsity = None,
+    pattern: Pattern = None,
+    mask_from: MaskFrom = None,
+    quantize: Quantize = None,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(),
     compute: Compute = Compute(),
@@ -77,24 +84,25 @@ def prune(
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
     chosen = None if blocks is None else parse_range(blocks)
-    named = ":".join([solver or DEFAULT_SOLVER, *_settings(settings)]) if settings else solver
+    parameters = _settings(settings or [])
     effort = effort or usual_effort(solver, mask_from)
     if allocation is not None:
         effort += f":allocation={allocation}"
     with Display(out, f"pruning {model}") as display:
         quiet_libraries()
+        from niwaki.layer.solvers import make_solver
         from niwaki.models.output import check_record
         from niwaki.models.processes import world
         from niwaki.pruning.prune import prune as run
         from niwaki.pruning.session import session
 
         with world(compute.device) as (team, device), session(command_line(), team):
-            record = record and check_record(record)
+            record = check_record(record) if record and team.first else record
             result = run(
                 model,
                 output,
                 sparsity if pattern is None else pattern,
-                solver=named,
+                solver=make_solver(solver or DEFAULT_SOLVER, parameters) if parameters else solver,
                 effort=effort,
                 mask_from=mask_from,
                 grid=quantize,
@@ -111,9 +119,11 @@ def prune(
         written(output)
 
 
-def _settings(pairs: list[str]) -> list[str]:
-    """Parameters as they are written after a name."""
+def _settings(pairs: list[str]) -> dict[str, str]:
+    settings = {}
     for pair in pairs:
-        if "=" not in pair:
+        name, equals, value = pair.partition("=")
+        if not equals:
             raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
-    return ["=".join(part.strip() for part in pair.split("=", 1)) for pair in pairs]
+        settings[name.strip()] = value.strip()
+    return settings

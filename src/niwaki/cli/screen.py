@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import TypeVar
 
 from rich.console import Console
@@ -68,6 +70,23 @@ class Screen(Progress):
         if self._spinner is not None:
             self._spinner.stop()
             self._spinner = None
+
+    @contextlib.contextmanager
+    def above(self) -> Iterator[None]:
+        """Meanwhile there is no spinner, so that lines can be printed."""
+        if self._spinner is not None:
+            self._spinner.stop()
+        try:
+            yield
+        finally:
+            if self._spinner is not None:
+                self._spinner.start()
+            self.said()
+
+    def line(self, console: Console, text: str, style: str | None = None) -> None:
+        """Prints a line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
+        with self.above():
+            console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
     def said(self) -> None:
         """To be called after each line: a log gets no other soon."""

@@ -37,7 +37,7 @@ def compare(
     out: str | Path | None = None,
     *,
     solvers: str | Solver | Sequence[str | Solver] = METHODS,
-    patterns: str | float | Sequence[str | float] = PATTERNS,
+    patterns: str | float | Pattern | Sequence[str | float | Pattern] = PATTERNS,
     effort: str = PLAIN_EFFORT,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | Sequence[str] = "wikitext2",
@@ -53,16 +53,14 @@ def compare(
     block; a call with other methods or patterns adds to what is there. Each cell is what a single ``prune`` and
     ``evaluate`` give, to the bit; only the peak memory in a record is that of the whole process so far.
 
-    Of solvers, patterns and texts one alone needs no list.
-
     Args:
         model: A directory or hub id.
         out: A directory that does not exist, is empty, or has a comparison of the same model, texts, device, dtype
             and versions. By default nothing is kept.
-        solvers: Names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort of their own
-            as in "continuation@best:epochs=3"; or solvers, which go by the name of their class in small letters.
-        patterns: Fractions of zeros such as 0.6, "0.6" or "60 %", for which each solver takes the pattern of its paper,
-            and patterns such as "2:4" or "per-row:0.6". All methods have their turn at the first one, then at the next.
+        solvers: One or several: names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort
+            of their own as in "continuation@best:epochs=3"; or solvers, which go by the names of their classes.
+        patterns: One or several, by columns of the table: fractions of zeros such as 0.6, "0.6" or "60 %", for which
+            each solver takes the pattern of its paper, and patterns such as "2:4" or "per-row:0.6".
         effort: For solvers that have none of their own.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The texts to measure on, alone or as a :class:`~niwaki.options.Measurement`; by default WikiText-2.
@@ -87,14 +85,16 @@ def compare(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
-    if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)) or measurement.samples == 0:
+    if measurement.samples == 0:
+        raise UsageError("samples must be 1 or more; got 0")
+    if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
     if budget is not None and not budget > 0:
         raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
     if keep and out is None:
         raise UsageError("pruned models are kept in a directory; give one")
     solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
-    patterns = [patterns] if isinstance(patterns, str | float | int) else patterns
+    patterns = [patterns] if isinstance(patterns, str | float | int | Pattern) else patterns
     runs = _runs(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
@@ -110,12 +110,12 @@ def compare(
         calibration=texts.calibration.described(calibration.seed),
         texts=list(texts.heldout),
         missing=[run.key for run in runs],
-        fingerprint=_fingerprint(str(model), streamed, texts),
+        fingerprint=_fingerprint(str(model), streamed, texts, compute),
         command=current_session().command,
         versions=versions(),
     )
     with _place(out) as place:
-        work = _Work(model, texts, compute, progress, place, out is not None, keep)
+        work = _Work(model, texts, calibration.seed, compute, progress, place, out is not None, keep)
         return work.compare(_joined(place, asked), runs, began, budget)
 
 
@@ -151,6 +151,7 @@ class _Work:
 
     dense: str | Path
     texts: Texts
+    seed: int  # of random calibration windows
     compute: Compute
     progress: Progress
     place: Path
@@ -215,7 +216,7 @@ class _Work:
             run.wanted,
             solver=run.given,
             effort=run.effort,
-            calibration=self.texts.calibration,
+            calibration=Calibration(self.texts.calibration, seed=self.seed),
             measurement=Measurement(samples=0),
             compute=self.compute,
             progress=self.progress,
@@ -236,7 +237,7 @@ class _Work:
         return found, time.monotonic() - began
 
 
-def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float], effort: str) -> list[_Run]:
+def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
     """All cells, pattern by pattern.
 
     Raises:
@@ -261,10 +262,14 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float], effo
     return list(found.values())
 
 
-def _column(given: str | float) -> str:
+def _column(given: str | float | Pattern) -> str:
     """The name of a pattern's column, such as "60 %"."""
-    share = fraction(given)
-    return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
+    share = None if isinstance(given, Pattern) else fraction(given)
+    return (
+        str(given if isinstance(given, Pattern) else parse_pattern(str(given)))
+        if share is None
+        else f"{(100 * share).normalize():f} %"
+    )
 
 
 def _check(out: Path, source: Path) -> None:
@@ -272,10 +277,10 @@ def _check(out: Path, source: Path) -> None:
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
-        raise UsageError(f"{out} exists and has no comparison to go on with; choose another directory")
+        raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
 
 
-def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str, dict[str, str]]:
+def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, dict[str, str]]:
     """All that has to be the same for cells to compare."""
 
     def size(found: Windows) -> str:
@@ -293,6 +298,7 @@ def _fingerprint(model: str, streamed: StreamedModel, texts: Texts) -> dict[str,
         "texts": entry({text: found.fingerprint() for text, found in heldout.items()}, shown),
         "device": entry(streamed.device.type, streamed.device.type),
         "dtype": entry(dtype, dtype),
+        **({} if compute.tf32 == "auto" else {"tf32": entry(compute.tf32, compute.tf32)}),
         **{name: entry(version, version) for name, version in versions().items()},
     }
 

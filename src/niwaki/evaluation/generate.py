@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from niwaki.errors import CheckpointError, UsageError, first_line
 from niwaki.models.checkpoint import locate_model
@@ -77,7 +78,7 @@ def continue_text(
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> str:
-    """What ``model`` goes on with after ``prompt``, to the end of the text or ``tokens`` further.
+    """What ``model`` writes after ``prompt``, to the end of the text or ``tokens`` further.
 
     Args:
         model: Any model that transformers can generate text with.
@@ -87,7 +88,7 @@ def continue_text(
         tokens: At most so many are written.
         temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
         seed: Of what is drawn.
-        say: Is told of each piece of the text as soon as it is certain; what it raises goes on to the caller.
+        say: Receives each piece of the text as soon as it is certain; what it raises goes on to the caller.
 
     Raises:
         UsageError: the prompt has no tokens or is no valid text, or a number is out of its range.
@@ -107,22 +108,7 @@ def continue_text(
                 said_wrong.append(error)
                 raise
 
-    given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
-    if given.numel() == 0:
-        raise UsageError(f"the prompt {prompt!r} has no tokens; give some text")
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
-    if tokens >= longest:
-        raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
-    room = longest - tokens
-    if given.shape[1] > room:
-        _log.warning(
-            "of the %d tokens of the prompt the last %d are read: the model has room for %d, and %d are to be written",
-            given.shape[1],
-            room,
-            longest,
-            tokens,
-        )
-    given = given[:, -room:].to(model.device)
+    given = _prompt_tokens(model, tokenizer, prompt, tokens).to(model.device)
     own = model.generation_config
     end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
     settings = GenerationConfig(
@@ -152,3 +138,23 @@ def continue_text(
     finally:
         model.generation_config = own
     return str(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
+
+
+def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> Tensor:
+    """(1, length): the end of the prompt that leaves positions for ``tokens`` more."""
+    given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
+    if given.numel() == 0:
+        raise UsageError(f"the prompt {prompt!r} has no tokens; give some text")
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
+    if tokens >= longest:
+        raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
+    room = longest - tokens
+    if given.shape[1] > room:
+        _log.warning(
+            "of the %d tokens of the prompt the last %d are read: the model has room for %d, and %d are to be written",
+            given.shape[1],
+            room,
+            longest,
+            tokens,
+        )
+    return given[:, -room:]

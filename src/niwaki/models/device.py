@@ -26,7 +26,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # which the meta device has not
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device

@@ -7,7 +7,6 @@ experts in three-dimensional parameters, one at a time or all in one call.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -221,8 +220,13 @@ class InputGrams:
         total = sum(gram.tokens for gram in grams)
         if not poor or not total:
             return
-        H = functools.reduce(torch.add, [gram.H for gram in grams]) / total
-        mean = functools.reduce(torch.add, [gram.mean for gram in grams]) / total
+        first, *rest = grams
+        H, mean = first.H.clone(), first.mean.clone()
+        for gram in rest:  # in place: these matrices are large
+            H += gram.H
+            mean += gram.mean
+        H /= total
+        mean /= total
         for gram in poor:
             gram.borrowed = gram.H.shape[0] - gram.tokens
             gram.H.add_(H, alpha=gram.borrowed)

@@ -269,7 +269,13 @@ class Texts:
         for each, follows in zip(texts, after, strict=True):
             if not follows:
                 name = each if isinstance(each, str) else ""
-                heldout[name] = _heldout(each, tokenizer, measurement.length or length, count, usual is not None)
+                heldout[name] = _heldout(
+                    each,
+                    tokenizer,
+                    length if measurement.length is None else measurement.length,
+                    count,
+                    usual is not None,
+                )
             elif len(rest):
                 if measurement.length not in (None, length):
                     raise UsageError("what follows the calibration windows is measured in windows of their length")

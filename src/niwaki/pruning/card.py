@@ -83,7 +83,8 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         *([f"| own text | {record.own_text} |"] if record.own_text else []),
         *(
             [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
-            * bool(record.matrices)
+            if record.matrices
+            else []
         ),
     ]
     for when, measured in record.perplexity.items():

@@ -80,8 +80,8 @@ class Request:
         if effort is None:
             effort = usual_effort(solver, mask_from)
         given = DEFAULT_SOLVER if solver is None else solver
-        method = given if isinstance(given, str) else type(given).__name__.lower()
         chosen = make_solver(given) if isinstance(given, str) else given
+        method = given if isinstance(given, str) else str(describe(given)["name"])
         wanted = None if pattern is None else make_pattern(pattern, chosen.default_pattern)
         mask_model = mask_from = None if mask_from is None else str(mask_from)
         if mask_from is not None and not Path(mask_from).expanduser().is_dir() and "/" not in mask_from:

@@ -1,0 +1,72 @@
+"""Options check and coerce themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from niwaki import Calibration, Compute, Measurement
+from niwaki.errors import UsageError
+from niwaki.options import parse_range, parse_size
+from support.models import message
+
+
+def test_a_text_or_a_device_alone_will_do() -> None:
+    assert Calibration.of("a.txt") == Calibration("a.txt") == Calibration.of(Path("a.txt"))
+    assert Calibration.of(Calibration("a", samples=3)).samples == 3
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    assert Calibration.of(tokens).text is tokens
+    assert Measurement.of("a").texts == ("a",)
+    assert Measurement.of(None).texts == (None,)
+    assert Measurement.of(["a", "b", "a"]).texts == ("a", "b")
+    assert Compute.of("cuda:1") == Compute(device="cuda:1")
+
+
+def test_memory_is_in_bytes() -> None:
+    assert Compute(memory="8GiB").budget == 8 * 2**30 == parse_size("8 gib")
+    assert Compute(memory=5).budget == 5
+    assert Compute().budget is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "said"),
+    [
+        (Calibration, {"samples": 0}, "samples must be 1 or more; got 0"),
+        (Calibration, {"samples": "4"}, "samples must be 1 or more; got '4'"),
+        (Calibration, {"samples": 4.0}, "samples must be 1 or more; got 4.0"),
+        (Calibration, {"samples": True}, "samples must be 1 or more; got True"),
+        (Calibration, {"length": 1}, "the length of windows must be 2 or more; got 1"),
+        (Calibration, {"length": "64"}, "the length of windows must be 2 or more; got '64'"),
+        (Calibration, {"seed": -1}, "the seed must be 0 or more; got -1"),
+        (Calibration, {"seed": None}, "the seed must be 0 or more; got None"),
+        (Calibration, {"order": "last"}, "the order of windows is first or random; got 'last'"),
+        (Measurement, {"samples": -1}, "samples must be 0 or more; got -1"),
+        (Measurement, {"length": 0}, "the length of windows must be 2 or more; got 0"),
+        (Compute, {"device": None}, "device is a name, such as 'auto'; got None"),
+        (Compute, {"dtype": torch.float32}, "dtype is a name, such as 'auto'; got torch.float32"),
+        (Compute, {"tf32": "maybe"}, "tf32 is auto, always or never; got 'maybe'"),
+        (Compute, {"memory": 0}, "memory must be 1 or more; got 0"),
+        (Compute, {"memory": 1.5}, "memory must be 1 or more; got 1.5"),
+        (Compute, {"memory": "much"}, "invalid memory size 'much'; try 8GiB or 500MB"),
+    ],
+)
+def test_what_is_not_valid(kind: Any, wrong: dict[str, Any], said: str) -> None:
+    assert message(lambda: kind(**wrong)) == said
+
+
+def test_what_is_not_used_is_not_taken() -> None:
+    Compute(device="cpu", dtype="float32").only("shrink", "device", "dtype")
+    said = message(lambda: Compute(memory=5).only("shrink", "device", "dtype"))
+    assert said == "shrink does not use memory; got memory=5"
+    assert "one text at a time; got 2" in message(lambda: Measurement(["a", "b"]).only_text("evaluate"))
+    assert "one text at a time; got 0" in message(lambda: Measurement(()).only_text("evaluate"))
+
+
+def test_ranges() -> None:
+    assert parse_range(" 0:2 ") == (0, 2)
+    for text in ("", "1", ":2", "0:1:2", "a:b", "-1:1"):
+        with pytest.raises(UsageError, match="give FROM:TO"):
+            parse_range(text)
