@@ -262,7 +262,7 @@ def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, t
     "effort",
     [
         "fast:dense_targets=0.5",
-        "fast:dense_targets=0.5:epochs=2:batch=192:rate=0.005",
+        "fast:dense_targets=0.5:epochs=2:batch=192:rate=0.001",
         "fast:allocation=loss:importance=0.5:pilot=1",
         "fast:allocation=owl:pilot=1",
     ],
