@@ -266,7 +266,7 @@ def test_records_that_cannot_be_written(model: Path, tmp_path: Path, niwaki_: Co
         ("eval", "./nowhere", "--text", "demo"),
         ("eval", "./nowhere", "--tasks", "which-follows"),
         ("bench", "./nowhere"),
-        ("demo", "--samples", "0"),
+        ("demo", "--samples", "1"),
     ):
         for record in (tmp_path / "file" / "record.json", tmp_path):
             ran = niwaki_(*command, "--record", record)

@@ -291,7 +291,9 @@ def test_what_stays_of_a_run_that_ends_early(clock: Clock, terminal: bool, capsy
         display.stopped(7, 32)
         if not terminal:
             assert text(where) == before
-    assert capsys.readouterr().err == ("7 of 32 blocks are done and kept; repeat the command to resume after them\n")
+    assert capsys.readouterr().err == (
+        "pruning\n7 of 32 blocks are done and kept; repeat the command to resume after them\n"
+    )
     assert text(where).count("\x1b[?25h") == terminal  # the bar is gone, and the cursor back
 
 

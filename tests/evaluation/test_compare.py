@@ -320,13 +320,16 @@ def test_stopped(
 @pytest.mark.slow
 def test_killed(tmp_path: Path, model: Path, whole: Comparison) -> None:
     code = f"""
-import os, signal, niwaki
+import os, signal, sys, niwaki
 from niwaki.records.progress import Progress
+sys.path.append({str(Path(__file__).parent.parent)!r})
+from support.arguments import arguments
 class Kill(Progress):
     def done(self, cell):
         if cell.method == "magnitude":
             os.kill(os.getpid(), signal.SIGKILL)
-niwaki.compare({str(model)!r}, "out", solvers=["magnitude", "wanda"], sparsities=[0.5], progress=Kill(), **{SMALL!r})
+given = arguments(patterns=[0.5], **{SMALL!r})
+niwaki.compare({str(model)!r}, "out", solvers=["magnitude", "wanda"], progress=Kill(), **given)
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
@@ -453,7 +456,7 @@ def test_one_alone_is_a_list_of_one(
 def test_bad_names_fail_before_anything_is_computed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
 ) -> None:
-    for name in ("prune", "evaluate", "Texts"):
+    for name in ("prune", "evaluate"):
         monkeypatch.setattr(comparison, name, lambda *_, **__: pytest.fail("computed"))
     assert said in message(lambda: run(model, tmp_path / "out", **changes))
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,8 @@ import niwaki
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError
 from niwaki.evaluation.tasks import Score, TaskScores, evaluate_tasks, read_questions
-from niwaki.options import Calibration, Measurement
+from niwaki.options import Calibration, Compute, Measurement
+from support.command import without_sign_of_life
 from support.models import EMBEDDED, message, reference, save_model_with_tokenizer, weight
 from support.scripts import run_script
 
@@ -324,8 +325,8 @@ def test_what_goes_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "which tasks?" in message(lambda: evaluate_tasks(model, []))
     assert "home directory" in message(lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError)
     assert "no directory" in message(lambda: ask("./nowhere"), UsageError)
-    assert "device 'quantum'" in message(lambda: ask(model, device="quantum"))
-    assert "got float8" in message(lambda: ask(model, dtype="float8"))
+    assert "device 'quantum'" in message(lambda: ask(model, compute="quantum"))
+    assert "got float8" in message(lambda: ask(model, compute=Compute(dtype="float8")))
     whole = reference(model)
     weight(whole, "model.layers.1.mlp.up_proj").fill_(float("nan"))
     whole.save_pretrained(model)
@@ -346,7 +347,7 @@ def test_eval_with_tasks(
             cli.main()
         assert left.value.code == code
         captured = capfd.readouterr()
-        return captured.out.splitlines(), captured.err
+        return captured.out.splitlines(), without_sign_of_life(captured.err)
 
     monkeypatch.chdir(tmp_path)
     local = write(tmp_path / "mine.jsonl", shipped(9))

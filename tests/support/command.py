@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from niwaki.cli import main as cli
+from niwaki.cli import screen
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,18 @@ class Result:
 Command = Callable[..., Result]
 
 
+def without_sign_of_life(err: str) -> str:
+    """Without the first line, which says what is being done, and has tests of its own (test_screen.py)."""
+    return re.sub(
+        r"\A(comparing|drawing|evaluating|exporting|loading|measuring|(un)?pack|prun|read|shrink).*\n", "", err
+    )
+
+
 @pytest.fixture
 def niwaki_(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """``niwaki ARGUMENTS`` in this process."""
+
+    monkeypatch.setattr(screen, "INTERVAL", 1e6)  # however slow the machine is
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["niwaki", *map(str, arguments)])
@@ -35,12 +45,6 @@ def niwaki_(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         captured = capfd.readouterr()
-        # What is being done, which is said at once, has a test of its own.
-        said = re.sub(
-            r"\A(comparing|drawing|evaluating|exporting|loading|measuring|(un)?pack|prun|read|shrink).*\n",
-            "",
-            captured.err,
-        )
-        return Result(code, captured.out, said)
+        return Result(code, captured.out, without_sign_of_life(captured.err))
 
     return run

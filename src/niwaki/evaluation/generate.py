@@ -64,7 +64,7 @@ def check(prompt: str, tokens: int, temperature: float) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt {prompt!r} is no valid Unicode text; give it as UTF-8") from error
+        raise UsageError(f"the prompt {prompt!r} is not valid Unicode text; give it as UTF-8") from error
 
 
 @torch.inference_mode()
