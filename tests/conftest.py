@@ -1,6 +1,7 @@
 """Shared by all tests; helpers are in support/, numerical problems in support/problems.py."""
 
 import os
+from pathlib import Path
 
 # One thread for each process of tests: the matrices are tiny, and there is a process for each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,16 @@ pytest_plugins = ["support.command"]  # fixtures
 # Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+SLOW = set(Path(__file__).with_name("slow.txt").read_text().splitlines())
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
+
 
 # The same examples on every machine and in every run, however slow it is.
 settings.register_profile("niwaki", derandomize=True, deadline=None)

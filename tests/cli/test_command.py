@@ -142,6 +142,11 @@ def test_no_space_left_on_a_real_disk(tmp_path: Path) -> None:
     assert ran.stdout.split() == []  # ls finds nothing that was left behind
 
 
+def heed_interrupts() -> None:
+    """A shell that runs the tests in the background has its processes ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])  # of a person, and of a scheduler
@@ -152,6 +157,7 @@ def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        preexec_fn=heed_interrupts,
     ) as process:
         deadline = time.monotonic() + 120
         while not any(tmp_path.iterdir()):
@@ -174,7 +180,12 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, name: str) -> None:
     # Another text, so that the last blocks are not done at once.
     command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "48"]
     with subprocess.Popen(
-        [NIWAKI, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        [NIWAKI, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=heed_interrupts,
     ) as process:
         deadline = time.monotonic() + 300
         while not (tmp_path / ".out.partial.json").exists():
