@@ -8,8 +8,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from niwaki.models.processes import World
 
 # No emoji: ":m:" is a part of n:m here. Where the output is a file, lines are as long as they need to be.
 out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
@@ -41,10 +45,10 @@ def quiet_libraries() -> None:
 
 
 @contextlib.contextmanager
-def in_session() -> Iterator[None]:
-    """What is done within knows the command line; torch and transformers are imported, which takes seconds."""
+def in_session(world: World | None = None) -> Iterator[None]:
+    """What is done within knows the command line and the processes; first torch and transformers are imported."""
     quiet_libraries()
     from niwaki.pruning.session import session
 
-    with session(command_line()):
+    with session(command_line(), world):
         yield

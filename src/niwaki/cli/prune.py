@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from niwaki.cli.common import command_line, out, quiet_libraries, written
+from niwaki.cli.common import in_session, out, quiet_libraries, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
 from niwaki.errors import UsageError
@@ -94,9 +94,8 @@ def prune(
         from niwaki.models.output import check_record
         from niwaki.models.processes import world
         from niwaki.pruning.prune import prune as run
-        from niwaki.pruning.session import session
 
-        with world(compute.device) as (team, device), session(command_line(), team):
+        with world(compute.device) as (team, device), in_session(team):
             record = check_record(record) if record and team.first else record
             result = run(
                 model,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from torch import Tensor
-
 from niwaki.errors import UsageError
 from niwaki.layer.tf32 import products
 from niwaki.models.checkpoint import locate_model
@@ -14,7 +12,7 @@ from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, as_windows, load_tokenizer, read_windows
+from niwaki.models.text import as_windows, load_tokenizer, read_windows
 from niwaki.options import Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.progress import Progress
@@ -50,12 +48,11 @@ def evaluate(
     with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
         streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         (text,) = measurement.texts
-        if isinstance(text, Windows | Tensor):
+        if text is not None and not isinstance(text, str):
             windows = as_windows(text)
         else:
             length, _ = streamed.window_length(measurement.length)
-            name = "wikitext2" if text is None else str(text)
-            windows = read_windows(name, load_tokenizer(checkpoint.path), length, measurement.samples)
+            windows = read_windows(text or "wikitext2", load_tokenizer(checkpoint.path), length, measurement.samples)
         streamed.check(windows.tokens)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
