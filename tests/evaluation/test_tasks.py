@@ -264,9 +264,9 @@ def test_the_questions_that_ship() -> None:
 
 @pytest.mark.slow
 def test_the_embedded_model_is_better_than_chance() -> None:
-    found = by_metric(evaluate_tasks("demo", ["which-follows"]), "which-follows")["acc"]
-    assert found.standard_error == pytest.approx(math.sqrt(found.value * (1 - found.value) / 299))
-    assert found.value > 0.25 + 5 * math.sqrt(0.25 * 0.75 / 300)
+    found = by_metric(evaluate_tasks("demo", ["which-follows"], limit=100), "which-follows")["acc"]
+    assert found.standard_error == pytest.approx(math.sqrt(found.value * (1 - found.value) / 99))
+    assert found.value > 0.25 + 5 * math.sqrt(0.25 * 0.75 / 100)
 
 
 @pytest.mark.parametrize(
