@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
-from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution, relative
+from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.layer.rounding import flops, onto_grid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
@@ -48,7 +49,7 @@ class BlockSolver:
     pattern_of: PatternOf
     world: World
     progress: Progress
-    plan: Plan = field(default_factory=Plan)
+    plan: Plan
     #: The scales of the present block's matrices, by name.
     _scales: dict[str, Tensor] = field(default_factory=dict)
 
@@ -64,13 +65,18 @@ class BlockSolver:
         owner = dict(zip(names, owners, strict=True))
         results: dict[str, Solved] = {}
         block.release(matrices.values())
+
+        def finish(matrix: Matrix, solved: Solved) -> None:
+            if solved.scales is not None:
+                self._scales[matrix.name] = solved.scales
+            keep(matrix, solved)
+
         for inputs in grams:
             shared = [matrices[name] for name in inputs.names if owner[name] is None]
             if shared:
                 gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
             for matrix in shared:
-                rows = self.world.rows(matrix.shape[0])
-                results[matrix.name] = self._solve(block, matrix, gram, inputs, rows)
+                results[matrix.name] = self._solve(block, matrix, gram, inputs, self.world.rows(matrix.shape[0]))
                 self.progress.step()
         while grams:
             inputs = grams.pop(0)
@@ -80,7 +86,7 @@ class BlockSolver:
                 solved = self._solve(block, matrix, gram, inputs)
                 self.progress.step()
                 if self.world.size == 1:
-                    self._keep(matrix, solved, keep)
+                    finish(matrix, solved)
                 else:
                     results[matrix.name] = solved
                 del solved
@@ -92,18 +98,13 @@ class BlockSolver:
             assert result is not None
             if own is None:
                 self.progress.step()
-            self._keep(matrix, result, keep)
+            finish(matrix, result)
 
     def nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
         """(out, in), W on the grid of ``matrix``, which is of the block solved last, with the same zeros."""
         assert self.request.grid is not None
         scales = self._scales[matrix.name]
         return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
-
-    def _keep(self, matrix: Matrix, solved: Solved, keep: Callable[[Matrix, Solved], None]) -> None:
-        if solved.scales is not None:
-            self._scales[matrix.name] = solved.scales
-        keep(matrix, solved)
 
     def _received(self, block: DecoderBlock, matrix: Matrix, solved: Solved | None, source: int) -> Solved:
         """The result of process ``source``, which has it as ``solved``."""
@@ -125,11 +126,10 @@ class BlockSolver:
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         rows, columns = matrix.shape
-        if rows < self.world.size or not self.request.solver.separable_rows:
-            return None
-        if self._pattern(matrix).for_rows(self.world.rows(rows)) is None:
-            return None
-        return self._flops(math.ceil(rows / self.world.size), columns)
+        separable = rows >= self.world.size and self.request.solver.separable_rows
+        if separable and self._pattern(matrix).for_rows(self.world.rows(rows)) is not None:
+            return self._flops(math.ceil(rows / self.world.size), columns)
+        return None
 
     def _flops(self, rows: int, columns: int) -> float:
         return self.request.solver.flops(rows, columns) + (flops(rows, columns) if self.request.grid else 0.0)
@@ -147,12 +147,13 @@ class BlockSolver:
                 W = W.mul_(weights)
             problem = LayerProblem(W, gram)
             del W
-            pattern, monitor = self._pattern(matrix), self._monitor(matrix.name)
+            pattern = self._pattern(matrix)
+            monitor = partial(self.progress.solving, matrix.name) if self.progress.wants_steps else None
             if rows is not ALL:
-                restricted = pattern.for_rows(rows)
-                assert restricted is not None
                 # With a monitor solvers may ask the pattern more often, and only the first process has one.
-                pattern, monitor = restricted, None
+                restricted, monitor = pattern.for_rows(rows), None
+                assert restricted is not None
+                pattern = restricted
             solution = self.request.solver(problem, pattern, monitor)
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
@@ -172,18 +173,9 @@ class BlockSolver:
         record = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
         return Solved(stored, scales, record)
 
-    def _monitor(self, name: str) -> Monitor | None:
-        if not self.progress.wants_steps:
-            return None
-        return lambda step, steps, error: self.progress.solving(name, step, steps, error)
-
 
 def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
-    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``.
-
-    Raises:
-        NumericalError: it is not finite.
-    """
+    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``."""
     error = solution.error
     if rows is not ALL:
         power = problem.power
