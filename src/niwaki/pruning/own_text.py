@@ -38,8 +38,8 @@ def synthesize(
     text may be drawn, and the window continues after it. A fit to more text holds better on unseen text, and the
     model's own is nearly as good for that as real text (docs/effort.md).
 
-    Cost: a pass of the whole model, which has to be in memory with keys and values of some sequences, for each position
-    of a window and each batch of sequences.
+    Cost: a pass of the whole model, in memory with keys and values, for each position of a window and each batch of
+    sequences.
 
     Reference: Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
 
@@ -105,13 +105,11 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
 def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str) -> Tensor:
     drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_length": length}
     settings = GenerationConfig(**drawing, pad_token_id=0, cache_implementation=cache, disable_compile=True)
-    counter = StoppingCriteriaList([_Counter(done)])
+    inputs = {"attention_mask": torch.ones_like(prompts), "stopping_criteria": StoppingCriteriaList([_Counter(done)])}
     # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings
     try:
-        text: Tensor = cast("Any", whole).generate(
-            prompts, attention_mask=torch.ones_like(prompts), generation_config=settings, stopping_criteria=counter
-        )
+        text: Tensor = cast("Any", whole).generate(prompts, generation_config=settings, **inputs)
     finally:
         whole.generation_config = own
     return text.cpu()

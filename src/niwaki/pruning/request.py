@@ -29,15 +29,11 @@ class Request:
     """The arguments of :func:`niwaki.prune`, as values that have been checked.
 
     Attributes:
-        model: The directory or hub id, as it was given.
         method: What the solver is called.
-        solver: The solver, which takes its masks from another one if that was asked for.
-        effort: What is done for the whole model.
-        pattern: The pattern; None where only a mask was given.
+        solver: It takes its masks from another one if that was asked for.
+        pattern: None where only a mask was given.
         mask_from: Where masks come from, as it was given.
         mask_model: The pruned model that has them, where they come from one.
-        grid: What the remaining weights are put on.
-        blocks: The first block to prune and the one after the last; None for all.
     """
 
     model: str
@@ -54,11 +50,7 @@ class Request:
     compute: Compute
 
     def chosen(self, count: int) -> range:
-        """The blocks to prune, of ``count``.
-
-        Raises:
-            UsageError: there are no such blocks.
-        """
+        """The blocks to prune, of ``count``; raises UsageError where there are no such blocks."""
         start, stop = self.blocks or (0, count)
         if not 0 <= start < stop <= count:
             raise UsageError(f"invalid range of blocks {start}:{stop}; the model's are 0:{count}")
@@ -67,11 +59,10 @@ class Request:
     def record(self, model: StreamedModel, texts: Texts, command: str, world: World) -> Record:
         """The record of the run, as far as it is known before the run."""
         tf32 = self.compute.tf32 if has_tf32(model.device) else "never"
-        chosen = self.chosen(len(model.blocks))
-        pattern = str(self.pattern)
+        chosen, pattern, notes = self.chosen(len(model.blocks)), str(self.pattern), [*model.notes]
         if self.mask_model is not None:
-            pattern = f"the mask of {self.mask_model}" + (f", within {self.pattern}" if self.pattern else "")
-        notes = [*model.notes]
+            within = "" if self.pattern is None else f", within {self.pattern}"
+            pattern = f"the mask of {self.mask_model}{within}"
         if self.compute.tf32 == "always" and tf32 == "never":
             notes.append(f"--tf32 always has no effect: {model.device} has no TF32, products are in float32")
         record = Record(
@@ -100,14 +91,11 @@ class Request:
 
     def fingerprint(self, model: StreamedModel, texts: Texts, record: Record) -> dict[str, Any]:
         """By name, all that has to be the same for a run to resume, or for processes to share one."""
-        mask_from = self.mask_from
-        if self.mask_model:
-            mask_from = Checkpoint(locate_model(self.mask_model)).fingerprint()
+        masks = Checkpoint(locate_model(self.mask_model)).fingerprint() if self.mask_model else self.mask_from
         measured = "both" if self.measurement.before else "after"
-        chosen = self.chosen(len(model.blocks))
         return {
             "model": model.checkpoint.fingerprint(),
-            "mask_from": mask_from,
+            "mask_from": masks,
             "solver": repr(self.solver),
             "effort": repr(self.effort),
             "quantize": record.quantization,
@@ -115,7 +103,7 @@ class Request:
             "calibration": texts.calibration.fingerprint(),
             "text": texts.only and texts.only.fingerprint(),
             "measure": "none" if self.measurement.samples == 0 else measured,
-            "blocks": [chosen.start, chosen.stop],
+            "blocks": record.blocks or [0, len(model.blocks)],
             "device": model.device.type,
             "dtype": record.dtype,
             "tf32": record.tf32,
@@ -124,10 +112,9 @@ class Request:
 
 
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:
-    """(``solver``, with the masks of another one if ``mask_from`` names one; the pruned model, if it is one instead).
+    """(``solver``, with another one's masks where ``mask_from`` names that; ``mask_from``, where it is a pruned model).
 
-    Raises:
-        UsageError: it is neither.
+    Raises UsageError where it is neither.
     """
     if mask_from is None or Path(mask_from).expanduser().is_dir() or "/" in mask_from:
         return solver, mask_from

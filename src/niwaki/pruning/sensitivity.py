@@ -35,16 +35,15 @@ def sensitivities(
     So g is a diagonal of the Fisher information: to second order, independent noise of variance v in output o of every
     token raises the loss by g_o v / 2 per token.
 
-    The sums are over all tokens of all processes. For an expert they are over the tokens routed to it, divided by the
-    number of all tokens: one that is rarely used has small values, and an unused one zeros.
+    The sums are over the tokens of all processes; for an expert over those routed to it, divided by the number of all.
 
     Labels depend on a sample's place among those of all processes only, up to rounding. On a GPU gradients of attention
     and of experts are summed in no fixed order, so the last digits may differ between runs. The last norm, the head and
-    the loss are computed in float32 whatever the blocks run in.
+    the loss are in float32 whatever the blocks run in.
 
     Cost: all weights are read twice; two forward passes and a backward pass without gradients of weights, which takes
     as much as one of them. Memory: one block, its activations and their gradients for one batch, and on the CPU the
-    inputs of all blocks, in the model's dtype. What exceeds the model's memory budget goes to a file.
+    inputs of all blocks, within the model's memory budget.
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.

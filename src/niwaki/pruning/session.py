@@ -12,12 +12,7 @@ from niwaki.models.processes import World
 
 @dataclass(frozen=True)
 class Session:
-    """Who asks, and who works.
-
-    Attributes:
-        command: The command line, for records; "" where niwaki was called from Python.
-        world: The processes that share the work, see :mod:`niwaki.models.processes`.
-    """
+    """The command line, for records, "" where niwaki was called from Python; and the processes that share the work."""
 
     command: str = ""
     world: World = field(default_factory=World)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
-from niwaki.layer.patterns import Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.layer.rounding import flops, onto_grid
@@ -24,7 +23,6 @@ from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.pruning.masks import PatternOf, named
-from niwaki.pruning.plan import Plan
 from niwaki.pruning.request import Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
@@ -47,9 +45,9 @@ class BlockSolver:
 
     request: Request
     pattern_of: PatternOf
+    importance: Mapping[tuple[int, str], Tensor]
     world: World
     progress: Progress
-    plan: Plan
     #: The scales of the present block's matrices, by name.
     _scales: dict[str, Tensor] = field(default_factory=dict)
 
@@ -111,23 +109,19 @@ class BlockSolver:
         record = self.world.told(solved and solved.record, source)
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
-        grid = self.request.grid
-        if not grid:
-            return Solved(stored, None, record)
-        rows, columns = matrix.shape
-        shape, dtype = (rows, grid.groups(columns)), scale_dtype(stored.dtype)
-        scales = solved.scales if solved else torch.empty(shape, dtype=dtype, device=stored.device)
-        assert scales is not None
-        return Solved(stored, self.world.send(scales, source), record)
-
-    def _pattern(self, matrix: Matrix) -> Pattern:
-        return self.plan.pattern(matrix, self.pattern_of(matrix))
+        scales = solved.scales if solved else None
+        if grid := self.request.grid:
+            if scales is None:
+                shape, dtype = (matrix.shape[0], grid.groups(matrix.shape[1])), scale_dtype(stored.dtype)
+                scales = torch.empty(shape, dtype=dtype, device=stored.device)
+            self.world.send(scales, source)
+        return Solved(stored, scales, record)
 
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         rows, columns = matrix.shape
         separable = rows >= self.world.size and self.request.solver.separable_rows
-        if separable and self._pattern(matrix).for_rows(self.world.rows(rows)) is not None:
+        if separable and self.pattern_of(matrix).for_rows(self.world.rows(rows)) is not None:
             return self._flops(math.ceil(rows / self.world.size), columns)
         return None
 
@@ -141,13 +135,13 @@ class BlockSolver:
             W = rows.own(block.weight(matrix))
             if inputs.cross is not None:
                 W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
-            weights = self.plan.importance.get((matrix.block, matrix.name))
+            weights = self.importance.get((matrix.block, matrix.name))
             if weights is not None:
                 weights = rows.own(weights).unsqueeze(1).to(W.device)
                 W = W.mul_(weights)
             problem = LayerProblem(W, gram)
             del W
-            pattern = self._pattern(matrix)
+            pattern = self.pattern_of(matrix)
             monitor = partial(self.progress.solving, matrix.name) if self.progress.wants_steps else None
             if rows is not ALL:
                 # With a monitor solvers may ask the pattern more often, and only the first process has one.

@@ -73,7 +73,9 @@ class Walk:
         planned = self._planned(tokens)
         if planned.synthetic is not None:
             tokens = torch.cat([tokens, self.world.share(planned.synthetic)])
-        self._solver = BlockSolver(self.request, self.pattern_of, self.world, progress, planned)
+        self._solver = BlockSolver(
+            self.request, lambda m: planned.pattern(m, self.pattern_of(m)), planned.importance, self.world, progress
+        )
         clock.lap("plan")
         streams = self._embedded(tokens, heldout)
         clock.lap("capture")
