@@ -48,7 +48,7 @@ def synthesize(
         tokens: (samples, length) int64, this process's share.
         count: Windows to write, by all processes together.
         budget: Bytes of memory for the model with its keys and values; None for those of the device.
-        world: The processes, each of which has some of the samples, in order.
+        world: The processes.
         progress: Receives a step for each token of each batch.
 
     Returns:

@@ -121,7 +121,7 @@ def plan(
         importance = {_place(matrix): by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
-        costs = _Costs(effort, pattern_of, importance, world)
+        costs = _Costs(matrices, effort, pattern_of, importance, world)
         stop = matrices[-1].block + 1
         with model.budget.lent() as budget:
             states = model.embed(tokens, budget=budget)
@@ -139,20 +139,19 @@ def plan(
 class _Costs:
     """What sparsity costs the matrices, measured block by block."""
 
+    matrices: list[Matrix]
     effort: Effort
     pattern_of: PatternOf
     importance: dict[Place, Tensor]
     world: World
-    _matrices: list[Matrix] = field(default_factory=list)
     _curves: list[Curve] = field(default_factory=list)
     _outliers: list[float] = field(default_factory=list)  # of each block
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
         """Examines the matrices of ``block``."""
-        matrices = {m.name: m for m in block.matrices if self.pattern_of(m).at(0.0) is not None}
+        matrices = {matrix.name: matrix for matrix in self.matrices if matrix.block == block.index}
         if not matrices:
             return
-        self._matrices += matrices.values()
         inputs: list[tuple[Matrix, Gram]] = []
         for group in block.input_grams(states, done, self.world, tf32, [*matrices.values()]):
             gram = Gram(group.H)
@@ -190,13 +189,11 @@ class _Costs:
 
     def zeros(self) -> dict[Place, int]:
         """The number of zeros of each matrix."""
-        places = [_place(matrix) for matrix in self._matrices]
-        sizes = [_size(matrix) for matrix in self._matrices]
-        wanted = [self.pattern_of(matrix).sparsity * size for matrix, size in zip(self._matrices, sizes, strict=True)]
-        total = round(math.fsum(wanted))
+        places, sizes = [*map(_place, self.matrices)], [*map(_size, self.matrices)]
+        total = round(math.fsum(self.pattern_of(matrix).sparsity * _size(matrix) for matrix in self.matrices))
         if self.effort.allocation != "owl" and self.effort.per == "matrix":
             return dict(zip(places, allocate(self._curves, total), strict=True))
-        blocks = [[*members] for _, members in itertools.groupby(range(len(sizes)), lambda i: self._matrices[i].block)]
+        blocks = [[*members] for _, members in itertools.groupby(range(len(sizes)), lambda i: self.matrices[i].block)]
         weights = [sum(sizes[i] for i in members) for members in blocks]
         if self.effort.allocation == "owl":
             shares = outlier_ratios(self._outliers, weights, total)

@@ -50,8 +50,8 @@ def sensitivities(
 
     Args:
         model: The dense model. Not changed.
-        tokens: (samples, length) int64, this process's share.
-        world: The processes, each of which has some of the samples, in order; by default one.
+        tokens: (samples, length) int64, this process's share; those of all processes are in order.
+        world: By default one process.
         done: Called after each batch in each block, forwards and backwards.
 
     Returns:
@@ -95,10 +95,7 @@ def sensitivities(
 
 
 def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[int]:
-    """Replaces the hidden states after the last block by gradients of the loss.
-
-    Those of batch i are to be multiplied by 2^exponents[i]; the exponents are the result.
-    """
+    """Replaces the hidden states after the last block by gradients of the loss, over 2^the exponent of each batch."""
     exponents = []
     rows = max(1, LOGITS_PER_BATCH // (_COPIES * model.config.vocab_size))
     with model.head(torch.float32) as head:

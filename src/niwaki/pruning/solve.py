@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -48,8 +48,6 @@ class BlockSolver:
     importance: Mapping[tuple[int, str], Tensor]
     world: World
     progress: Progress
-    #: The scales of the present block's matrices, by name.
-    _scales: dict[str, Tensor] = field(default_factory=dict)
 
     def solve(self, block: DecoderBlock, grams: list[InputGram], keep: Callable[[Matrix, Solved], None]) -> None:
         """Solves all matrices of ``block``, and gives each result to ``keep``, in the same order in all processes.
@@ -63,12 +61,6 @@ class BlockSolver:
         owner = dict(zip(names, owners, strict=True))
         results: dict[str, Solved] = {}
         block.release(matrices.values())
-
-        def finish(matrix: Matrix, solved: Solved) -> None:
-            if solved.scales is not None:
-                self._scales[matrix.name] = solved.scales
-            keep(matrix, solved)
-
         for inputs in grams:
             shared = [matrices[name] for name in inputs.names if owner[name] is None]
             if shared:
@@ -84,7 +76,7 @@ class BlockSolver:
                 solved = self._solve(block, matrix, gram, inputs)
                 self.progress.step()
                 if self.world.size == 1:
-                    finish(matrix, solved)
+                    keep(matrix, solved)
                 else:
                     results[matrix.name] = solved
                 del solved
@@ -96,13 +88,7 @@ class BlockSolver:
             assert result is not None
             if own is None:
                 self.progress.step()
-            finish(matrix, result)
-
-    def nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """(out, in), W on the grid of ``matrix``, which is of the block solved last, with the same zeros."""
-        assert self.request.grid is not None
-        scales = self._scales[matrix.name]
-        return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+            keep(matrix, result)
 
     def _received(self, block: DecoderBlock, matrix: Matrix, solved: Solved | None, source: int) -> Solved:
         """The result of process ``source``, which has it as ``solved``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,7 @@ class Walk:
     journal: Journal
     place: Workplace | None
     writer: CheckpointWriter | None = None
+    _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
 
     def blocks(self, windows: Windows, heldout: Windows | None) -> None:
         """Prunes all blocks with the calibration text ``windows``, and measures on ``heldout``."""
@@ -114,7 +115,7 @@ class Walk:
         effort, before, embed = self.request.effort, self.request.measurement.before, self.model.embed
         part = tokens_per_part(effort, self.world) if effort.epochs else None
         dense_tokens = tokens
-        if not effort.dense_targets and 0 < effort.epochs < 1:  # these are all that the dense model's are needed for
+        if not effort.dense_targets and 0 < effort.epochs < 1:  # of the dense model only some are needed, put first
             order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
             tokens, dense_tokens = tokens[order], tokens[order[: max(1, round(effort.epochs * len(tokens)))]]
         calibration = embed(tokens, part)
@@ -132,24 +133,18 @@ class Walk:
             return world.told(Plan.load(place.plan) if place else Plan())
         made = plan(self.model, effort, self.pattern_of, tokens, self.record.tf32, world, self.progress)
         if effort.synthetic:
-            made = dataclasses.replace(made, synthetic=self._synthesized(tokens))
+            count = max(world.size, round(effort.synthetic * sum(world.collected(len(tokens)))))
+            text = synthesize(self.model, tokens, count, self.request.compute.budget, world, self.progress)
+            made = dataclasses.replace(made, synthetic=text)
+            self.record.calibration["synthetic"] = 0 if text is None else count
+            if text is None:
+                self._note(
+                    f"the dense model wrote no text to calibrate on: its {self.model.size / 2**30:,.1f} GiB do not fit "
+                    "in memory; more --samples of real text do as well"
+                )
         if place:
             made.save(place.plan)
         return made
-
-    def _synthesized(self, tokens: Tensor) -> Tensor | None:
-        """Text of the dense model's own for all processes, if there is memory for it."""
-        model, world = self.model, self.world
-        given = sum(world.collected(len(tokens)))
-        count = max(world.size, round(self.request.effort.synthetic * given))
-        text = synthesize(model, tokens, count, self.request.compute.budget, world, self.progress)
-        self.record.calibration["synthetic"] = 0 if text is None else count
-        if text is None:
-            self._note(
-                f"the dense model wrote no text to calibrate on: its {model.size / 2**30:,.1f} GiB do not fit in "
-                "memory; more --samples of real text do as well"
-            )
-        return text
 
     def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
         """Prunes the matrices of a block, and fits it if the effort says so.
@@ -179,7 +174,7 @@ class Walk:
                 block.advance(dense)
             clock.lap("advance")
         if dense and effort.epochs:
-            on_grid = self._solver.nearest if self.request.grid else None
+            on_grid = self._on_grid if self.request.grid else None
             fit = Fit(block, states, dense, effort, world, progress.step, on_grid)
             progress.stage(block.index, "fit", fit.batches)
             self.record.fits.append(fit.run())
@@ -196,12 +191,20 @@ class Walk:
             block.put(matrix, stored)
         if self.writer:
             self.writer.write(matrix.key, stored, matrix.index)
-            if scales is not None:
+        if scales is not None:
+            self._scales[matrix.name] = scales
+            if self.writer:
                 self.writer.write(scale_key(matrix), scales, matrix.index)
         zeros = stored.numel() - int(stored.count_nonzero())
         self.journal.zeros[matrix.key] = self.journal.zeros.get(matrix.key, 0) + zeros
         self._note_damping(record)
         self.record.matrices.append(record)
+
+    def _on_grid(self, matrix: Matrix, W: Tensor) -> Tensor:
+        """(out, in), W on the grid of ``matrix``, with the same zeros."""
+        assert self.request.grid is not None
+        scales = self._scales[matrix.name]
+        return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
 
     def _note_damping(self, matrix: MatrixRecord) -> None:
         asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
