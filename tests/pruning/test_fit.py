@@ -21,7 +21,7 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable, trained_weights
 from niwaki.pruning.effort import Effort
-from niwaki.pruning.fit import batches, fit
+from niwaki.pruning.fit import Fit
 from niwaki.records.record import FitRecord
 from support.models import decoder_blocks, message, random_tokens, reference, save_model
 from support.streams import prune, save_starved, stream_of
@@ -62,7 +62,7 @@ def prepared(model: StreamedModel, batches: int) -> tuple[DecoderBlock, HiddenSt
 
 
 def fitted(block: DecoderBlock, states: HiddenStates, targets: HiddenStates, **effort: Any) -> FitRecord:
-    return fit(block, states, targets, Effort(**effort), World(), lambda: None)
+    return Fit(block, states, targets, Effort(**effort), World(), lambda: None).run()
 
 
 def weights(model: StreamedModel) -> dict[str, Tensor]:
@@ -165,15 +165,9 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
     expected = loop(model, directory, states, targets, effort)
     kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
     steps: list[None] = []
-    found = fit(
-        block,
-        states,
-        targets,
-        effort,
-        World(),
-        lambda: steps.append(None),
-    )
-    assert len(steps) == batches(states, targets, effort, World()) == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
+    fit = Fit(block, states, targets, effort, World(), lambda: steps.append(None))
+    found = fit.run()
+    assert len(steps) == fit.batches == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
     assert (found.block, found.epochs) == (0, epochs)
     assert expected.errors[-1] == min(expected.errors) < 0.95 * expected.errors[0]
     assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
@@ -245,7 +239,7 @@ def test_weights_on_a_grid(tmp_path: Path) -> None:
     before, effort = weights(model), Effort(epochs=3)
     expected = loop(model, directory, states, targets, effort, rounded)
     called: list[str] = []
-    found = fit(
+    found = Fit(
         block,
         states,
         targets,
@@ -253,7 +247,7 @@ def test_weights_on_a_grid(tmp_path: Path) -> None:
         World(),
         lambda: None,
         lambda matrix, W: called.append(matrix.name) or rounded(W),  # type: ignore[func-returns-value]
-    )
+    ).run()
     assert set(called) == {matrix.name for matrix in block.matrices}
     assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
     best = expected.errors.index(min(expected.errors))
@@ -280,7 +274,7 @@ def test_the_best_epoch_stays(tmp_path: Path) -> None:
     expected = loop(model, directory, states, targets, effort)
     best = expected.errors.index(min(expected.errors))
     assert 0 < best < 30
-    found = fit(block, states, targets, effort, World(), lambda: None)
+    found = Fit(block, states, targets, effort, World(), lambda: None).run()
     assert found.epochs == best
     assert found.after == pytest.approx(expected.errors[best], rel=1e-3)
     assert found.after < found.before

@@ -1,7 +1,4 @@
-"""How sparse each matrix may be, so that all together have a given number of zeros and lose the least.
-
-A curve says what each sparsity would cost a matrix, and the zeros go where the next one costs least.
-"""
+"""How sparse each matrix may be, so that all together have a given number of zeros and lose the least."""
 
 from __future__ import annotations
 
@@ -61,19 +58,16 @@ def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: floa
 def together(curves: Sequence[Curve]) -> Curve:
     """The curve of several matrices that have the same sparsity; their points are at the same ones."""
     points = zip(*(curve.points for curve in curves), strict=True)
-    return Curve(
-        sum(curve.weights for curve in curves),
-        tuple((point[0][0], math.fsum(loss for _, loss in point)) for point in points),
-        all(curve.divisible for curve in curves),
-    )
+    sums = tuple((point[0][0], math.fsum(loss for _, loss in point)) for point in points)
+    return Curve(sum(curve.weights for curve in curves), sums, all(curve.divisible for curve in curves))
 
 
 def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
     """The number of zeros in each matrix: ``zeros`` in total, where they cost least.
 
     For convex curves, as they nearly are, no other distribution costs less; of others the greatest convex curve below
-    is used. If all are divisible the total is exact, as far as the curves reach, and otherwise the next greater one
-    that their points allow.
+    is used. If all are divisible the total is exact, as far as the curves reach; else the next one that their points
+    allow.
     """
     chosen = [round(curve.points[0][0] * curve.weights) for curve in curves]
     pieces = [
@@ -97,9 +91,7 @@ def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int) 
     """The number of zeros of each block by OWL, ``zeros`` in total.
 
     Densities differ from their mean in proportion to the ``ratios`` of outliers in each block, by 0.16 from the lowest
-    to the highest one.
-
-    Reference: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
+    to the highest one: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
     """
     low, high = min(ratios), max(ratios)
     spread = 2 * 0.08 / (high - low) if high > low else 0.0

@@ -34,66 +34,48 @@ def write(directory: Path, record: Record) -> None:
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
     where = f" in {record.part}" if record.part else ""
-    structure = record.structure
-    tags = inherited.get("tags", [])
+    structure, calibration = record.structure, record.calibration
+    kept: dict[str, Any] = {key: inherited.get(key) for key in ("license", "license_name", "license_link", "language")}
     data = ModelCardData(
         base_model=record.model if record.model.count("/") == 1 else name,
         library_name="transformers",
-        license=inherited.get("license"),
-        license_name=inherited.get("license_name"),
-        license_link=inherited.get("license_link"),
-        language=inherited.get("language"),
-        tags=sorted({*tags, "niwaki", "pruned", *([] if structure else ["sparse"])}),
+        tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if structure else ["sparse"])}),
+        **kept,
     )
+    rows: dict[str, object] = {
+        "method": in_words(record.solver),
+        "effort": record.effort and described(record.effort),
+    }
     if structure:
         title = f"{structure.share} smaller"
         about = (
             f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
         )
-        rows = [f"| removed | {record.pattern} |", f"| parameters | {structure} |"]
+        rows |= {"removed": record.pattern, "parameters": structure}
     else:
         title = f"{100 * record.sparsity:.4g} % sparse{where}"
         about = (
             f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
             "Zeros are stored as such, so this loads wherever the dense model does."
         )
-        rows = [
-            f"| pattern | {record.pattern} |",
-            *([f"| mask from | {record.mask_from} |"] if record.mask_from else []),
-            f"| zeros in the pruned matrices | {100 * record.sparsity:.2f} % |",
-        ]
-    lines = [
-        "---",
-        data.to_yaml(),
-        "---",
-        "",
-        f"# {name}, {title}",
-        "",
-        about,
-        "",
-        "| | |",
-        "|---|---|",
-        f"| method | {in_words(record.solver)} |",
-        *([f"| effort | {described(record.effort)} |"] if record.effort else []),
-        *rows,
-        *([f"| grid of the weights | {record.rounding} |"] if record.quantization else []),
-        f"| calibration | {counted(record.calibration['samples'], 'window')} of "
-        f"{record.calibration['sequence_length']} tokens of {Path(record.calibration['source']).name} |",
-        *([f"| own text | {record.own_text} |"] if record.own_text else []),
-        *(
-            [f"| output error of the matrices, relative, geometric mean | {record.mean_error:.4g} |"]
-            if record.matrices
-            else []
-        ),
-    ]
+        zeros = f"{100 * record.sparsity:.2f} %"
+        rows |= {"pattern": record.pattern, "mask from": record.mask_from, "zeros in the pruned matrices": zeros}
+    error = "output error of the matrices, relative, geometric mean"
+    rows |= {
+        "grid of the weights": record.rounding,
+        "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
+        f"{Path(calibration['source']).name}",
+        "own text": record.own_text,
+        error: f"{record.mean_error:.4g}" if record.matrices else None,
+    }
     for when, measured in record.perplexity.items():
-        spread = measured["standard_error"]
-        error = "" if spread is None else f" ± {spread:.2f}"
-        lines.append(
-            f"| perplexity {when} | {measured['value']:.2f}{error} "
-            f"({measured['tokens']:,} tokens, context {measured['context']:,}, {Path(measured['text']).name}) |"
+        spread = "" if measured["standard_error"] is None else f" ± {measured['standard_error']:.2f}"
+        rows[f"perplexity {when}"] = (
+            f"{measured['value']:.2f}{spread} "
+            f"({measured['tokens']:,} tokens, context {measured['context']:,}, {Path(measured['text']).name})"
         )
     if not record.perplexity:
-        lines.append("| perplexity | not measured |")
-    return "\n".join(lines) + notes(record)
+        rows["perplexity"] = "not measured"
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
+    return f"---\n{data.to_yaml()}\n---\n\n# {name}, {title}\n\n{about}\n\n| | |\n|---|---|\n{table}" + notes(record)

@@ -23,12 +23,10 @@ class Effort:
             ("uniform"), or by "loss", "error" or "owl", see :mod:`niwaki.pruning.plan`.
         per: Whether each "matrix" then has a sparsity of its own, or all of a "block" have the same ("owl" does that).
         importance: How much squared errors of outputs are weighted by the sensitivity of the model's loss to them when
-            weights are chosen: a power, from 0 (not at all) to 1 (in full). It matters where rows compete with each
-            other, as in unstructured patterns.
+            weights are chosen: a power, from 0 (not at all) to 1 (in full), for patterns in which rows compete.
         pilot: The share of the calibration text used for these two, at least one sample per process.
         synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they
-            are added, see :mod:`.own_text`. The whole model has to fit in memory; otherwise there are none, and the
-            record says so.
+            are added, see :mod:`.own_text`; none, with a note, where the whole model does not fit in memory.
         dense_targets: How far targets go from the original weights' outputs on the pruned model's inputs (0) to the
             dense model's outputs (1), see :mod:`niwaki.layer.dense_targets`. Experts keep to their original weights.
         epochs: Passes over the calibration text in which the remaining weights of a block are fitted to the outputs
@@ -94,12 +92,7 @@ def usual_effort(*methods: object) -> str:
 
 
 def make_effort(name: str) -> Effort:
-    """The effort called ``name``, with parameters as in ``best:epochs=3:batch=256``.
-
-    Raises:
-        UnknownNameError: no such effort or parameter.
-        UsageError: a value is missing, not of the parameter's type, or out of range.
-    """
+    """The effort called ``name``, with parameters as in ``best:epochs=3``; raises UsageError where it is not valid."""
     return choose("effort", name, EFFORTS)
 
 

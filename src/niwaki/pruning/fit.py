@@ -29,16 +29,9 @@ COPIES = 5
 OnGrid = Callable[[Matrix, Tensor], Tensor]
 
 
-def fit(
-    block: DecoderBlock,
-    states: HiddenStates,
-    targets: HiddenStates,
-    effort: Effort,
-    world: World,
-    done: Callable[[], None],
-    on_grid: OnGrid | None = None,
-) -> FitRecord:
-    """Changes the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
+@dataclass
+class Fit:
+    """Fits the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
 
     Adam on |f(x) - y|^2, where x are the block's inputs in the pruned model and y the outputs of the dense block for
     the dense model's inputs. Steps are relative to the root mean square of each parameter's weights that are not zero,
@@ -50,63 +43,16 @@ def fit(
 
     Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
 
-    Args:
-        block: The pruned block.
-        states: Its inputs. Not changed.
+    Attributes:
+        states: The inputs of the pruned ``block``. Not changed.
         targets: What its outputs should be, of all samples or of the first ones, to which it is then fitted. In
             batches for the same parts as ``states``. Not changed.
-        effort: How long, and with which rate.
         world: The processes, each of which has some of the states; a step takes one batch of each.
-        done: Called after each batch, see :func:`batches`.
+        done: Called after each of ``batches``.
         on_grid: Where the weights are on a grid. The block then computes with rounded weights, whose gradients change
             weights that are not rounded.
-
-    Raises:
-        NumericalError: the error is not finite.
+        batches: How many batches pass through the block.
     """
-    began = time.perf_counter()
-    objective = _Objective(block, states, targets, effort, world, done, on_grid)
-    rest = objective.rest
-    order = torch.Generator().manual_seed(block.index)
-    with trainable(block) as parameters:
-        masks = [value != 0 for value in parameters]
-        optimizer = _optimizer(parameters, masks, effort.rate)
-        best = before = objective.error()
-        kept, at = [value.detach().clone() for value in parameters], 0.0
-        steps = _steps(len(rest), states, targets, effort)
-        for step in range(steps):
-            if step % len(rest) == 0:
-                epoch = torch.randperm(len(rest), generator=order).tolist()
-            with projected(block, on_grid), torch.enable_grad():
-                objective.squares(rest[epoch[step % len(rest)]]).sum().backward()
-            gradients = [_gradient(value) for value in parameters]
-            world.sum(gradients)
-            for gradient, mask in zip(gradients, masks, strict=True):
-                gradient.mul_(mask)  # a pruned weight without gradient stays where it is
-            for group in optimizer.param_groups:
-                group["lr"] = group["rate"] * (1 - step / steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            done()
-            if (step + 1) % len(rest) and step + 1 < steps:
-                continue
-            now = objective.error()
-            if now < best:
-                best, at = now, (step + 1) / len(rest)
-                for old, value in zip(kept, parameters, strict=True):
-                    old.copy_(value.detach())
-        for old, value, mask in zip(kept, parameters, masks, strict=True):
-            value.data = _off_zero(old, mask, smallest_weight(block))
-        with projected(block, on_grid):
-            rounded = [value.data for value in parameters]
-        for value, data in zip(parameters, rounded, strict=True):
-            value.data = data
-    return FitRecord(block.index, before, best, at, time.perf_counter() - began)
-
-
-@dataclass
-class _Objective:
-    """The squared error of a block's outputs, relative to the squared outputs of the dense block that are held out."""
 
     block: DecoderBlock
     states: HiddenStates
@@ -114,35 +60,78 @@ class _Objective:
     effort: Effort
     world: World
     done: Callable[[], None]
-    on_grid: OnGrid | None
+    on_grid: OnGrid | None = None
 
     def __post_init__(self) -> None:
         self._parts = self.targets.minibatches(tokens_per_part(self.effort, self.world))
-        #: The batches that are held out, and those to fit to.
-        self._held, self.rest = _divided(min(self.world.collected(len(self._parts))))
+        count = min(self.world.collected(len(self._parts)))
+        self._held = list(range(0, count, _HELD))
+        self._rest = [i for i in range(count) if i % _HELD] or self._held
+        some = sum(map(len, self.targets.tokens)) < sum(map(len, self.states.tokens))
+        self._steps = max(1, round((1.0 if some else self.effort.epochs) * len(self._rest)))
+        self.batches = len(self._held) * (1 + math.ceil(self._steps / len(self._rest))) + self._steps
+
+    def run(self) -> FitRecord:
+        """The fit.
+
+        Raises:
+            NumericalError: the error is not finite.
+        """
+        began = time.perf_counter()
+        block, steps, rest = self.block, self._steps, self._rest
         power = sum(float(self._target(i).double().square().sum()) for i in self._held)
         self._power = max(sum(self.world.collected(power)), 1e-30)
+        order = torch.Generator().manual_seed(block.index)
+        with trainable(block) as parameters:
+            masks = [value != 0 for value in parameters]
+            optimizer = _optimizer(parameters, masks, self.effort.rate)
+            best = before = self._error()
+            kept, at = [value.detach().clone() for value in parameters], 0.0
+            for step in range(steps):
+                if step % len(rest) == 0:
+                    epoch = torch.randperm(len(rest), generator=order).tolist()
+                with projected(block, self.on_grid), torch.enable_grad():
+                    self._squares(rest[epoch[step % len(rest)]]).sum().backward()
+                gradients = [_gradient(value) for value in parameters]
+                self.world.sum(gradients)
+                for gradient, mask in zip(gradients, masks, strict=True):
+                    gradient.mul_(mask)  # a pruned weight without gradient stays where it is
+                for group in optimizer.param_groups:
+                    group["lr"] = group["rate"] * (1 - step / steps)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.done()
+                if (step + 1) % len(rest) and step + 1 < steps:
+                    continue
+                now = self._error()
+                if now < best:
+                    best, at = now, (step + 1) / len(rest)
+                    for old, value in zip(kept, parameters, strict=True):
+                        old.copy_(value.detach())
+            for old, value, mask in zip(kept, parameters, masks, strict=True):
+                value.data = _off_zero(old, mask, smallest_weight(block))
+            with projected(block, self.on_grid):
+                rounded = [value.data for value in parameters]
+            for value, data in zip(parameters, rounded, strict=True):
+                value.data = data
+        return FitRecord(block.index, before, best, at, time.perf_counter() - began)
 
     def _target(self, i: int) -> Tensor:
         return self.targets.hidden.samples(*self._parts[i])
 
-    def squares(self, i: int) -> Tensor:
-        """What each output of batch ``i`` contributes."""
+    def _squares(self, i: int) -> Tensor:
+        """What each output of batch ``i`` contributes to the error, which is relative to the held-out targets."""
         answer = self.block.run(self.states.hidden.samples(*self._parts[i]), self.targets)
         wanted = self._target(i).float()
         return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
 
-    def error(self) -> float:
-        """The error of what is held out, in all processes.
-
-        Raises:
-            NumericalError: it is not finite.
-        """
+    def _error(self) -> float:
+        """The error of what is held out, in all processes."""
         error = 0.0
         with projected(self.block, self.on_grid):
             for i in self._held:
                 with torch.no_grad():  # in float64 a few huge activations do not hide the rest
-                    error += float(self.squares(i).sum(dtype=torch.float64))
+                    error += float(self._squares(i).sum(dtype=torch.float64))
                 self.done()
         error = sum(self.world.collected(error))
         if not math.isfinite(error):
@@ -166,25 +155,6 @@ def _optimizer(parameters: list[nn.Parameter], masks: list[Tensor], rate: float)
 def tokens_per_part(effort: Effort, world: World) -> int:
     """Tokens of each process in a step."""
     return max(1, effort.batch // world.size)
-
-
-def batches(states: HiddenStates, targets: HiddenStates, effort: Effort, world: World) -> int:
-    """How many batches pass through the block in a fit."""
-    held, rest = _divided(len(targets.minibatches(tokens_per_part(effort, world))))
-    steps = _steps(len(rest), states, targets, effort)
-    return len(held) * (1 + math.ceil(steps / len(rest))) + steps
-
-
-def _steps(count: int, states: HiddenStates, targets: HiddenStates, effort: Effort) -> int:
-    """How many steps a fit to ``count`` batches takes: all batches once if these are only some of the samples."""
-    some = sum(map(len, targets.tokens)) < sum(map(len, states.tokens))
-    return max(1, round((1.0 if some else effort.epochs) * count))
-
-
-def _divided(count: int) -> tuple[list[int], list[int]]:
-    """(batches that are held out, batches to fit to); of one batch alone both are the same."""
-    held = list(range(0, count, _HELD))
-    return held, [i for i in range(count) if i % _HELD] or held
 
 
 def _gradient(value: nn.Parameter) -> Tensor:

@@ -54,11 +54,9 @@ def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
     if torch.equal(nearest, mask):
         return
     zeros, asked = (values.numel() - int(values.count_nonzero()) for values in (mask, nearest))
-    if zeros != asked:
-        share = 100 * zeros / mask.numel()
-        what = f"has {zeros} zeros of {mask.numel()} ({share:.4g} %), and {pattern} asks for {asked}"
-        other = ""
-    else:
+    what = f"has {zeros} zeros of {mask.numel()} ({100 * zeros / mask.numel():.4g} %), and {pattern} asks for {asked}"
+    other = ""
+    if zeros == asked:
         row, column = (nearest != mask).nonzero()[0].tolist()
         first, width = column - column % pattern.group, pattern.group
         where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
@@ -68,13 +66,6 @@ def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
         f"the mask of {source} {what}; try the pattern that it was made for{other}, or none, which keeps the "
         "mask as it is"
     )
-
-
-def described(wanted: Pattern | None, mask_model: str | None) -> str:
-    """The pattern for the record."""
-    if mask_model is None:
-        return str(wanted)
-    return f"the mask of {mask_model}" + (f", within {wanted}" if wanted is not None else "")
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from niwaki.records.progress import Progress
 
 #: The share of a window's tokens that is from the given text.
 _PROMPT = 1 / 32
@@ -29,13 +30,7 @@ _REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
 
 
 def synthesize(
-    model: StreamedModel,
-    tokens: Tensor,
-    count: int,
-    budget: int | None = None,
-    world: World | None = None,
-    done: Callable[[], None] = lambda: None,
-    seed: int = 0,
+    model: StreamedModel, tokens: Tensor, count: int, budget: int | None, world: World, progress: Progress
 ) -> Tensor | None:
     """Windows of text drawn from the dense model, token by token from its own probabilities.
 
@@ -43,8 +38,8 @@ def synthesize(
     text may be drawn, and the window continues after it. A fit to more text holds better on unseen text, and the
     model's own is nearly as good for that as real text (docs/effort.md).
 
-    Cost: a pass of the whole model, which has to be in memory with keys and values of some sequences, for each position
-    of a window and each batch of sequences.
+    Cost: a pass of the whole model, in memory with keys and values, for each position of a window and each batch of
+    sequences.
 
     Reference: Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
 
@@ -52,10 +47,9 @@ def synthesize(
         model: The dense model.
         tokens: (samples, length) int64, this process's share.
         count: Windows to write, by all processes together.
-        budget: Bytes of memory for the model with its keys and values; by default those of the device.
-        world: The processes, each of which has some of the samples, in order; by default one.
-        done: Called after each token of each batch, see :func:`steps`.
-        seed: For the draws.
+        budget: Bytes of memory for the model with its keys and values; None for those of the device.
+        world: The processes.
+        progress: Receives a step for each token of each batch.
 
     Returns:
         (count, length) int64, the same in all processes; None where the model does not fit in the memory of each.
@@ -63,9 +57,8 @@ def synthesize(
     Raises:
         UnsupportedModelError: transformers cannot generate text with this model.
     """
-    world = world or World()
     length = tokens.shape[1]
-    given, width = torch.cat(world.collected(tokens)), _prompt(length)
+    given, width = torch.cat(world.collected(tokens)), max(1, round(length * _PROMPT))
     rounds = math.ceil(count / len(given))
     # Each round takes its prompts from another place of the windows; with one round, the middle.
     starts = [(turn + 1) * (length - width) // (rounds + 1) for turn in range(rounds)]
@@ -73,24 +66,15 @@ def synthesize(
     together = min(world.collected(_together(model, length, budget)))
     if not together:
         return None
+    parts = world.share(prompts).split(together)
+    progress.stage(0, "synthesis", len(parts) * (length - width))
     drawn: list[Tensor] = []
     cuda = [model.device] if model.device.type == "cuda" else []
     with model.whole() as whole, torch.random.fork_rng(cuda):
-        for turn, part in enumerate(world.share(prompts).split(together)):
-            torch.manual_seed(seed + 1_000_003 * world.rank + turn)
-            drawn.append(_continued(whole, part.to(model.device), length, done))
+        for turn, part in enumerate(parts):
+            torch.manual_seed(1_000_003 * world.rank + turn)
+            drawn.append(_continued(whole, part.to(model.device), length, progress.step))
     return torch.cat(world.collected(torch.cat(drawn)))
-
-
-def steps(model: StreamedModel, length: int, count: int, budget: int | None = None) -> int:
-    """How often ``done`` is called for ``count`` windows of one process; 0 where the model does not fit."""
-    together = _together(model, length, budget)
-    return math.ceil(count / together) * (length - _prompt(length)) if together else 0
-
-
-def _prompt(length: int) -> int:
-    """Tokens per window that are from the given text."""
-    return max(1, round(length * _PROMPT))
 
 
 class _Counter(StoppingCriteria):
@@ -119,28 +103,15 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
 
 
 def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str) -> Tensor:
-    settings = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_length=length,
-        pad_token_id=0,
-        cache_implementation=cache,
-        disable_compile=True,
-    )
+    drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_length": length}
+    settings = GenerationConfig(**drawing, pad_token_id=0, cache_implementation=cache, disable_compile=True)
+    inputs = {"attention_mask": torch.ones_like(prompts), "stopping_criteria": StoppingCriteriaList([_Counter(done)])}
     # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings
     try:
-        text = cast("Any", whole).generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            generation_config=settings,
-            stopping_criteria=StoppingCriteriaList([_Counter(done)]),
-        )
+        text: Tensor = cast("Any", whole).generate(prompts, generation_config=settings, **inputs)
     finally:
         whole.generation_config = own
-    assert isinstance(text, Tensor)
     return text.cpu()
 
 
@@ -150,11 +121,10 @@ def _together(model: StreamedModel, length: int, budget: int | None) -> int:
     It depends on the size of the memory and not on how much of it is free, so that the same run on the same machine
     draws the same text.
     """
-    if budget is None:
-        if model.device.type == "cuda":
-            budget = torch.cuda.get_device_properties(model.device).total_memory
-        else:
-            budget = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if budget is None and model.device.type == "cuda":
+        budget = torch.cuda.get_device_properties(model.device).total_memory
+    elif budget is None:
+        budget = psutil.virtual_memory().total
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ _SYNTHETIC = "synthetic"
 Place = tuple[int, str]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Plan:
     """What is decided before anything is pruned.
 
@@ -59,21 +59,21 @@ class Plan:
         synthetic: (samples, length) int64, text that the dense model wrote, if any.
     """
 
-    zeros: dict[Place, int] = dataclasses.field(default_factory=dict)
-    importance: dict[Place, Tensor] = dataclasses.field(default_factory=dict)
+    zeros: dict[Place, int] = field(default_factory=dict)
+    importance: dict[Place, Tensor] = field(default_factory=dict)
     synthetic: Tensor | None = None
 
     def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
         """The pattern of a matrix."""
-        zeros = self.zeros.get((matrix.block, matrix.name))
+        zeros = self.zeros.get(_place(matrix))
         return usual if zeros is None else _at(usual, zeros / _size(matrix))
 
     def save(self, path: Path) -> None:
-        """Writes it, in safetensors."""
+        """Writes it, in safetensors; it is on disk when this returns."""
         tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
         if self.synthetic is not None:
             tensors[_SYNTHETIC] = self.synthetic
-        zeros = json.dumps([[block, name, count] for (block, name), count in self.zeros.items()])
+        zeros = json.dumps([[*place, count] for place, count in self.zeros.items()])
         with output_errors(path), path.open("wb") as file:
             file.write(save(tensors, metadata={"zeros": zeros}))
             file.flush()
@@ -86,8 +86,8 @@ class Plan:
             zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
         synthetic = tensors.pop(_SYNTHETIC, None)
-        keys = {key: key.partition(" ") for key in tensors}
-        return cls(zeros, {(int(block), name): tensors[key] for key, (block, _, name) in keys.items()}, synthetic)
+        places = ((key.split(" ", 1), value) for key, value in tensors.items())
+        return cls(zeros, {(int(block), name): value for (block, name), value in places}, synthetic)
 
 
 def plan(
@@ -99,7 +99,7 @@ def plan(
     world: World,
     progress: Progress,
 ) -> Plan:
-    """Examines the dense model as far as ``effort`` needs it.
+    """Examines the dense model as far as ``effort`` needs it, on this process's calibration ``tokens``.
 
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
     pruned to several sparsities, and the squared errors of their outputs are weighted by how sensitive the loss is to
@@ -107,19 +107,10 @@ def plan(
     next zero costs. "error" uses errors relative to the squared outputs instead, "owl" the share of outliers in each
     block (Yin et al. 2024).
 
-    Only patterns that can have another sparsity (:meth:`Pattern.at`) take part.
-
-    Args:
-        model: The dense model.
-        effort: What is wanted.
-        pattern_of: The pattern of each matrix if all have the same.
-        tokens: (samples, length), this process's calibration tokens, of which some are used.
-        tf32: See :mod:`niwaki.layer.tf32`.
-        world: The processes.
-        progress: Called as the run proceeds.
+    Only matrices whose pattern can have another sparsity (:meth:`Pattern.at`) take part.
     """
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
-    if not matrices or not effort.plans:
+    if not matrices:
         return Plan()
     tokens = _pilot(tokens, effort.pilot, world)
     importance: dict[Place, Tensor] = {}
@@ -127,10 +118,10 @@ def plan(
         batches = math.ceil(len(tokens) / max(1, TOKENS_PER_BATCH // tokens.shape[1]))
         progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
         by_block = sensitivities(model, tokens, world, progress.step)
-        importance = {(m.block, m.name): by_block[m.block][m.name] for m in matrices}
+        importance = {_place(matrix): by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
-        costs = _Costs(effort, pattern_of, importance, world)
+        costs = _Costs(matrices, effort, pattern_of, importance, world)
         stop = matrices[-1].block + 1
         with model.budget.lent() as budget:
             states = model.embed(tokens, budget=budget)
@@ -144,48 +135,48 @@ def plan(
     return Plan(zeros, weights)
 
 
+@dataclass
 class _Costs:
     """What sparsity costs the matrices, measured block by block."""
 
-    def __init__(self, effort: Effort, pattern_of: PatternOf, importance: dict[Place, Tensor], world: World) -> None:
-        self._effort = effort
-        self._pattern_of = pattern_of
-        self._importance = importance
-        self._world = world
-        self._matrices: list[Matrix] = []
-        self._curves: list[Curve] = []
-        self._outliers: list[float] = []  # of each block
+    matrices: list[Matrix]
+    effort: Effort
+    pattern_of: PatternOf
+    importance: dict[Place, Tensor]
+    world: World
+    _curves: list[Curve] = field(default_factory=list)
+    _outliers: list[float] = field(default_factory=list)  # of each block
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
         """Examines the matrices of ``block``."""
-        matrices = {m.name: m for m in block.matrices if self._pattern_of(m).at(0.0) is not None}
+        matrices = {matrix.name: matrix for matrix in self.matrices if matrix.block == block.index}
         if not matrices:
             return
-        self._matrices += matrices.values()
         inputs: list[tuple[Matrix, Gram]] = []
-        for group in block.input_grams(states, done, self._world, tf32, [*matrices.values()]):
+        for group in block.input_grams(states, done, self.world, tf32, [*matrices.values()]):
             gram = Gram(group.H)
             inputs += [(matrices[name], gram) for name in group.names]
-        if self._effort.allocation == "owl":
+        if self.effort.allocation == "owl":
             scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
             self._outliers.append(float((scores > _OUTLIER * scores.mean()).float().mean()))
             return
         mine: dict[str, Curve] = {}
         for turn, (matrix, gram) in enumerate(inputs, 1):
-            if turn % self._world.size == self._world.rank:
+            if turn % self.world.size == self.world.rank:
                 with named(matrix):
                     mine[matrix.name] = self._curve(block.weight(matrix), gram, matrix)
-        curves = {name: curve for share in self._world.collected(mine) for name, curve in share.items()}
+        curves = {name: curve for share in self.world.collected(mine) for name, curve in share.items()}
         self._curves += [curves[name] for name in matrices]
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
+        allocation, usual = self.effort.allocation, self.pattern_of(matrix)
         rows = _some(len(W))
-        W, usual = W[rows.to(W.device)], self._pattern_of(matrix)
-        if self._effort.allocation == "loss":
-            W.mul_(self._importance[matrix.block, matrix.name][rows].sqrt().unsqueeze(1).to(W.device))
+        W = W[rows.to(W.device)]
+        if allocation == "loss":
+            W.mul_(self.importance[_place(matrix)][rows].sqrt().unsqueeze(1).to(W.device))
         problem = LayerProblem(W, gram)
-        scale = _size(matrix) / W.numel() if self._effort.allocation == "loss" else 1.0
-        scale /= problem.power if self._effort.allocation == "error" and problem.power > 0 else 1.0
+        scale = _size(matrix) / W.numel() if allocation == "loss" else 1.0
+        scale /= problem.power if allocation == "error" and problem.power > 0 else 1.0
         losses: dict[float, float] = {}
         for density in _DENSITIES:
             pattern = _at(usual, 1 - min(0.9, (1 - usual.sparsity) * density))
@@ -198,25 +189,21 @@ class _Costs:
 
     def zeros(self) -> dict[Place, int]:
         """The number of zeros of each matrix."""
-        sizes = [_size(matrix) for matrix in self._matrices]
-        wanted = [self._pattern_of(matrix).sparsity * size for matrix, size in zip(self._matrices, sizes, strict=True)]
-        total = round(math.fsum(wanted))
-        if self._effort.allocation != "owl" and self._effort.per == "matrix":
-            zeros = allocate(self._curves, total)
+        places, sizes = [*map(_place, self.matrices)], [*map(_size, self.matrices)]
+        total = round(math.fsum(self.pattern_of(matrix).sparsity * _size(matrix) for matrix in self.matrices))
+        if self.effort.allocation != "owl" and self.effort.per == "matrix":
+            return dict(zip(places, allocate(self._curves, total), strict=True))
+        blocks = [[*members] for _, members in itertools.groupby(range(len(sizes)), lambda i: self.matrices[i].block)]
+        weights = [sum(sizes[i] for i in members) for members in blocks]
+        if self.effort.allocation == "owl":
+            shares = outlier_ratios(self._outliers, weights, total)
         else:
-            blocks: dict[int, list[int]] = {}
-            for i, matrix in enumerate(self._matrices):
-                blocks.setdefault(matrix.block, []).append(i)
-            weights = [sum(sizes[i] for i in members) for members in blocks.values()]
-            if self._effort.allocation == "owl":
-                shares = outlier_ratios(self._outliers, weights, total)
-            else:
-                shares = allocate([together([self._curves[i] for i in members]) for members in blocks.values()], total)
-            zeros = [0] * len(sizes)
-            for members, share, weight in zip(blocks.values(), shares, weights, strict=True):
-                for i, count in zip(members, rounded([share * sizes[i] / weight for i in members], share), strict=True):
-                    zeros[i] = count
-        return {(m.block, m.name): count for m, count in zip(self._matrices, zeros, strict=True)}
+            shares = allocate([together([self._curves[i] for i in members]) for members in blocks], total)
+        zeros: dict[Place, int] = {}
+        for members, share, weight in zip(blocks, shares, weights, strict=True):
+            counts = rounded([share * sizes[i] / weight for i in members], share)
+            zeros |= zip([places[i] for i in members], counts, strict=True)
+        return zeros
 
 
 def _pilot(tokens: Tensor, share: float, world: World) -> Tensor:
@@ -245,6 +232,10 @@ def _weights(importance: Tensor, power: float) -> Tensor:
         return torch.ones_like(importance)
     relative = (importance / mean).clamp(min=_LEAST).pow(power)
     return (relative / relative.mean()).sqrt()
+
+
+def _place(matrix: Matrix) -> Place:
+    return matrix.block, matrix.name
 
 
 def _size(matrix: Matrix) -> int:

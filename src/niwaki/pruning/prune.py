@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from niwaki.files import write_json
-from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Pattern
-from niwaki.layer.solvers import Solver
+from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.patterns import Pattern, make_pattern
+from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
 from niwaki.layer.tf32 import products
 from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
 from niwaki.models.device import resident
@@ -24,12 +25,12 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
-from niwaki.pruning.effort import Effort
+from niwaki.pruning.effort import Effort, make_effort, usual_effort
 from niwaki.pruning.fit import COPIES
 from niwaki.pruning.masks import patterns_of
-from niwaki.pruning.request import Request
+from niwaki.pruning.request import Request, take_masks
 from niwaki.pruning.session import current_session
-from niwaki.pruning.walk import Log, Walk
+from niwaki.pruning.walk import Walk
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -56,9 +57,8 @@ def prune(
 ) -> Record:
     """Prunes the model in directory ``model`` and writes the result to directory ``out``.
 
-    One decoder block is in memory at a time, with its Gram matrices and the hidden states of the
-    calibration text. Embeddings, norms, biases and the head are copied. An interrupted run resumes after its last
-    finished block when it is asked for again.
+    One decoder block is in memory at a time, with its Gram matrices and the hidden states of the calibration text.
+    Embeddings, norms, biases and the head are copied.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
@@ -66,15 +66,15 @@ def prune(
         pattern: A fraction of zeros, such as 0.6 or "60 %", in the pattern that the solver's paper uses; or a pattern,
             such as "2:4" or ``PerRow(0.6)``.
         solver: A name of ``SOLVERS``, with parameters as in "adam:iterations=50", or a solver; by default continuation.
-        effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is
-            done for the whole model, and for matrices and blocks to fit together. By default "balanced", and where
-            a solver or a mask is given "fast": methods as they were published.
-        mask_from: The name of another solver, or a pruned model, whose mask is used. The mask of a pruned model
-            is kept as it is, whatever its pattern. With a pattern as well, that has to be one
-            that the mask satisfies: solvers that refine masks (swaps, dsnot) start from it and keep to that.
-        grid: A grid that the remaining weights are put on, such as "int4:128": whole numbers of 4 bits, with a
-            scale for each row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros
-            in addition to the pattern's. Scales are in ``out/quantization/scales.safetensors``.
+        effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is done for the whole
+            model, and for matrices and blocks to fit together. By default "balanced", and where a solver or a mask is
+            given "fast": methods as they were published.
+        mask_from: The name of another solver, or a pruned model, whose mask is used. The mask of a pruned model is kept
+            as it is, whatever its pattern. With a pattern as well, the mask has to satisfy that: solvers that
+            refine masks (swaps, dsnot) start from it and stay within the pattern.
+        grid: A grid that the remaining weights are put on, such as "int4:128": whole numbers of 4 bits, with a scale
+            for each row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in
+            addition to the pattern's. Scales are in ``out/quantization/scales.safetensors``.
         blocks: Only those from the first number to before the second one are pruned.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
@@ -87,26 +87,34 @@ def prune(
         The record, which is also in ``out/niwaki.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left behind;
-            later the same call resumes after the last block that is done.
+        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
+            resumes after the last block that is done, as it does after an interruption.
     """
-    request = Request.of(
-        model,
-        pattern,
-        solver=solver,
-        effort=effort,
+    given = DEFAULT_SOLVER if solver is None else solver
+    updating = make_solver(given) if isinstance(given, str) else given
+    mask_from = None if mask_from is None else str(mask_from)
+    effort = usual_effort(solver, mask_from) if effort is None else effort
+    masking, mask_model = take_masks(updating, mask_from)
+    measurement = Measurement.of(measurement)
+    measurement.only_text("prune")
+    request = Request(
+        model=str(model),
+        method=given if isinstance(given, str) else str(describe(given)["name"]),
+        solver=masking,
+        effort=make_effort(effort) if isinstance(effort, str) else effort,
+        pattern=None if pattern is None else make_pattern(pattern, updating.default_pattern),
         mask_from=mask_from,
-        grid=grid,
+        mask_model=mask_model,
+        grid=parse_grid(grid) if isinstance(grid, str) else grid,
         blocks=blocks,
-        calibration=calibration,
+        calibration=Calibration.of(calibration),
         measurement=measurement,
-        compute=compute,
+        compute=Compute.of(compute),
     )
-    return run(request, Path(out), restart, progress)
+    return _run(request, Path(out), restart, progress)
 
 
-def run(request: Request, out: Path, restart: bool = False, progress: Progress | None = None) -> Record:
-    """Does what was asked for; see :func:`prune`."""
+def _run(request: Request, out: Path, restart: bool, progress: Progress | None) -> Record:
     clock, session = Clock(), current_session()
     world = session.world
     progress = progress if progress and world.first else Progress()
@@ -119,7 +127,7 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
         chosen = request.chosen(len(model.blocks))
         model.limit(chosen)
         if request.compute.budget is not None:
-            budget.limit(max(0, request.compute.budget - _needed(model, request.effort, request.grid)))
+            budget.limit(max(0, request.compute.budget - _needed(model, request)))
         if request.grid:
             request.grid.check(matrix.shape[1] for matrix in model.matrices())
         pattern_of = patterns_of(request.pattern, request.mask_model, model)
@@ -148,9 +156,9 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
                         f"resuming after the first {journal.blocks} of {len(model.blocks)} blocks, where an "
                         "earlier run was interrupted; these run again for their outputs"
                     )
-                walk = Walk(model, request, pattern_of, world, Log(record, progress, clock, journal))
+                walk = Walk(model, request, pattern_of, world, record, progress, clock, journal, place)
                 if place:
-                    _write(walk, place, model, request.grid, shares)
+                    _write(walk, place, shares)
                 else:
                     walk.blocks(*shares)
             record = world.told(record)
@@ -160,15 +168,14 @@ def run(request: Request, out: Path, restart: bool = False, progress: Progress |
     return record
 
 
-def _write(
-    walk: Walk, place: Workplace, model: StreamedModel, grid: Grid | None, shares: tuple[Windows, Windows | None]
-) -> None:
+def _write(walk: Walk, place: Workplace, shares: tuple[Windows, Windows | None]) -> None:
     """The walk over the blocks and all that is written."""
-    record, clock, journal, checkpoint = walk.log.record, walk.log.clock, place.journal, model.checkpoint
-    added = places(checkpoint, model.matrices(), grid) if grid else None
+    record, clock, journal = walk.record, walk.clock, walk.journal
+    checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
+    added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
-    with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as writer:
-        walk.blocks(*shares, writer, place)
+    with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as walk.writer:
+        walk.blocks(*shares)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
     record.notes += carry_over(checkpoint, place.directory)
@@ -176,7 +183,7 @@ def _write(
     card.write(place.directory, record)
     verify(place.directory, checkpoint, journal.zeros)
     if grid:
-        verify_grid(place.directory, model.matrices(), grid)
+        verify_grid(place.directory, matrices, grid)
     clock.lap("check")
     record.seconds = {**clock.seconds, "total": clock.total()}
     write_json(place.directory / "niwaki.json", record.to_json())
@@ -198,19 +205,17 @@ def _share(windows: Windows, world: World) -> Windows:
     return dataclasses.replace(windows, tokens=world.share(windows.tokens))
 
 
-def _needed(model: StreamedModel, effort: Effort, grid: Grid | None) -> int:
+def _needed(model: StreamedModel, request: Request) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
-    largest = max(model.matrices(), key=lambda matrix: matrix.shape[0] * matrix.shape[1])
-    rows, columns = largest.shape
+    effort = request.effort
+    blocks = [[matrix.shape for matrix in model.matrices(index)] for index in range(len(model.blocks))]
+    rows, columns = max(itertools.chain(*blocks), key=math.prod)
     solving = 4 * (2 * columns**2 + 7 * rows * columns)
-    blocks = [model.matrices(index) for index in range(len(model.blocks))]
-    grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in matrices) for matrices in blocks)
-    if effort.dense_targets:
-        grams *= 2
+    grams = max(sum(4 * inputs**2 for _, inputs in shapes) for shapes in blocks) * (2 if effort.dense_targets else 1)
     # Its weights, which are not there while matrices are solved, and activations; for the dense model's states those
     # weights once more.
     running = (3 if effort.dense else 2) * model.block_size
-    weights = max(sum(math.prod(matrix.shape) for matrix in matrices) for matrices in blocks)
-    copies = COPIES + 1 if grid else COPIES  # on the grid
+    weights = max(sum(map(math.prod, shapes)) for shapes in blocks)
+    copies = COPIES + (1 if request.grid else 0)  # on the grid
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
     return resident() + max(grams + max(running, solving), fitting)

@@ -25,11 +25,7 @@ _COPIES = 4
 
 
 def sensitivities(
-    model: StreamedModel,
-    tokens: Tensor,
-    world: World | None = None,
-    done: Callable[[], None] = lambda: None,
-    seed: int = 0,
+    model: StreamedModel, tokens: Tensor, world: World | None = None, done: Callable[[], None] = lambda: None
 ) -> list[dict[str, Tensor]]:
     """The mean square of the gradient of the loss with respect to each output of each matrix that can be pruned.
 
@@ -39,26 +35,24 @@ def sensitivities(
     So g is a diagonal of the Fisher information: to second order, independent noise of variance v in output o of every
     token raises the loss by g_o v / 2 per token.
 
-    The sums are over all tokens of all processes. For an expert they are over the tokens routed to it, divided by the
-    number of all tokens: one that is rarely used has small values, and an unused one zeros.
+    The sums are over the tokens of all processes; for an expert over those routed to it, divided by the number of all.
 
-    Labels depend on ``seed`` and a sample's place among those of all processes only, up to rounding. On a GPU
-    gradients of attention and of experts are summed in no fixed order, so the last digits may differ between runs. The
-    last norm, the head and the loss are computed in float32 whatever the blocks run in.
+    Labels depend on a sample's place among those of all processes only, up to rounding. On a GPU gradients of attention
+    and of experts are summed in no fixed order, so the last digits may differ between runs. The last norm, the head and
+    the loss are in float32 whatever the blocks run in.
 
     Cost: all weights are read twice; two forward passes and a backward pass without gradients of weights, which takes
     as much as one of them. Memory: one block, its activations and their gradients for one batch, and on the CPU the
-    inputs of all blocks, in the model's dtype. What exceeds the model's memory budget goes to a file.
+    inputs of all blocks, within the model's memory budget.
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.
 
     Args:
         model: The dense model. Not changed.
-        tokens: (samples, length) int64, this process's share.
-        world: The processes, each of which has some of the samples, in order; by default one.
+        tokens: (samples, length) int64, this process's share; those of all processes are in order.
+        world: By default one process.
         done: Called after each batch in each block, forwards and backwards.
-        seed: For the labels.
 
     Returns:
         For each block by the name of each matrix (out,) float32 on the CPU, in squared nats per squared output; the
@@ -72,10 +66,9 @@ def sensitivities(
     means: list[dict[str, Tensor]] = [{} for _ in model.blocks]
     first = min((matrix.block for matrix in model.matrices()), default=0)
     counts = world.collected(len(tokens))
-    total = sum(counts) * tokens.shape[1]
     # Drawn for all processes, of which each takes its own.
-    draws = torch.rand(sum(counts), tokens.shape[1], generator=torch.Generator().manual_seed(seed))
-    draws = draws.split(counts)[world.rank]
+    draws_of_all = torch.rand(sum(counts), tokens.shape[1], generator=torch.Generator().manual_seed(0))
+    draws = draws_of_all.split(counts)[world.rank]
     with model.budget.lent() as budget:
         states = model.embed(tokens, budget=budget)
         inputs: list[SpillList] = []
@@ -87,26 +80,22 @@ def sensitivities(
             block.advance(states, done)
         exponents = _start(model, states, draws)
         for block in model.stream(backwards=True):
-            squares = _Squares(block, model.device)
+            squares = _Squares(block)
             for i, hidden in enumerate(inputs.pop()):
                 squares.scale = 4.0 ** exponents[i]
-                gradient = input_gradient(
-                    block, hidden.to(model.device), states.hidden[i], states, squares.inputs, squares.outputs
-                )
+                hidden = hidden.to(model.device)
+                gradient = input_gradient(block, hidden, states.hidden[i], states, squares.inputs, squares.outputs)
                 states.hidden[i], change = _normalised(gradient, f"block {block.index}")
                 exponents[i] += change
                 done()
-            means[block.index] = squares.finish(world, total)
+            means[block.index] = squares.means(world, draws_of_all.numel())
             if block.index == first:
                 break
     return means
 
 
 def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[int]:
-    """Replaces the hidden states after the last block by gradients of the loss.
-
-    Those of batch i are to be multiplied by 2^exponents[i]; the exponents are the result.
-    """
+    """Replaces the hidden states after the last block by gradients of the loss, over 2^the exponent of each batch."""
     exponents = []
     rows = max(1, LOGITS_PER_BATCH // (_COPIES * model.config.vocab_size))
     with model.head(torch.float32) as head:
@@ -156,22 +145,17 @@ def _normalised(gradient: Tensor, where: str) -> tuple[Tensor, int]:
 
 
 class _Squares:
-    """Sums of squared gradients with respect to the outputs of the matrices of a block.
+    """Sums of squared gradients, times ``scale``, with respect to the outputs of the matrices of a block."""
 
-    Attributes:
-        scale: What the next squares are multiplied by.
-    """
-
-    def __init__(self, block: DecoderBlock, device: torch.device) -> None:
-        self._index = block.index
-        self._matrices = block.matrices
+    def __init__(self, block: DecoderBlock) -> None:
+        self._block = block
         self.scale = 1.0
         heights: dict[_Weights, int] = {}
-        for matrix in self._matrices:
+        for matrix in block.matrices:
             weights = (matrix.parameter, matrix.expert)
             heights[weights] = max(heights.get(weights, 0), matrix.start + matrix.shape[0])
         # One tensor, in the order of the matrices: processes do not see experts in the same order.
-        self._all = torch.zeros(sum(heights.values()), dtype=torch.float64, device=device)
+        self._all = torch.zeros(sum(heights.values()), dtype=torch.float64, device=block.device)
         self._sums = dict(zip(heights, self._all.split(list(heights.values())), strict=True))
         self._seen: set[str] = set()
         #: Where all experts run on the same number of rows: which of these are their tokens, in each product.
@@ -193,24 +177,22 @@ class _Squares:
         for rows in gradients.split(_ROWS):
             sums.add_(rows.double().square_().sum(dim=0), alpha=self.scale)
 
-    def finish(self, world: World, tokens: int) -> dict[str, Tensor]:
-        """(out,) for each matrix: the means over ``tokens``, those of all processes."""
+    def means(self, world: World, tokens: int) -> dict[str, Tensor]:
+        """(out,) for each matrix: the means over the ``tokens`` of all processes."""
         for parameter, _ in self._sums:
             if parameter not in self._seen:
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
         world.sum([self._all])
-        _check(bool(torch.isfinite(self._all).all()), f"block {self._index}")
+        _check(bool(torch.isfinite(self._all).all()), f"block {self._block.index}")
         self._all /= tokens
-        return {
-            matrix.name: self._sums[matrix.parameter, matrix.expert]
-            .narrow(0, matrix.start, matrix.shape[0])
-            .to("cpu", torch.float32)
-            for matrix in self._matrices
-        }
+        means = {}
+        for m in self._block.matrices:
+            rows = slice(m.start, m.start + m.shape[0])
+            means[m.name] = self._sums[m.parameter, m.expert][rows].to("cpu", torch.float32)
+        return means
 
 
 def _check(finite: bool, where: str) -> None:
-    """Raises NumericalError for gradients of ``where`` that are not ``finite``."""
     if not finite:
         raise NumericalError(
             f"{where}: gradients are NaN or infinite on the calibration text; try --dtype float32, or another text"

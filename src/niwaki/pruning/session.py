@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from niwaki.models.processes import World
 
 
-@dataclass(frozen=True)
-class Session:
-    """Who asks, and who works.
-
-    Attributes:
-        command: The command line, for records; "" where niwaki was called from Python.
-        world: The processes that share the work, see :mod:`niwaki.models.processes`.
-    """
+class Session(NamedTuple):
+    """The command line, for records, "" where niwaki was called from Python; and the processes that share the work."""
 
     command: str = ""
-    world: World = field(default_factory=World)
+    world: World = World()
 
 
 _session: ContextVar[Session] = ContextVar("session")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,16 +15,14 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
-from niwaki.layer.patterns import Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
-from niwaki.layer.problem import Gram, LayerProblem, Monitor, Solution, relative
+from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.layer.rounding import flops, onto_grid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.pruning.masks import PatternOf, named
-from niwaki.pruning.plan import Plan
 from niwaki.pruning.request import Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
@@ -46,11 +45,9 @@ class BlockSolver:
 
     request: Request
     pattern_of: PatternOf
+    importance: Mapping[tuple[int, str], Tensor]
     world: World
     progress: Progress
-    plan: Plan = field(default_factory=Plan)
-    #: The scales of the present block's matrices, by name.
-    _scales: dict[str, Tensor] = field(default_factory=dict)
 
     def solve(self, block: DecoderBlock, grams: list[InputGram], keep: Callable[[Matrix, Solved], None]) -> None:
         """Solves all matrices of ``block``, and gives each result to ``keep``, in the same order in all processes.
@@ -69,8 +66,7 @@ class BlockSolver:
             if shared:
                 gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
             for matrix in shared:
-                rows = self.world.rows(matrix.shape[0])
-                results[matrix.name] = self._solve(block, matrix, gram, inputs, rows)
+                results[matrix.name] = self._solve(block, matrix, gram, inputs, self.world.rows(matrix.shape[0]))
                 self.progress.step()
         while grams:
             inputs = grams.pop(0)
@@ -80,7 +76,7 @@ class BlockSolver:
                 solved = self._solve(block, matrix, gram, inputs)
                 self.progress.step()
                 if self.world.size == 1:
-                    self._keep(matrix, solved, keep)
+                    keep(matrix, solved)
                 else:
                     results[matrix.name] = solved
                 del solved
@@ -92,44 +88,28 @@ class BlockSolver:
             assert result is not None
             if own is None:
                 self.progress.step()
-            self._keep(matrix, result, keep)
-
-    def nearest(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """(out, in), W on the grid of ``matrix``, which is of the block solved last, with the same zeros."""
-        assert self.request.grid is not None
-        scales = self._scales[matrix.name]
-        return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
-
-    def _keep(self, matrix: Matrix, solved: Solved, keep: Callable[[Matrix, Solved], None]) -> None:
-        if solved.scales is not None:
-            self._scales[matrix.name] = solved.scales
-        keep(matrix, solved)
+            keep(matrix, result)
 
     def _received(self, block: DecoderBlock, matrix: Matrix, solved: Solved | None, source: int) -> Solved:
         """The result of process ``source``, which has it as ``solved``."""
         record = self.world.told(solved and solved.record, source)
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
-        grid = self.request.grid
-        if not grid:
-            return Solved(stored, None, record)
-        rows, columns = matrix.shape
-        shape, dtype = (rows, grid.groups(columns)), scale_dtype(stored.dtype)
-        scales = solved.scales if solved else torch.empty(shape, dtype=dtype, device=stored.device)
-        assert scales is not None
-        return Solved(stored, self.world.send(scales, source), record)
-
-    def _pattern(self, matrix: Matrix) -> Pattern:
-        return self.plan.pattern(matrix, self.pattern_of(matrix))
+        scales = solved.scales if solved else None
+        if grid := self.request.grid:
+            if scales is None:
+                shape, dtype = (matrix.shape[0], grid.groups(matrix.shape[1])), scale_dtype(stored.dtype)
+                scales = torch.empty(shape, dtype=dtype, device=stored.device)
+            self.world.send(scales, source)
+        return Solved(stored, scales, record)
 
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
         rows, columns = matrix.shape
-        if rows < self.world.size or not self.request.solver.separable_rows:
-            return None
-        if self._pattern(matrix).for_rows(self.world.rows(rows)) is None:
-            return None
-        return self._flops(math.ceil(rows / self.world.size), columns)
+        separable = rows >= self.world.size and self.request.solver.separable_rows
+        if separable and self.pattern_of(matrix).for_rows(self.world.rows(rows)) is not None:
+            return self._flops(math.ceil(rows / self.world.size), columns)
+        return None
 
     def _flops(self, rows: int, columns: int) -> float:
         return self.request.solver.flops(rows, columns) + (flops(rows, columns) if self.request.grid else 0.0)
@@ -141,18 +121,19 @@ class BlockSolver:
             W = rows.own(block.weight(matrix))
             if inputs.cross is not None:
                 W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
-            weights = self.plan.importance.get((matrix.block, matrix.name))
+            weights = self.importance.get((matrix.block, matrix.name))
             if weights is not None:
                 weights = rows.own(weights).unsqueeze(1).to(W.device)
                 W = W.mul_(weights)
             problem = LayerProblem(W, gram)
             del W
-            pattern, monitor = self._pattern(matrix), self._monitor(matrix.name)
+            pattern = self.pattern_of(matrix)
+            monitor = partial(self.progress.solving, matrix.name) if self.progress.wants_steps else None
             if rows is not ALL:
-                restricted = pattern.for_rows(rows)
-                assert restricted is not None
                 # With a monitor solvers may ask the pattern more often, and only the first process has one.
-                pattern, monitor = restricted, None
+                restricted, monitor = pattern.for_rows(rows), None
+                assert restricted is not None
+                pattern = restricted
             solution = self.request.solver(problem, pattern, monitor)
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
@@ -172,18 +153,9 @@ class BlockSolver:
         record = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
         return Solved(stored, scales, record)
 
-    def _monitor(self, name: str) -> Monitor | None:
-        if not self.progress.wants_steps:
-            return None
-        return lambda step, steps, error: self.progress.solving(name, step, steps, error)
-
 
 def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:
-    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``.
-
-    Raises:
-        NumericalError: it is not finite.
-    """
+    """The error of a whole matrix, of which ``problem`` and ``solution`` are ``rows``."""
     error = solution.error
     if rows is not ALL:
         power = problem.power
