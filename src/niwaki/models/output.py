@@ -20,26 +20,27 @@ from typing import Any
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint import Checkpoint, copy_files
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
 from niwaki.records.record import FINDINGS
+
+#: Other copies of the dense weights. In the output they would be stale, and as large as the model.
+_WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 
 @dataclass
 class Journal:
-    """How far a run has come.
+    """How far a run has come."""
 
-    Attributes:
-        fingerprint: What was asked for, by name: a run resumes only if all of it is the same.
-        blocks: Number of blocks that are done and on disk.
-        zeros: By checkpoint key, the number of zeros that was written.
-        record: The record so far, as JSON.
-        complete: Everything is written and checked; only the move into place is missing.
-    """
-
+    #: What was asked for, by name: a run resumes only if all of it is the same.
     fingerprint: dict[str, Any]
+    #: Number of blocks that are done and on disk.
     blocks: int = 0
+    #: By checkpoint key, the number of zeros that was written.
     zeros: dict[str, int] = field(default_factory=dict)
+    #: The record so far, as JSON.
     record: str = ""
+    #: Everything is written and checked; only the move into place is missing.
     complete: bool = False
 
 
@@ -55,7 +56,9 @@ def check_output(source: Path, out: Path) -> Path:
         # A temporary file of the journal is ours too.
         not out.is_dir() or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
     )
-    if taken and not _was_moving(directory, journal):
+    # What is in it is our own where a run was stopped while it moved its directory.
+    moving = _finished(journal) is not None and (directory.name == ".partial" or not directory.exists())
+    if taken and not moving:
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
@@ -78,17 +81,11 @@ def check_record(record_to: Path) -> Path:
 
 
 class Workplace:
-    """Where a run writes.
-
-    Attributes:
-        directory: What becomes OUT.
-        journal: How far the run has come.
-    """
+    """Where a run writes: the ``directory`` that becomes OUT, and the ``journal`` of how far the run has come."""
 
     def __init__(self, out: Path, journal: Journal) -> None:
         self.directory, self._path = _places(out)
-        self._out = out
-        self.journal = journal
+        self._out, self.journal = out, journal
 
     def clear(self, shards: list[str]) -> None:
         """Removes what an earlier run left, except the shards, or folders, that hold the blocks it has done."""
@@ -132,13 +129,11 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def workplace(
-    out: Path, fingerprint: dict[str, Any], restart: bool = False, resume: bool = True
-) -> Iterator[Workplace]:
+def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> Iterator[Workplace]:
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
 
     A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
-    block that is done. Without ``resume``, only a run that was stopped while it moved its directory is finished.
+    block that is done.
 
     Raises:
         UsageError: there is an unfinished run of something else, or one that is still running.
@@ -158,7 +153,7 @@ def workplace(
                 for stray in path.parent.iterdir():  # temporary files of the journal
                     if stray.name.startswith(path.name) and stray != path:
                         stray.unlink()
-                journal = _earlier(path, out, fingerprint, restart, resume)
+                journal = None if restart else _journal_to_resume(path, out, fingerprint)
                 if journal is None:
                     path.unlink(missing_ok=True)
                 elif moved:
@@ -186,7 +181,8 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
         UsageError: another run is writing ``out``.
         OutputError: the place cannot be written.
     """
-    with workplace(out, fingerprint, resume=False) as place:
+    earlier = _finished(_places(out)[1])
+    with workplace(out, fingerprint, restart=earlier is None or earlier.fingerprint != fingerprint) as place:
         if place.journal.complete:
             yield None
         else:
@@ -202,8 +198,29 @@ def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
     Returns:
         What to note: other copies of the dense weights were not copied.
     """
-    left = copy_files(checkpoint.path, directory, [*checkpoint.shards, *FINDINGS])
+    left: list[str] = []
+    with output_errors(directory):
+        for path in sorted(_files(checkpoint.path, set())):
+            name = path.relative_to(checkpoint.path)
+            if name.parts[0] in {".git", ".cache"} or str(name) in {*checkpoint.shards, *FINDINGS}:
+                continue
+            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json"):
+                left.append(str(name))
+                continue
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
     return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
+
+
+def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
+    """All files below ``directory``, through links too, but never in a circle."""
+    above = above | {directory.resolve()}
+    for path in directory.iterdir():
+        if not path.is_dir():
+            yield path
+        elif path.resolve() not in above:
+            yield from _files(path, above)
 
 
 def _places(out: Path) -> tuple[Path, Path]:
@@ -213,27 +230,26 @@ def _places(out: Path) -> tuple[Path, Path]:
     return parent / name, parent / f"{name}.json"
 
 
-def _was_moving(directory: Path, journal: Path) -> bool:
-    """Whether a run was stopped while it moved its directory, so that what is in ``out`` is its own."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        complete = json.loads(journal.read_text(encoding="utf-8")).get("complete") is True
-        return complete and (directory.name == ".partial" or not directory.exists())
-    return False
-
-
-def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool) -> Journal | None:
-    """The journal of an earlier run that this one can resume."""
-    if restart or not path.exists():
-        return None
+def _read_journal(path: Path) -> Journal:
     try:
-        journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
-        if not resume:
-            return journal if journal.complete and journal.fingerprint == fingerprint else None
+        return Journal(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        if not resume:
-            return None
         raise OutputError(f"{path} is not readable as the journal of a run; start over with --restart") from error
-    asked = json.loads(json.dumps(fingerprint))
+
+
+def _finished(path: Path) -> Journal | None:
+    """The journal of an earlier run that only has to move its directory, if there is one."""
+    with contextlib.suppress(OSError, OutputError):
+        journal = _read_journal(path)
+        return journal if journal.complete else None
+    return None
+
+
+def _journal_to_resume(path: Path, out: Path, fingerprint: dict[str, Any]) -> Journal | None:
+    """The journal of an earlier run, if there is one; UsageError where it was asked for something else."""
+    if not path.exists():
+        return None
+    journal, asked = _read_journal(path), json.loads(json.dumps(fingerprint))
     differing = [
         _difference(name, journal.fingerprint.get(name), asked.get(name))
         for name in dict.fromkeys([*asked, *journal.fingerprint])
