@@ -32,24 +32,15 @@ _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf"
 class Journal:
     """How far a run has come."""
 
-    #: What was asked for, by name: a run resumes only if all of it is the same.
-    fingerprint: dict[str, Any]
-    #: Number of blocks that are done and on disk.
-    blocks: int = 0
-    #: By checkpoint key, the number of zeros that was written.
-    zeros: dict[str, int] = field(default_factory=dict)
-    #: The record so far, as JSON.
-    record: str = ""
-    #: Everything is written and checked; only the move into place is missing.
-    complete: bool = False
+    fingerprint: dict[str, Any]  # what was asked for, by name: a run resumes only if all of it is the same
+    blocks: int = 0  # that are done and on disk
+    zeros: dict[str, int] = field(default_factory=dict)  # that were written, by checkpoint key
+    record: str = ""  # so far, as JSON
+    complete: bool = False  # all is written and checked; only the move into place is missing
 
 
 def check_output(source: Path, out: Path) -> Path:
-    """``out`` as an absolute path, after a check that it can be written at the end of the run.
-
-    Raises:
-        UsageError: it is not empty, or inside the model's directory.
-    """
+    """``out`` as an absolute path; UsageError where it is not empty, or inside the model's directory."""
     out = out.expanduser().resolve()
     directory, journal = _places(out)
     taken = out.exists() and (
@@ -66,11 +57,7 @@ def check_output(source: Path, out: Path) -> Path:
 
 
 def check_record(record_to: Path) -> Path:
-    """``record_to`` as an absolute path, after a check that it can be written at the end of the run.
-
-    Raises:
-        UsageError: it cannot be a file, or not be written.
-    """
+    """``record_to`` as an absolute path; UsageError where it cannot be a file, or not be written."""
     file = record_to.expanduser().absolute()
     if file.is_dir() or any(parent.is_file() for parent in file.parents):
         raise UsageError(f"{record_to} cannot be the record's file: a directory is one, or a file in its path")
@@ -92,11 +79,9 @@ class Workplace:
         kept = {*shards, self.plan.name} if self.journal.blocks else set()
         with output_errors(self._out):
             for path in self.directory.iterdir():
-                if path.name in kept:
-                    continue
-                if path.is_dir() and not path.is_symlink():
+                if path.is_dir() and not path.is_symlink() and path.name not in kept:
                     shutil.rmtree(path)
-                else:
+                elif path.name not in kept:
                     path.unlink()
 
     def save(self, **changes: Any) -> None:
@@ -133,11 +118,7 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
 
     A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
-    block that is done.
-
-    Raises:
-        UsageError: there is an unfinished run of something else, or one that is still running.
-        OutputError: the place cannot be written.
+    block that is done. UsageError where there is an unfinished run of something else, or one that is still running.
     """
     directory, path = _places(out)
     made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
@@ -175,11 +156,7 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
     """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
 
     None where an earlier run with this ``fingerprint`` was stopped while it moved a complete directory into place:
-    nothing is left to write.
-
-    Raises:
-        UsageError: another run is writing ``out``.
-        OutputError: the place cannot be written.
+    nothing is left to write. Errors are those of :func:`workplace`, but for other unfinished runs, which it replaces.
     """
     earlier = _finished(_places(out)[1])
     with workplace(out, fingerprint, restart=earlier is None or earlier.fingerprint != fingerprint) as place:
@@ -193,11 +170,7 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
 
 
 def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Copies all files of a model but its weights, and what was measured on it.
-
-    Returns:
-        What to note: other copies of the dense weights were not copied.
-    """
+    """Copies all files of a model but its weights and what was measured on it; returns what to note about that."""
     left: list[str] = []
     with output_errors(directory):
         for path in sorted(_files(checkpoint.path, set())):
@@ -239,10 +212,11 @@ def _read_journal(path: Path) -> Journal:
 
 def _finished(path: Path) -> Journal | None:
     """The journal of an earlier run that only has to move its directory, if there is one."""
-    with contextlib.suppress(OSError, OutputError):
+    try:
         journal = _read_journal(path)
-        return journal if journal.complete else None
-    return None
+    except (OSError, OutputError):
+        return None
+    return journal if journal.complete else None
 
 
 def _journal_to_resume(path: Path, out: Path, fingerprint: dict[str, Any]) -> Journal | None:
@@ -250,21 +224,15 @@ def _journal_to_resume(path: Path, out: Path, fingerprint: dict[str, Any]) -> Jo
     if not path.exists():
         return None
     journal, asked = _read_journal(path), json.loads(json.dumps(fingerprint))
-    differing = [
-        _difference(name, journal.fingerprint.get(name), asked.get(name))
-        for name in dict.fromkeys([*asked, *journal.fingerprint])
-        if journal.fingerprint.get(name) != asked.get(name)
-    ]
+    differing = []
+    for name in dict.fromkeys([*asked, *journal.fingerprint]):
+        there, here = journal.fingerprint.get(name), asked.get(name)
+        sums = any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here))  # SHA-256, which says nothing
+        if there != here:
+            differing.append(name if sums else f"{name} ({there} there, {here} here)")
     if differing:
         raise UsageError(
             f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
             "for the same to resume it, or start over with --restart"
         )
     return journal
-
-
-def _difference(name: str, there: Any, here: Any) -> str:
-    """In words; SHA-256 sums would say nothing to anybody."""
-    if any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here)):
-        return name
-    return f"{name} ({there} there, {here} here)"

@@ -71,11 +71,7 @@ class Windows:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Raises:
-        CalibrationError: there is none, or it needs code from the directory.
-    """
+    """The tokenizer of a model directory; CalibrationError where there is none, or it needs code from there."""
     from transformers import AutoTokenizer
 
     try:
@@ -95,17 +91,11 @@ def read_windows(
     order: Order = "first",
     seed: int = 0,
 ) -> Windows:
-    """Non-overlapping windows of ``length`` tokens.
+    """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
-    Args:
-        source: See the module's docstring.
-        tokenizer: The model's.
-        length: Tokens in a window.
-        count: Windows that are needed; None for all of the text.
-        spare: Windows that are welcome on top, if the text has them.
-        order: ``first`` takes the text from its start; ``random`` cuts all of it into stretches and takes windows from
-            the starts of words in some of them.
-        seed: For ``random``.
+    ``count`` windows are needed, None for all of the text; ``spare`` ones are welcome on top, if the text has them.
+    With the order ``first`` they are from its start; with ``random`` all of it is cut into stretches, and windows are
+    from the starts of words in some of them, which ``seed`` chooses.
 
     Raises:
         CalibrationError: the text is not available, or has fewer than ``count`` windows.
@@ -198,7 +188,7 @@ class Texts:
     def read(
         cls, model: StreamedModel, calibration: Calibration, measurement: Measurement, usual: int | None = None
     ) -> Texts:
-        """Reads them, and checks that ``model`` takes them.
+        """Reads them with the tokenizer of ``model``, and checks that it takes them.
 
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
         where it does not say. Without, they are all of the text, or as many as the measurement says.
@@ -261,9 +251,7 @@ def read_heldout(
 ) -> Windows:
     """Windows to measure on, which ``model`` takes: ``count`` of a text, or all; with ``fewer`` those that it has.
 
-    Raises:
-        CalibrationError: the text is not available, or too short.
-        UsageError: it is no text, or a window has more tokens than the model has positions.
+    Errors are those of :func:`read_windows`; also UsageError where it is no text, or a window is too long.
     """
     if not isinstance(text, str):
         return _given_windows(model, text)

@@ -92,17 +92,13 @@ def _file(source: str) -> Path | None:
 
 
 def read_pieces(source: str) -> Iterator[str]:
-    """The text in pieces that join to the whole.
-
-    Raises:
-        CalibrationError: it is not available.
-    """
+    """The text in pieces that join to the whole; CalibrationError where it is not available."""
     path = _file(source)
     if path is None:
         yield from _dataset_texts(source)
         return
     opener = _OPENERS.get(path.suffix, open)
-    kind = path.suffixes[-2] if opener is not open and len(path.suffixes) > 1 else path.suffix
+    kind = Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             if kind in {".jsonl", ".json"}:
@@ -145,27 +141,18 @@ def find_data_set(source: str) -> DataSet:
 def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
     wanted = find_data_set(source)
-    if (
-        source not in DATASETS
-        and not Path(source).expanduser().is_dir()
-        and (source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS})
-    ):
+    like_a_file = source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
+    if like_a_file and source not in DATASETS and not Path(source).expanduser().is_dir():
         raise CalibrationError(f"there is no file {source}")
     try:
         import datasets
     except ImportError as error:
-        raise CalibrationError(
-            f"{source} is not a file, and data sets need an extra: pip install 'niwaki[datasets]'"
-        ) from error
+        extra = "pip install 'niwaki[datasets]'"
+        raise CalibrationError(f"{source} is not a file, and data sets need an extra: {extra}") from error
     try:
-        rows = datasets.load_dataset(
-            wanted.repository,
-            wanted.configuration,
-            split=wanted.split,
-            data_files=wanted.files and {wanted.split: wanted.files},
-            revision=wanted.revision,
-            streaming=True,
-        )
+        files = wanted.files and {wanted.split: wanted.files}
+        which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}
+        rows = datasets.load_dataset(wanted.repository, wanted.configuration, **which, streaming=True)
         yield from _joined(_values(itertools.islice(rows, wanted.rows), wanted.field, source), wanted.separator)
     except CalibrationError:
         raise

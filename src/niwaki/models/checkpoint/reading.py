@@ -20,13 +20,9 @@ _SAMPLE = 4096  # bytes
 
 
 class Checkpoint:
-    """The weights of a model directory, by key.
+    """The weights of a directory with ``config.json`` and ``model.safetensors``, or shards and their index, by key.
 
-    Args:
-        path: A directory with ``config.json`` and ``model.safetensors``, or shards and their index.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, malformed, or holds pickled weights.
+    CheckpointError where a file is missing, truncated, malformed, or holds pickled weights.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,8 +81,7 @@ class Checkpoint:
     def read(self, key: str, index: int | None = None) -> Tensor:
         """The tensor under ``key``, or its element at ``index``, on the CPU, in the dtype that it is stored in.
 
-        Raises:
-            CheckpointError: there is none, it cannot be read, or it is not finite.
+        CheckpointError where there is none, it cannot be read, or it is not finite.
         """
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")

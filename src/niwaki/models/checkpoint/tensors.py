@@ -89,11 +89,7 @@ def header_bytes(path: Path) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, after a check that all their bytes are there.
-
-    Raises:
-        CheckpointError: they are not, or it is not such a file.
-    """
+    """The tensors of a safetensors file; CheckpointError where it is not one, or some of their bytes are not there."""
     start = header_bytes(path)
     end, entries = len(start), {}
     try:
@@ -121,11 +117,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
-    """The tensor at ``entry`` of the file ``path``.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not finite.
-    """
+    """The tensor at ``entry`` of the file ``path``; CheckpointError where it cannot be read, or is not finite."""
     data = bytearray(entry.size)
     try:
         with path.open("rb") as file:
@@ -139,20 +131,14 @@ def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
     if not data:
         return torch.empty(entry.shape, dtype=dtype)
     tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
-    # In pieces, or there would be some copies of it in float32.
-    if dtype.is_floating_point and not all(
-        bool(torch.isfinite(piece.float()).all()) for piece in tensor.view(-1).split(_PIECE)
-    ):
+    pieces = tensor.view(-1).split(_PIECE)  # or there would be some copies of it in float32
+    if dtype.is_floating_point and not all(bool(torch.isfinite(piece.float()).all()) for piece in pieces):
         raise CheckpointError(f"{path}: {key!r} has NaN or infinite values")
     return tensor
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: it is missing, or not such a file.
-    """
+    """The object in a JSON file; CheckpointError where there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

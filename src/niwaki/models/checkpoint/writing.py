@@ -11,7 +11,6 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
@@ -27,19 +26,14 @@ _CHUNK = 1 << 24
 
 
 class CheckpointWriter:
-    """Writes a copy of a checkpoint with some tensors changed, one tensor at a time.
+    """Writes a copy of ``source`` with some tensors changed to ``directory``, one tensor at a time.
 
     A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
-    for byte. Disk space is reserved at the start, so that a full disk shows before the work.
+    for byte. Disk space is reserved at the start, so that a full disk shows before the work; errors are OutputErrors.
 
     Args:
-        source: The checkpoint to follow.
-        directory: Where the shards go; it exists and holds none of them, except to resume.
-        resume: Continue with the shards that an earlier writer left there.
+        resume: Continue with the shards that an earlier writer left there; otherwise there are none.
         added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
-
-    Raises:
-        OutputError: no space, or the directory cannot be written.
     """
 
     def __init__(
@@ -76,11 +70,7 @@ class CheckpointWriter:
         file.write(header)
 
     def write(self, key: str, tensor: Tensor, index: int | None = None) -> None:
-        """Writes ``tensor`` in the place of ``key``, or of its element at ``index``.
-
-        Raises:
-            OutputError: it has another dtype or shape than the original, or cannot be written.
-        """
+        """Writes ``tensor``, of the original's dtype and shape, in the place of ``key`` or its element at ``index``."""
         entry = self._entries[key].at(index)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
             raise OutputError(
@@ -95,11 +85,7 @@ class CheckpointWriter:
         self._dirty.add(entry.shard)
 
     def read(self, key: str, index: int | None = None) -> Tensor:
-        """What this writer or an earlier one wrote in the place of ``key``; it counts as written.
-
-        Raises:
-            CheckpointError: it is not there, or not finite.
-        """
+        """What this writer or an earlier one wrote there, which counts as written; CheckpointError if not finite."""
         entry = self._entries[key].at(index)
         with output_errors(self._directory):
             self._files[entry.shard].flush()
@@ -115,9 +101,7 @@ class CheckpointWriter:
                 os.fsync(self._files[shard].fileno())
         self._dirty.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with output_errors(self._directory) if kind is None else contextlib.suppress(OSError), self._stack:
             if kind is None:
                 self._copy_the_rest()
@@ -163,12 +147,10 @@ def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Checks what was written to ``directory``, as the safetensors library reads it.
+    """Checks what was written to ``directory``, as the safetensors library reads it: tensors of ``source``, ``zeros``.
 
-    The keys, shapes and dtypes have to be those of ``source``, and pruned matrices to have as many ``zeros``.
-
-    Raises:
-        OutputError: something is missing, of another shape or dtype, not finite, -0.0, or not as sparse.
+    OutputError where something is missing, of another shape or dtype, not finite, -0.0, or a pruned matrix has another
+    number of zeros.
     """
     for shard in source.shards:
         path = directory / shard
