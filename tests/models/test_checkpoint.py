@@ -20,17 +20,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.models import checkpoint as module
 from niwaki.models.checkpoint import (
     INDEX_NAME,
-    SINGLE_NAME,
     Checkpoint,
     CheckpointWriter,
-    copy_files,
     locate_model,
     new_shard,
     verify,
 )
+from niwaki.models.checkpoint.reading import SINGLE_NAME
+from niwaki.models.output import carry_over
 from support.models import edit_json, reference, save_model, weight
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -690,7 +689,10 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     (shards / "linked").symlink_to(folder)
     files["linked/b.txt"] = b"b"
 
-    assert sorted(copy_files(shards, out, Checkpoint(shards).shards)) == sorted(left)
+    (note,) = carry_over(Checkpoint(shards), out)
+    heading, _, listed = note.partition(": ")
+    assert heading == "not carried over, because they hold the dense weights"
+    assert sorted(listed.split(", ")) == sorted(left)
     for name, raw in files.items():
         assert (out / name).read_bytes() == raw, name
         assert not (out / name).is_symlink()
@@ -703,7 +705,7 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
 def test_a_list_of_pickled_shards_stays_with_them(single: Path, out: Path) -> None:
     for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"):
         (single / name).write_text("{}")
-    copy_files(single, out, [SINGLE_NAME])
+    carry_over(Checkpoint(single), out)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json"]
 
 
@@ -785,6 +787,5 @@ def test_a_missing_or_truncated_file(directory: Path, out: Path, sparse: Tensor)
 def test_unnamed_tensors_are_of_no_interest_to_verify(single: Path, out: Path, sparse: Tensor) -> None:
     written(single, out, sparse)
     verify(out, Checkpoint(single), {})
-    assert module.WEIGHT_SUFFIXES > module.PICKLE_SUFFIXES
     edit_json(single / "config.json", model_type="other")  # nothing here depends on it
     verify(out, Checkpoint(single), {Q: 512})

@@ -12,7 +12,7 @@ from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import as_windows, load_tokenizer, read_windows
+from niwaki.models.text import read_heldout
 from niwaki.options import Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.progress import Progress
@@ -48,12 +48,8 @@ def evaluate(
     with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
         streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         (text,) = measurement.texts
-        if text is not None and not isinstance(text, str):
-            windows = as_windows(text)
-        else:
-            length, _ = streamed.window_length(measurement.length)
-            windows = read_windows(text or "wikitext2", load_tokenizer(checkpoint.path), length, measurement.samples)
-        streamed.check(windows.tokens)
+        text = "wikitext2" if text is None else text
+        windows = read_heldout(streamed, text, measurement.length, measurement.samples)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
             budget.limit(max(0, compute.budget - resident() - 2 * streamed.block_size))

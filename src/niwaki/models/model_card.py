@@ -15,33 +15,29 @@ _NOTES = "\n\nNotes:\n\n"
 
 
 def top(readme: Path) -> dict[str, Any]:
-    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that cannot be read.
+    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that is not valid.
 
     Raises:
         OSError: the file cannot be read.
     """
     try:
-        found = (metadata_load(readme) if readme.is_file() else None) or {}
+        values = (metadata_load(readme) if readme.is_file() else None) or {}
     except (ValueError, yaml.YAMLError, RecursionError):  # no YAML at the top, or none that makes sense
         return {}
-    tags = found.get("tags")
-    tags = [tags] if isinstance(tags, str) else tags if isinstance(tags, list) else []
-    return {**found, "tags": [tag for tag in tags if isinstance(tag, str)]}
+    tags = values.get("tags")
+    tags = tags if isinstance(tags, list) else [tags]
+    return {**values, "tags": [tag for tag in tags if isinstance(tag, str)]}
 
 
 def notes(record: Record) -> str:
     """The end of a pruned model's card."""
     listed = "\n".join(f"* {note}" for note in record.notes)
-    full = "`niwaki.json` has the full record: versions, command, and every matrix.\n"
-    return (f"{_NOTES}{listed}" if listed else "") + f"\n\n{full}"
+    full = "`niwaki.json` has the full record: versions, command, and every matrix."
+    return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 
 def rewrite_notes(directory: Path, record: Record) -> None:
-    """Writes the end of the card in ``directory`` anew, for a ``record`` whose notes have changed.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Writes the end of the card in ``directory`` anew, for a ``record`` whose notes have changed."""
     readme = directory / "README.md"
     with output_errors(directory):
         if readme.is_file():

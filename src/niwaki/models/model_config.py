@@ -19,13 +19,8 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
     pruning = {
         "library": "niwaki",
         "version": __version__,
-        "method": record.method,
-        "solver": record.solver,
-        "effort": record.effort,
-        "mask_from": record.mask_from,
-        "pattern": record.pattern,
+        **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
         "sparsity": round(record.sparsity, 6),
-        **({"quantization": record.quantization} if record.quantization else {}),
-        **({"blocks": record.blocks} if record.blocks else {}),
+        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
     }
     write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")

@@ -20,42 +20,36 @@ from typing import Any
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint import Checkpoint, copy_files
+from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
 from niwaki.records.record import FINDINGS
+
+#: Other copies of the dense weights. In the output they would be stale, and as large as the model.
+_WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 
 @dataclass
 class Journal:
-    """How far a run has come.
+    """How far a run has come."""
 
-    Attributes:
-        fingerprint: What was asked for, by name: a run resumes only if all of it is the same.
-        blocks: Number of blocks that are done and on disk.
-        zeros: By checkpoint key, the number of zeros that was written.
-        record: The record so far, as JSON.
-        complete: Everything is written and checked; only the move into place is missing.
-    """
-
-    fingerprint: dict[str, Any]
-    blocks: int = 0
-    zeros: dict[str, int] = field(default_factory=dict)
-    record: str = ""
-    complete: bool = False
+    fingerprint: dict[str, Any]  # what was asked for, by name: a run resumes only if all of it is the same
+    blocks: int = 0  # that are done and on disk
+    zeros: dict[str, int] = field(default_factory=dict)  # that were written, by checkpoint key
+    record: str = ""  # so far, as JSON
+    complete: bool = False  # all is written and checked; only the move into place is missing
 
 
 def check_output(source: Path, out: Path) -> Path:
-    """``out`` as an absolute path, after a check that it can be written at the end of the run.
-
-    Raises:
-        UsageError: it is not empty, or inside the model's directory.
-    """
+    """``out`` as an absolute path; UsageError where it is not empty, or inside the model's directory."""
     out = out.expanduser().resolve()
     directory, journal = _places(out)
     taken = out.exists() and (
         # A temporary file of the journal is ours too.
         not out.is_dir() or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
     )
-    if taken and not _was_moving(directory, journal):
+    # What is in it is our own where a run was stopped while it moved its directory.
+    moving = _finished(journal) is not None and (directory.name == ".partial" or not directory.exists())
+    if taken and not moving:
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
@@ -63,11 +57,7 @@ def check_output(source: Path, out: Path) -> Path:
 
 
 def check_record(record_to: Path) -> Path:
-    """``record_to`` as an absolute path, after a check that it can be written at the end of the run.
-
-    Raises:
-        UsageError: it cannot be a file, or not be written.
-    """
+    """``record_to`` as an absolute path; UsageError where it cannot be a file, or not be written."""
     file = record_to.expanduser().absolute()
     if file.is_dir() or any(parent.is_file() for parent in file.parents):
         raise UsageError(f"{record_to} cannot be the record's file: a directory is one, or a file in its path")
@@ -78,28 +68,20 @@ def check_record(record_to: Path) -> Path:
 
 
 class Workplace:
-    """Where a run writes.
-
-    Attributes:
-        directory: What becomes OUT.
-        journal: How far the run has come.
-    """
+    """Where a run writes: the ``directory`` that becomes OUT, and the ``journal`` of how far the run has come."""
 
     def __init__(self, out: Path, journal: Journal) -> None:
         self.directory, self._path = _places(out)
-        self._out = out
-        self.journal = journal
+        self._out, self.journal = out, journal
 
     def clear(self, shards: list[str]) -> None:
         """Removes what an earlier run left, except the shards, or folders, that hold the blocks it has done."""
         kept = {*shards, self.plan.name} if self.journal.blocks else set()
         with output_errors(self._out):
             for path in self.directory.iterdir():
-                if path.name in kept:
-                    continue
-                if path.is_dir() and not path.is_symlink():
+                if path.is_dir() and not path.is_symlink() and path.name not in kept:
                     shutil.rmtree(path)
-                else:
+                elif path.name not in kept:
                     path.unlink()
 
     def save(self, **changes: Any) -> None:
@@ -132,17 +114,11 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def workplace(
-    out: Path, fingerprint: dict[str, Any], restart: bool = False, resume: bool = True
-) -> Iterator[Workplace]:
+def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> Iterator[Workplace]:
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
 
     A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
-    block that is done. Without ``resume``, only a run that was stopped while it moved its directory is finished.
-
-    Raises:
-        UsageError: there is an unfinished run of something else, or one that is still running.
-        OutputError: the place cannot be written.
+    block that is done. UsageError where there is an unfinished run of something else, or one that is still running.
     """
     directory, path = _places(out)
     made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
@@ -158,7 +134,7 @@ def workplace(
                 for stray in path.parent.iterdir():  # temporary files of the journal
                     if stray.name.startswith(path.name) and stray != path:
                         stray.unlink()
-                journal = _earlier(path, out, fingerprint, restart, resume)
+                journal = None if restart else _journal_to_resume(path, out, fingerprint)
                 if journal is None:
                     path.unlink(missing_ok=True)
                 elif moved:
@@ -180,13 +156,10 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
     """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
 
     None where an earlier run with this ``fingerprint`` was stopped while it moved a complete directory into place:
-    nothing is left to write.
-
-    Raises:
-        UsageError: another run is writing ``out``.
-        OutputError: the place cannot be written.
+    nothing is left to write. Errors are those of :func:`workplace`, but for other unfinished runs, which it replaces.
     """
-    with workplace(out, fingerprint, resume=False) as place:
+    earlier = _finished(_places(out)[1])
+    with workplace(out, fingerprint, restart=earlier is None or earlier.fingerprint != fingerprint) as place:
         if place.journal.complete:
             yield None
         else:
@@ -197,13 +170,30 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
 
 
 def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Copies all files of a model but its weights, and what was measured on it.
-
-    Returns:
-        What to note: other copies of the dense weights were not copied.
-    """
-    left = copy_files(checkpoint.path, directory, [*checkpoint.shards, *FINDINGS])
+    """Copies all files of a model but its weights and what was measured on it; returns what to note about that."""
+    left: list[str] = []
+    with output_errors(directory):
+        for path in sorted(_files(checkpoint.path, set())):
+            name = path.relative_to(checkpoint.path)
+            if name.parts[0] in {".git", ".cache"} or str(name) in {*checkpoint.shards, *FINDINGS}:
+                continue
+            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json"):
+                left.append(str(name))
+                continue
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
     return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
+
+
+def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
+    """All files below ``directory``, through links too, but never in a circle."""
+    above = above | {directory.resolve()}
+    for path in directory.iterdir():
+        if not path.is_dir():
+            yield path
+        elif path.resolve() not in above:
+            yield from _files(path, above)
 
 
 def _places(out: Path) -> tuple[Path, Path]:
@@ -213,42 +203,36 @@ def _places(out: Path) -> tuple[Path, Path]:
     return parent / name, parent / f"{name}.json"
 
 
-def _was_moving(directory: Path, journal: Path) -> bool:
-    """Whether a run was stopped while it moved its directory, so that what is in ``out`` is its own."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        complete = json.loads(journal.read_text(encoding="utf-8")).get("complete") is True
-        return complete and (directory.name == ".partial" or not directory.exists())
-    return False
-
-
-def _earlier(path: Path, out: Path, fingerprint: dict[str, Any], restart: bool, resume: bool) -> Journal | None:
-    """The journal of an earlier run that this one can resume."""
-    if restart or not path.exists():
-        return None
+def _read_journal(path: Path) -> Journal:
     try:
-        journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
-        if not resume:
-            return journal if journal.complete and journal.fingerprint == fingerprint else None
+        return Journal(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        if not resume:
-            return None
         raise OutputError(f"{path} is not readable as the journal of a run; start over with --restart") from error
-    asked = json.loads(json.dumps(fingerprint))
-    differing = [
-        _difference(name, journal.fingerprint.get(name), asked.get(name))
-        for name in dict.fromkeys([*asked, *journal.fingerprint])
-        if journal.fingerprint.get(name) != asked.get(name)
-    ]
+
+
+def _finished(path: Path) -> Journal | None:
+    """The journal of an earlier run that only has to move its directory, if there is one."""
+    try:
+        journal = _read_journal(path)
+    except (OSError, OutputError):
+        return None
+    return journal if journal.complete else None
+
+
+def _journal_to_resume(path: Path, out: Path, fingerprint: dict[str, Any]) -> Journal | None:
+    """The journal of an earlier run, if there is one; UsageError where it was asked for something else."""
+    if not path.exists():
+        return None
+    journal, asked = _read_journal(path), json.loads(json.dumps(fingerprint))
+    differing = []
+    for name in dict.fromkeys([*asked, *journal.fingerprint]):
+        there, here = journal.fingerprint.get(name), asked.get(name)
+        sums = any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here))  # SHA-256, which says nothing
+        if there != here:
+            differing.append(name if sums else f"{name} ({there} there, {here} here)")
     if differing:
         raise UsageError(
             f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
             "for the same to resume it, or start over with --restart"
         )
     return journal
-
-
-def _difference(name: str, there: Any, here: Any) -> str:
-    """In words; SHA-256 sums would say nothing to anybody."""
-    if any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here)):
-        return name
-    return f"{name} ({there} there, {here} here)"

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from niwaki.errors import NiwakiError, UsageError, WorkerError
+from niwaki.errors import UsageError, WorkerError
 from niwaki.layer.patterns.rows import Rows
 
 T = TypeVar("T")
@@ -27,17 +28,12 @@ T = TypeVar("T")
 _PATIENCE = timedelta(hours=24)
 
 
+@dataclass(eq=False)
 class World:
-    """The processes of a run, of which this is one.
+    """The ``size`` processes of a run, of which this is number ``rank``, from 0; the first one writes."""
 
-    Attributes:
-        rank: Number of this process, from 0; the first one writes.
-        size: Number of processes.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank = rank
-        self.size = size
+    rank: int = 0
+    size: int = 1
 
     @property
     def first(self) -> bool:
@@ -47,14 +43,11 @@ class World:
     def share(self, tokens: Tensor) -> Tensor:
         """This process's share of ``tokens`` (samples, length), consecutive and as many as the others' to within one.
 
-        Raises:
-            UsageError: there are more processes than samples.
+        UsageError where there are more processes than samples.
         """
         if len(tokens) < self.size:
-            raise UsageError(
-                f"{len(tokens)} samples cannot be shared out to {self.size} processes; start fewer, or "
-                "give more samples"
-            )
+            shortage = f"{len(tokens)} samples cannot be shared out to {self.size} processes"
+            raise UsageError(f"{shortage}; start fewer, or give more samples")
         return tokens.tensor_split(self.size)[self.rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -82,10 +75,8 @@ class World:
         for rank, other in enumerate(self.collected(asked)):
             differing = [name for name in asked if asked[name] != other[name]]
             if differing:
-                raise UsageError(
-                    f"process {rank} was asked for another run than process {self.rank}: they differ in "
-                    f"{', '.join(differing)}"
-                )
+                other_run = f"process {rank} was asked for another run than process {self.rank}"
+                raise UsageError(f"{other_run}: they differ in {', '.join(differing)}")
 
     def told(self, value: T, source: int = 0) -> T:
         """What process ``source`` has as ``value``."""
@@ -107,27 +98,25 @@ class World:
     ) -> list[int | None]:
         """Which process does each task, so that all are done early; None: all do it together, before the others.
 
+        ``costs`` are those for one process, ``together`` is the cost for each if all do a task; None if they cannot.
         Together is worth it only for a task that takes one process longer than all of them need for everything.
-
-        Args:
-            costs: What each task costs one process.
-            together: What a task costs each process if all do it together; None if they cannot.
         """
-        large = [i for i in _descending(costs) if costs[i] * self.size > sum(costs)]
+        order = sorted(range(len(costs)), key=lambda i: -costs[i])
+        large = [i for i in order if costs[i] * self.size > sum(costs)]
         shared = {i: cost for i in large if (cost := together(i)) is not None}
-        plans = [self._plan(costs, dict(itertools.islice(shared.items(), n))) for n in range(len(shared) + 1)]
-        return min(plans, key=lambda plan: plan[0])[1]
 
-    def _plan(self, costs: Sequence[float], shared: dict[int, float]) -> tuple[float, list[int | None]]:
-        """(when all is done, the owners): the largest tasks first, each to the process with the least to do."""
-        owners: list[int | None] = [None] * len(costs)
-        loads = [0.0] * self.size
-        for i in _descending(costs):
-            if i not in shared:
-                owner = loads.index(min(loads))
-                owners[i] = owner
-                loads[owner] += costs[i]
-        return sum(shared.values()) + max(loads), owners
+        def plan(shared: dict[int, float]) -> tuple[float, list[int | None]]:
+            """(when all is done, the owners): the largest tasks first, each to the process with the least to do."""
+            owners: list[int | None] = [None] * len(costs)
+            loads = [0.0] * self.size
+            for i in order:
+                if i not in shared:
+                    owner = owners[i] = loads.index(min(loads))
+                    loads[owner] += costs[i]
+            return sum(shared.values()) + max(loads), owners
+
+        plans = [plan(dict(itertools.islice(shared.items(), n))) for n in range(len(shared) + 1)]
+        return min(plans, key=lambda plan: plan[0])[1]
 
 
 class _Shared(Rows):
@@ -163,10 +152,6 @@ class _Shared(Rows):
         return whole[self._ends[rank] : self._ends[rank + 1]]
 
 
-def _descending(costs: Sequence[float]) -> list[int]:
-    return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-
-
 @contextlib.contextmanager
 def world(device: str) -> Iterator[tuple[World, str]]:
     """(the processes that ``torchrun`` started, or one alone; this one's device).
@@ -174,8 +159,7 @@ def world(device: str) -> Iterator[tuple[World, str]]:
     When a process ends with an error, the others end with a WorkerError as soon as they wait for it.
 
     Raises:
-        UsageError: a numbered device, which all processes would share; too few GPUs; or the processes do not find each
-            other.
+        UsageError: a numbered device, which all would share; too few GPUs; or the processes do not find each other.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -213,6 +197,4 @@ def _lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, NiwakiError):
-            raise
         raise WorkerError("another process of this run has ended; see what it said") from error

@@ -44,25 +44,17 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> di
 
 
 def read_scales(directory: Path, matrix: Matrix) -> Tensor:
-    """(out, groups), in their own dtype.
-
-    Raises:
-        CheckpointError: they are not there.
-    """
+    """(out, groups), in their own dtype; CheckpointError where they are not there."""
     try:
         with safe_open(directory / FILE, framework="pt") as file:
-            found: Tensor = file.get_tensor(scale_key(matrix))
+            scales: Tensor = file.get_tensor(scale_key(matrix))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / FILE} has no scales of {matrix.key!r}: {error}") from error
-    return found if matrix.index is None else found[matrix.index]
+    return scales if matrix.index is None else scales[matrix.index]
 
 
 def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None:
-    """Checks that what was written is on the grid: a whole number times its scale, to the bit.
-
-    Raises:
-        OutputError: a weight is not.
-    """
+    """Raises OutputError unless all that was written is on the grid: a whole number times its scale, to the bit."""
     written = Checkpoint(directory)
     for matrix in matrices:
         W, scales = matrix.read(written).float(), read_scales(directory, matrix)

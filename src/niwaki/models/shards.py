@@ -1,4 +1,4 @@
-"""Tensors into several safetensors files, and their index."""
+"""Whole tensors into new files of safetensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from niwaki.models.checkpoint import INDEX_NAME
 
 
 class Shards:
-    """Writes tensors to several safetensors files, and their index.
-
-    Args:
-        directory: Where they go.
-    """
+    """Writes tensors to several safetensors files in ``directory``, and their index; OutputError where it cannot."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -29,11 +25,7 @@ class Shards:
         self._shards: dict[str, str] = {}
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Writes the file ``name``.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Writes the file ``name``."""
         path = self._directory / name
         with output_errors(self._directory):
             try:
@@ -49,11 +41,7 @@ class Shards:
         self._shards |= dict.fromkeys(tensors, name)
 
     def finish(self) -> None:
-        """Writes the index, if there is more than one file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Writes the index, if there is more than one file."""
         if len(set(self._shards.values())) > 1:
             index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
             write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

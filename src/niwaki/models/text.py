@@ -1,15 +1,16 @@
 """Text to windows of tokens.
 
-A source of text is a file (``.txt`` or anything else that is text, ``.jsonl`` with a field ``text``;
-also compressed as ``.gz``, ``.xz`` or ``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with
-niwaki, or the name of a data set for the ``datasets`` library, which is streamed. No padding and no special
-tokens are added: windows are cut from the running text.
+A source of text is a file (``.txt`` or anything else that is text, ``.jsonl`` with a field ``text``; also compressed as
+``.gz``, ``.xz`` or ``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki, or the name of a data
+set for the ``datasets`` library, which is streamed. No padding and no special tokens are added: windows are cut from
+the running text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from niwaki.errors import CalibrationError, UsageError
-from niwaki.models.text_sources import describe_source, find_data_set, is_file, read_pieces, read_text
+from niwaki.errors import CalibrationError, UsageError, first_line
+from niwaki.models.text_sources import describe_source, find_data_set, is_file, read_pieces
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
     from niwaki.models.streamed import StreamedModel
 
-
+#: Windows after those of the calibration, where the same text is measured on and nobody says how many.
+WINDOWS_AFTER = 256
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
 #: Random windows of a data set are drawn from this many times as much text as they need.
@@ -44,17 +46,15 @@ class Windows:
         tokens: (windows, length) int64.
         source: The text's name, as it was given.
         order: ``first`` or ``random``.
-        dropped: Tokens behind the last whole window, where all of the text was asked for.
         origin: What text it is, how it became tokens, and which windows of it, in words; "" for given tokens.
     """
 
     tokens: Tensor
     source: str
     order: Order = "first"
-    dropped: int = 0
     origin: str = ""
 
-    def described(self, seed: int = 0) -> dict[str, Any]:
+    def described(self, seed: int) -> dict[str, Any]:
         """What a record has of calibration windows; ``seed`` is that of random ones."""
         return {
             "source": self.source,
@@ -71,19 +71,14 @@ class Windows:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Raises:
-        CalibrationError: there is none, or it needs code from the directory.
-    """
+    """The tokenizer of a model directory; CalibrationError where there is none, or it needs code from there."""
     from transformers import AutoTokenizer
 
     try:
         # Texts are longer than any context; without this each one would be warned about.
-        unlimited = sys.maxsize
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=unlimited)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
     except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
-        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from error
+        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
 
 
 def read_windows(
@@ -96,54 +91,43 @@ def read_windows(
     order: Order = "first",
     seed: int = 0,
 ) -> Windows:
-    """Non-overlapping windows of ``length`` tokens.
+    """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
-    Args:
-        source: See the module's docstring.
-        tokenizer: The model's.
-        length: Tokens in a window.
-        count: Windows that are needed; None for all of the text.
-        spare: Windows that are welcome on top, if the text has them.
-        order: ``first`` takes the text from its start; ``random`` cuts all of it into stretches and takes
-            windows from the starts of words in some of them.
-        seed: For ``random``.
+    ``count`` windows are needed, None for all of the text; ``spare`` ones are welcome on top, if the text has them.
+    With the order ``first`` they are from its start; with ``random`` all of it is cut into stretches, and windows are
+    from the starts of words in some of them, which ``seed`` chooses.
 
     Raises:
-        CalibrationError: the text cannot be had, or has fewer than ``count`` windows.
-        UsageError: ``length`` or ``count`` is no positive number.
+        CalibrationError: the text is not available, or has fewer than ``count`` windows.
+        UsageError: ``length`` is below 2, or ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
-    which = f"{order} windows"
+    file, needed, which = is_file(source), count or 1, f"{order} windows"
+    wanted = needed + spare
     if count is None:
-        ids = _encode(tokenizer, read_text(source))
-        wanted = len(ids) // length
-        which = "all windows"
-        most = None if is_file(source) else find_data_set(source).windows
-        if most is not None and wanted > most:
-            wanted, which = most, "first windows"
-        which += f", {len(ids) - wanted * length:,} tokens behind them left out"
-        count = 1
+        ids = _encode(tokenizer, "".join(read_pieces(source)))
+        whole = len(ids) // length
+        wanted = min(whole, (None if file else find_data_set(source).windows) or whole)
+        chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * length
+        which = f"{chosen} windows, {left:,} tokens behind them left out"
+    elif order == "random":
+        ids = _random_windows(read_pieces(source), tokenizer, length, wanted, math.inf if file else _RANDOM_POOL, seed)
     else:
-        wanted = count + spare
+        ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
+    available = min(wanted, len(ids) // length)
+    if available < needed:
         if order == "random":
-            stream = read_pieces(source)
-            limit = None if is_file(source) else wanted * _RANDOM_POOL
-            ids = _random_windows(stream, tokenizer, length, wanted, limit, seed)
-        else:
-            ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
-    got = min(wanted, len(ids) // length)
-    if got < count:
-        if order == "random":
-            raise CalibrationError(f"{source} has only {got} random windows of {length} tokens, {count} are needed")
-        missing = count * length - len(ids)
+            raise CalibrationError(
+                f"{source} has only {available} random windows of {length} tokens, {needed} are needed"
+            )
+        total = needed * length
         raise CalibrationError(
-            f"{source} is too short: {count} windows of {length} tokens need {count * length} tokens, it has "
-            f"{len(ids)}, {missing} are missing; give more text, fewer samples or a shorter sequence length"
+            f"{source} is too short: {needed} windows of {length} tokens need {total} tokens, it has {len(ids)}, "
+            f"{total - len(ids)} are missing; give more text, fewer samples or a shorter sequence length"
         )
-    tokens = torch.tensor(ids[: got * length], dtype=torch.int64).view(got, length)
-    origin = f"{describe_source(source)}; one text, no special tokens (no BOS); {which}"
-    return Windows(tokens, source, order, len(ids) - got * length if spare == 0 else 0, origin)
+    tokens = torch.tensor(ids[: available * length], dtype=torch.int64).view(available, length)
+    return Windows(tokens, source, order, f"{describe_source(source)}; one text, no special tokens (no BOS); {which}")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -151,46 +135,38 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+def _characters(pieces: Iterator[str], count: float) -> str:
+    """At least the next ``count`` characters, or all that are left."""
+    parts: list[str] = []
+    while count > 0 and (piece := next(pieces, None)) is not None:
+        parts.append(piece)
+        count -= len(piece)
+    return "".join(parts)
+
+
 def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
     """The first ``count`` tokens, or all if there are fewer, the same as from the whole text at once."""
     text, enough = "", count * _CHARACTERS_PER_TOKEN
     while True:
-        size = len(text)
-        parts = [text]
-        while size < enough and (piece := next(pieces, None)) is not None:
-            parts.append(piece)
-            size += len(piece)
-        text = "".join(parts)
-        if size < enough:
-            return _encode(tokenizer, text)[:count]
+        text += _characters(pieces, enough - len(text))
         ids = _encode(tokenizer, text[:enough])
-        if len(ids) >= count + 16:  # the last few could come out differently with more text behind them
+        # The last few could come out differently with more text after them.
+        if len(text) < enough or len(ids) >= count + 16:
             return ids[:count]
         enough *= 2
 
 
 def _random_windows(
-    pieces: Iterator[str],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    count: int,
-    stretches: int | None,
-    seed: int,
+    pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int, pool: float, seed: int
 ) -> list[int]:
+    """The tokens of ``count`` windows, or of fewer, from the first ``pool`` times as much text as they need."""
     stretch = length * _CHARACTERS_PER_TOKEN
-    limit = None if stretches is None else stretches * stretch
-    text, size = [], 0
-    for piece in pieces:
-        text.append(piece)
-        size += len(piece)
-        if limit is not None and size >= limit:
-            break
-    joined = "".join(text)
-    starts = list(range(0, len(joined) - stretch + 1, stretch))
+    text = _characters(pieces, pool * count * stretch)
+    starts = list(range(0, len(text) - stretch + 1, stretch))
     random.Random(seed).shuffle(starts)
     ids: list[int] = []
     for start in starts:
-        excerpt = joined[start : start + stretch]
+        excerpt = text[start : start + stretch]
         # The first word is cut, unless a space happens to come first.
         window = _encode(tokenizer, excerpt[excerpt.find(" ") + 1 :])[:length]
         if len(window) == length:
@@ -200,19 +176,9 @@ def _random_windows(
     return ids
 
 
-#: Windows after those of the calibration, where the same text is measured on and nobody says how many.
-WINDOWS_AFTER = 256
-
-
 @dataclass(frozen=True)
 class Texts:
-    """All windows of a run.
-
-    Attributes:
-        calibration: To calibrate on.
-        heldout: To measure perplexity on, by name of the text.
-        notes: What a reader should know of them.
-    """
+    """All windows of a run: to calibrate on, and by name of the text to measure on; and notes for the record."""
 
     calibration: Windows
     heldout: dict[str, Windows]
@@ -222,74 +188,51 @@ class Texts:
     def read(
         cls, model: StreamedModel, calibration: Calibration, measurement: Measurement, usual: int | None = None
     ) -> Texts:
-        """Reads them, and checks that ``model`` takes them.
+        """Reads them with the tokenizer of ``model``, and checks that it takes them.
 
-        Args:
-            model: Its tokenizer and number of positions count.
-            calibration: What to calibrate on.
-            measurement: What to measure on.
-            usual: How many windows of a text where the measurement does not say; a text may have fewer. None for all
-                of it, and then a text has to have as many as the measurement says.
+        With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
+        where it does not say. Without, they are all of the text, or as many as the measurement says.
 
         Raises:
             CalibrationError: a text is not available, or too short.
             UsageError: a window has more tokens than the model has positions, or a text has nothing after the
                 calibration windows.
         """
-        text = calibration.text
-        own = None if isinstance(text, str) else as_windows(text)
-        notes = []
-        if own is not None and calibration.length is None:
-            model.check(own.tokens)
-            length = own.tokens.shape[1]
-        else:
-            length, note = model.window_length(calibration.length)
-            notes += [note] if note else []
+        text, tokenizer, notes = calibration.text, None, []
         count = usual if measurement.samples is None else measurement.samples
         texts = () if count == 0 else measurement.texts
         after = [each is None or (isinstance(text, str) and isinstance(each, str) and each == text) for each in texts]
-        names = [text, *(each for each, follows in zip(texts, after, strict=True) if not follows)]
-        tokenizer = load_tokenizer(model.checkpoint.path) if any(isinstance(name, str) for name in names) else None
-        if own is not None:
-            windows, rest = own, own.tokens[:0]
+        if isinstance(text, str):
+            length, note = model.window_length(calibration.length)
+            notes += [note] if note else []
+            tokenizer = load_tokenizer(model.checkpoint.path)
+            samples, order = calibration.samples, calibration.order
+            spare = (count or WINDOWS_AFTER) if any(after) else 0
+            windows = read_windows(text, tokenizer, length, samples, spare=spare, order=order, seed=calibration.seed)
+            model.check(windows.tokens)
+            rest = windows.tokens[samples:]
+            windows = dataclasses.replace(windows, tokens=windows.tokens[:samples])
         else:
-            assert tokenizer is not None
-            windows = read_windows(
-                str(text),
-                tokenizer,
-                length,
-                calibration.samples,
-                spare=(count or WINDOWS_AFTER) if any(after) else 0,
-                order=calibration.order,
-                seed=calibration.seed,
-            )
-            rest = windows.tokens[calibration.samples :]
-            windows = dataclasses.replace(windows, tokens=windows.tokens[: calibration.samples])
+            windows = _given_windows(model, text)
+            rest = windows.tokens[:0]
+            length = model.window_length(calibration.length or windows.tokens.shape[1])[0]
         heldout = {}
         for each, follows in zip(texts, after, strict=True):
             if not follows:
                 name = each if isinstance(each, str) else ""
-                heldout[name] = _heldout(
-                    each,
-                    tokenizer,
-                    length if measurement.length is None else measurement.length,
-                    count,
-                    usual is not None,
-                )
+                asked = measurement.length or length
+                heldout[name] = read_heldout(model, each, asked, count, usual is not None, tokenizer)
             elif len(rest):
                 if measurement.length not in (None, length):
                     raise UsageError("what follows the calibration windows is measured in windows of their length")
-                heldout[str(text)] = Windows(
-                    rest, f"the text after the calibration windows of {text}", calibration.order
-                )
+                source = f"the text after the calibration windows of {text}"
+                heldout[str(text)] = Windows(rest, source, calibration.order)
             elif each is None:
                 notes.append(
                     "perplexity was not measured: no text was given and the calibration text has no more of it"
                 )
             else:
                 raise UsageError(f"{each} has nothing after the calibration windows to measure on; try another text")
-        for each in (windows, *heldout.values()):
-            model.check(each.tokens)
         return cls(windows, heldout, tuple(notes))
 
     @property
@@ -298,25 +241,32 @@ class Texts:
         return next(iter(self.heldout.values()), None)
 
 
-def _heldout(
-    text: object, tokenizer: PreTrainedTokenizerBase | None, length: int, count: int | None, fewer: bool
+def read_heldout(
+    model: StreamedModel,
+    text: object,
+    length: int | None,
+    count: int | None,
+    fewer: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Windows:
-    if not isinstance(text, str):
-        return as_windows(text)
-    assert tokenizer is not None
-    if fewer and count:
-        return read_windows(text, tokenizer, length, 1, spare=count - 1)
-    return read_windows(text, tokenizer, length, count)
+    """Windows to measure on, which ``model`` takes: ``count`` of a text, or all; with ``fewer`` those that it has.
 
-
-def as_windows(text: object) -> Windows:
-    """Of windows or tokens that were given.
-
-    Raises:
-        UsageError: it is neither.
+    Errors are those of :func:`read_windows`; also UsageError where it is no text, or a window is too long.
     """
-    if isinstance(text, Tensor):
-        return Windows(text, "given tokens")
-    if not isinstance(text, Windows):
+    if not isinstance(text, str):
+        return _given_windows(model, text)
+    length, _ = model.window_length(length)
+    tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
+    needed, spare = (1, count - 1) if fewer and count else (count, 0)
+    windows = read_windows(text, tokenizer, length, needed, spare=spare)
+    model.check(windows.tokens)
+    return windows
+
+
+def _given_windows(model: StreamedModel, text: object) -> Windows:
+    """Windows or tokens that were given instead of the name of a text."""
+    windows = Windows(text, "given tokens") if isinstance(text, Tensor) else text
+    if not isinstance(windows, Windows):
         raise UsageError(f"a text is a name, windows or a tensor of tokens; got {text!r}")
-    return text
+    model.check(windows.tokens)
+    return windows

@@ -19,29 +19,17 @@ from niwaki.errors import CalibrationError, first_line
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of the ``datasets`` library, and how its rows become one text.
+    """A data set of the ``datasets`` library, and how its rows become one text."""
 
-    Attributes:
-        repository: On the hub, or a directory.
-        configuration: If it has several.
-        split: Which part.
-        files: Which of its files; None for all of the split.
-        revision: Of the repository, if not its main one.
-        field: The field of each row that has the text.
-        separator: Between two rows.
-        rows: Only the first N; None for all.
-        windows: Number of windows that are measured on by default; None for all.
-    """
-
-    repository: str
+    repository: str  # on the hub, or a directory
     configuration: str | None = None
     split: str = "train"
-    files: str | None = None
+    files: str | None = None  # of the split; None for all
     revision: str | None = None
     field: str = "text"
     separator: str = "\n\n"
-    rows: int | None = None
-    windows: int | None = None
+    rows: int | None = None  # only the first N; None for all
+    windows: int | None = None  # that are measured on by default; None for all
 
     def __str__(self) -> str:
         rows = "rows" if self.rows is None else f"first {self.rows:,} rows"
@@ -75,45 +63,42 @@ DATASETS = {
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 
+_DATA = Path(str(files("niwaki"))) / "data"
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _JOINT = "\n\n"  # between the texts of a JSONL file
 _PIECE = 1 << 20  # characters read at a time
 
 
-def read_text(source: str) -> str:
-    """All of a text.
-
-    Raises:
-        CalibrationError: it is not available.
-    """
-    return "".join(read_pieces(source))
-
-
 def describe_source(source: str) -> str:
     """What text ``source`` is, in words."""
-    if not is_file(source):
+    path = _file(source)
+    if path is None:
         return str(find_data_set(source))
-    path = Path(source).expanduser()
-    if source in EXCERPTS and not path.exists():
+    if path.parent == _DATA:
         return f"the excerpt {source} that ships with niwaki"
     return f"{source}, texts joined by {_JOINT!r}" if {".jsonl", ".json"} & set(path.suffixes) else source
 
 
 def is_file(source: str) -> bool:
     """Whether ``source`` is a file, or an excerpt, and not a data set."""
-    return source in EXCERPTS or Path(source).expanduser().is_file()
+    return _file(source) is not None
+
+
+def _file(source: str) -> Path | None:
+    path = Path(source).expanduser()
+    if source in EXCERPTS and not path.exists():
+        return _DATA / EXCERPTS[source]
+    return path if path.is_file() else None
 
 
 def read_pieces(source: str) -> Iterator[str]:
-    """The text in pieces that join to the whole."""
-    path = Path(source).expanduser()
-    if source in EXCERPTS and not path.exists():
-        path = Path(str(files("niwaki"))) / "data" / EXCERPTS[source]
-    if not path.is_file():
+    """The text in pieces that join to the whole; CalibrationError where it is not available."""
+    path = _file(source)
+    if path is None:
         yield from _dataset_texts(source)
         return
     opener = _OPENERS.get(path.suffix, open)
-    kind = path.suffixes[-2] if opener is not open and len(path.suffixes) > 1 else path.suffix
+    kind = Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             if kind in {".jsonl", ".json"}:
@@ -156,34 +141,19 @@ def find_data_set(source: str) -> DataSet:
 def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
     wanted = find_data_set(source)
-    if (
-        source not in DATASETS
-        and not Path(source).expanduser().is_dir()
-        and (source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS})
-    ):
+    like_a_file = source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
+    if like_a_file and source not in DATASETS and not Path(source).expanduser().is_dir():
         raise CalibrationError(f"there is no file {source}")
     try:
         import datasets
     except ImportError as error:
-        raise CalibrationError(
-            f"{source} is not a file, and data sets need an extra: pip install 'niwaki[datasets]'"
-        ) from error
+        extra = "pip install 'niwaki[datasets]'"
+        raise CalibrationError(f"{source} is not a file, and data sets need an extra: {extra}") from error
     try:
-        rows = iter(
-            datasets.load_dataset(
-                wanted.repository,
-                wanted.configuration,
-                split=wanted.split,
-                data_files=wanted.files and {wanted.split: wanted.files},
-                revision=wanted.revision,
-                streaming=True,
-            )
-        )
-        first = next(rows, None)
-        if first is not None and wanted.field not in first:
-            raise CalibrationError(f"the data set {source} has no field {wanted.field!r}, only {', '.join(first)}")
-        chosen = itertools.islice(itertools.chain([] if first is None else [first], rows), wanted.rows)
-        yield from _joined((row[wanted.field] for row in chosen), wanted.separator)
+        files = wanted.files and {wanted.split: wanted.files}
+        which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}
+        rows = datasets.load_dataset(wanted.repository, wanted.configuration, **which, streaming=True)
+        yield from _joined(_values(itertools.islice(rows, wanted.rows), wanted.field, source), wanted.separator)
     except CalibrationError:
         raise
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
@@ -191,3 +161,10 @@ def _dataset_texts(source: str) -> Iterator[str]:
             f"the data set {source} is not available ({first_line(error)}); give a text file instead, or "
             "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error
+
+
+def _values(rows: Iterator[dict[str, str]], field: str, source: str) -> Iterator[str]:
+    for row in rows:
+        if field not in row:
+            raise CalibrationError(f"the data set {source} has no field {field!r}, only {', '.join(row)}")
+        yield row[field]

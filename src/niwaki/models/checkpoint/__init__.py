@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from niwaki.models.checkpoint.locating import locate_model
-from niwaki.models.checkpoint.others import WEIGHT_SUFFIXES, copy_files
-from niwaki.models.checkpoint.reading import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, Checkpoint
-from niwaki.models.checkpoint.tensors import (
-    DTYPES,
-    Entry,
-    header_bytes,
-    new_shard,
-    read_header,
-    read_json,
-    read_tensor,
-)
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, new_shard, read_header, read_json, read_tensor
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 
 __all__ = [
     "DTYPES",
     "INDEX_NAME",
-    "PICKLE_SUFFIXES",
-    "SINGLE_NAME",
-    "WEIGHT_SUFFIXES",
     "Checkpoint",
     "CheckpointWriter",
     "Entry",
-    "copy_files",
     "header_bytes",
     "locate_model",
     "new_shard",

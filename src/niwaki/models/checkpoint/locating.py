@@ -13,9 +13,8 @@ def locate_model(model: str) -> Path:
 
     Of a hub repository only safetensors, JSON and tokenizer files are fetched, never pickles or code.
 
-    Raises:
-        UsageError: there is no such directory and it cannot be a hub id.
-        CheckpointError: the hub does not have it, or cannot be reached.
+    UsageError where there is no such directory and it cannot be a hub id; CheckpointError where the hub does not have
+    it, or cannot be reached.
     """
     if not model:
         raise UsageError("the name of the model is empty")
@@ -34,6 +33,5 @@ def locate_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of its own, of httpx and of the OS
-        raise CheckpointError(
-            f"{model} is not a directory here and not available from the hub: {first_line(error)}"
-        ) from error
+        reason = f"{model} is not a directory here and not available from the hub: {first_line(error)}"
+        raise CheckpointError(reason) from error

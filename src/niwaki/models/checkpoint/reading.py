@@ -20,13 +20,9 @@ _SAMPLE = 4096  # bytes
 
 
 class Checkpoint:
-    """The weights of a model directory, by key.
+    """The weights of a directory with ``config.json`` and ``model.safetensors``, or shards and their index, by key.
 
-    Args:
-        path: A directory with ``config.json`` and ``model.safetensors``, or shards and their index.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, malformed, or holds pickled weights.
+    CheckpointError where a file is missing, truncated, malformed, or holds pickled weights.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,34 +40,36 @@ class Checkpoint:
                 raise CheckpointError(f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there")
 
     def _weight_map(self) -> dict[str, str] | None:
-        if (self.path / INDEX_NAME).exists() and not (self.path / SINGLE_NAME).exists():
-            index = read_json(self.path / INDEX_NAME).get("weight_map")
-            if not isinstance(index, dict) or not index:
-                raise CheckpointError(f"{self.path / INDEX_NAME} has no weight_map; is the download complete?")
-            for shard in index.values():
-                # A path in the index could name any file of the machine, to read or to write.
-                if not isinstance(shard, str) or Path(shard).name != shard:
-                    raise CheckpointError(f"{self.path / INDEX_NAME} names a shard outside its directory: {shard!r}")
-                if not (self.path / shard).exists():
-                    raise CheckpointError(f"{self.path} lacks the shard {shard}; is the download complete?")
-            return index
-        if not (self.path / SINGLE_NAME).exists():
-            pickled = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
-            if pickled:
-                raise CheckpointError(
-                    f"{self.path} holds pickled weights ({pickled[0]}), which can run code when they are read; "
-                    "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
-                )
-            if (self.path / "packed.json").exists():
-                raise CheckpointError(
-                    f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
-                )
-            if any(self.path.glob("packed-*.safetensors")):
-                raise CheckpointError(
-                    f"{self.path} is a packed model without its packed.json; is the download complete?"
-                )
-            raise CheckpointError(f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}")
-        return None
+        """The shard of each key; None where one file has all."""
+        if (self.path / SINGLE_NAME).exists():
+            return None
+        file = self.path / INDEX_NAME
+        if not file.exists():
+            raise CheckpointError(self._without_weights())
+        index = read_json(file).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise CheckpointError(f"{file} has no weight_map; is the download complete?")
+        for shard in index.values():
+            # A path in the index could name any file of the machine, to read or to write.
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{file} names a shard outside its directory: {shard!r}")
+            if not (self.path / shard).exists():
+                raise CheckpointError(f"{self.path} lacks the shard {shard}; is the download complete?")
+        return index
+
+    def _without_weights(self) -> str:
+        """What to say of a directory without safetensors."""
+        pickled = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLE_SUFFIXES)
+        if pickled:
+            return (
+                f"{self.path} holds pickled weights ({pickled[0]}), which can run code when they are read; "
+                "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
+            )
+        if (self.path / "packed.json").exists():
+            return f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
+        if any(self.path.glob("packed-*.safetensors")):
+            return f"{self.path} is a packed model without its packed.json; is the download complete?"
+        return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
     def __contains__(self, key: str) -> bool:
         return key in self.entries
@@ -83,15 +81,14 @@ class Checkpoint:
     def read(self, key: str, index: int | None = None) -> Tensor:
         """The tensor under ``key``, or its element at ``index``, on the CPU, in the dtype that it is stored in.
 
-        Raises:
-            CheckpointError: there is none, it cannot be read, or it is not finite.
+        CheckpointError where there is none, it cannot be read, or it is not finite.
         """
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
-        entry = self.entries[key]
+        entry = self.entries[key].at(index)
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here")
-        return read_tensor(self.path / entry.shard, key, entry if index is None else entry.at(index))
+        return read_tensor(self.path / entry.shard, key, entry)
 
     def fingerprint(self) -> str:
         """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""

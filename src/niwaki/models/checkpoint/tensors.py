@@ -35,24 +35,18 @@ _PIECE = 1 << 18  # numbers, which stay in the cache
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is.
-
-    Attributes:
-        shard: File name inside the directory.
-        dtype: Safetensors' name of the dtype, such as "BF16".
-        shape: Its shape.
-        offset: First byte, from the start of the file.
-        size: Number of bytes.
-    """
+    """Where a tensor is: ``size`` bytes from byte ``offset`` of the file ``shard`` of the directory."""
 
     shard: str
-    dtype: str
+    dtype: str  # safetensors' name, such as "BF16"
     shape: tuple[int, ...]
     offset: int
     size: int
 
-    def at(self, index: int) -> Entry:
-        """Where ``tensor[index]`` is."""
+    def at(self, index: int | None) -> Entry:
+        """Where ``tensor[index]`` is; with None all of it."""
+        if index is None:
+            return self
         size = self.size // self.shape[0]
         return Entry(self.shard, self.dtype, self.shape[1:], self.offset + index * size, size)
 
@@ -82,30 +76,20 @@ def header_of(entries: Mapping[str, Entry]) -> bytes:
 
 
 def header_bytes(path: Path) -> bytes:
-    """What a safetensors file has before its tensors.
-
-    Raises:
-        CheckpointError: it is not such a file.
-    """
+    """What a safetensors file has before its tensors; CheckpointError where it is not such a file."""
     try:
         with path.open("rb") as file:
             start, size = file.read(8), path.stat().st_size
             length = int.from_bytes(start, "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise CheckpointError(
-                    f"{path} is truncated or not a safetensors file: its header does not fit in {size} bytes"
-                )
-            return start + file.read(length)
+            if size >= 8 and length <= min(size - 8, _MAX_HEADER):
+                return start + file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    raise CheckpointError(f"{path} is truncated or not a safetensors file: its header does not fit in {size} bytes")
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, after a check that all their bytes are there.
-
-    Raises:
-        CheckpointError: they are not, or it is not such a file.
-    """
+    """The tensors of a safetensors file; CheckpointError where it is not one, or some of their bytes are not there."""
     start = header_bytes(path)
     end, entries = len(start), {}
     try:
@@ -124,20 +108,16 @@ def read_header(path: Path) -> dict[str, Entry]:
         expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else entry.size
         if entry.offset < end or entry.size < 0 or entry.size != expected:
             raise CheckpointError(f"{path}: the header's entry for {key!r} contradicts itself")
-        if entry.offset + entry.size > size:
+        last = entry.offset + entry.size
+        if last > size:
             raise CheckpointError(
-                f"{path} is truncated: {key!r} ends at byte {entry.offset + entry.size} and the file has {size}; "
-                "download it again"
+                f"{path} is truncated: {key!r} ends at byte {last} and the file has {size}; download it again"
             )
     return entries
 
 
 def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
-    """The tensor at ``entry`` of the file ``path``.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not finite.
-    """
+    """The tensor at ``entry`` of the file ``path``; CheckpointError where it cannot be read, or is not finite."""
     data = bytearray(entry.size)
     try:
         with path.open("rb") as file:
@@ -151,20 +131,14 @@ def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
     if not data:
         return torch.empty(entry.shape, dtype=dtype)
     tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
-    # In pieces, or there would be some copies of it in float32.
-    if dtype.is_floating_point and not all(
-        bool(torch.isfinite(piece.float()).all()) for piece in tensor.view(-1).split(_PIECE)
-    ):
+    pieces = tensor.view(-1).split(_PIECE)  # or there would be some copies of it in float32
+    if dtype.is_floating_point and not all(bool(torch.isfinite(piece.float()).all()) for piece in pieces):
         raise CheckpointError(f"{path}: {key!r} has NaN or infinite values")
     return tensor
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: it is missing, or not such a file.
-    """
+    """The object in a JSON file; CheckpointError where there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,7 +11,6 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
@@ -27,33 +26,22 @@ _CHUNK = 1 << 24
 
 
 class CheckpointWriter:
-    """Writes a copy of a checkpoint with some tensors changed, one tensor at a time.
+    """Writes a copy of ``source`` with some tensors changed to ``directory``, one tensor at a time.
 
     A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
-    for byte. Disk space is reserved at the start, so that a full disk shows before the work.
+    for byte. Disk space is reserved at the start, so that a full disk shows before the work; errors are OutputErrors.
 
     Args:
-        source: The checkpoint to follow.
-        directory: Where the shards go; it exists and holds none of them, except to resume.
-        resume: Continue with the shards that an earlier writer left there.
+        resume: Continue with the shards that an earlier writer left there; otherwise there are none.
         added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
-
-    Raises:
-        OutputError: no space, or the directory cannot be written.
     """
 
     def __init__(
-        self,
-        source: Checkpoint,
-        directory: Path,
-        resume: bool = False,
-        added: Mapping[str, Entry] | None = None,
+        self, source: Checkpoint, directory: Path, resume: bool = False, added: Mapping[str, Entry] | None = None
     ) -> None:
-        self._source = source
+        self._source, self._directory, self._resume = source, directory, resume
         self._added = dict(added or {})
         self._entries = {**source.entries, **self._added}
-        self._directory = directory
-        self._resume = resume
         self._files: dict[str, BinaryIO] = {}
         self._stack = contextlib.ExitStack()
         self._dirty: set[str] = set()
@@ -61,39 +49,29 @@ class CheckpointWriter:
         self._written: dict[str, set[int | None]] = {}
 
     def __enter__(self) -> CheckpointWriter:
-        with self._stack:
-            self._open()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def _open(self) -> None:
-        with output_errors(self._directory):
+        with output_errors(self._directory), self._stack:
             for shard in self._source.shards:
                 original = self._source.path / shard
-                self._reserved(shard, original.stat().st_size).write(header_bytes(original))
+                self._open(shard, header_bytes(original), original.stat().st_size)
             for shard in {entry.shard for entry in self._added.values()}:
                 (self._directory / shard).parent.mkdir(exist_ok=True)
                 end = max(entry.offset + entry.size for entry in self._added.values())
-                self._reserved(shard, end).write(header_of(self._added))
+                self._open(shard, header_of(self._added), end)
+            self._stack = self._stack.pop_all()
+        return self
 
-    def _reserved(self, shard: str, size: int) -> BinaryIO:
+    def _open(self, shard: str, header: bytes, size: int) -> None:
         path = self._directory / shard
         if self._resume and not path.exists():
             raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
         file = self._stack.enter_context(path.open("r+b" if self._resume else "w+b"))
         self._files[shard] = file
         _reserve(file, size)
-        return file
+        file.write(header)
 
     def write(self, key: str, tensor: Tensor, index: int | None = None) -> None:
-        """Writes ``tensor`` in the place of ``key``, or of its element at ``index``.
-
-        Raises:
-            OutputError: it has another dtype or shape than the original, or cannot be written.
-        """
-        entry = self._entries[key]
-        if index is not None:
-            entry = entry.at(index)
+        """Writes ``tensor``, of the original's dtype and shape, in the place of ``key`` or its element at ``index``."""
+        entry = self._entries[key].at(index)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
             raise OutputError(
                 f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
@@ -107,15 +85,11 @@ class CheckpointWriter:
         self._dirty.add(entry.shard)
 
     def read(self, key: str, index: int | None = None) -> Tensor:
-        """What this writer or an earlier one wrote in the place of ``key``; it counts as written.
-
-        Raises:
-            CheckpointError: it is not there, or not finite.
-        """
-        entry = self._entries[key]
+        """What this writer or an earlier one wrote there, which counts as written; CheckpointError if not finite."""
+        entry = self._entries[key].at(index)
         with output_errors(self._directory):
             self._files[entry.shard].flush()
-        tensor = read_tensor(self._directory / entry.shard, key, entry if index is None else entry.at(index))
+        tensor = read_tensor(self._directory / entry.shard, key, entry)
         self._written.setdefault(key, set()).add(index)
         return tensor
 
@@ -127,9 +101,7 @@ class CheckpointWriter:
                 os.fsync(self._files[shard].fileno())
         self._dirty.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with output_errors(self._directory) if kind is None else contextlib.suppress(OSError), self._stack:
             if kind is None:
                 self._copy_the_rest()
@@ -142,11 +114,10 @@ class CheckpointWriter:
                 for key, entry in read_header(self._source.path / shard).items():
                     written = self._written.get(key, set())
                     if not written:
-                        _copy(read, file, entry.offset, entry.size)
+                        _copy(read, file, entry)
                     elif None not in written:
                         for index in set(range(entry.shape[0])) - written:
-                            rest = entry.at(index)
-                            _copy(read, file, rest.offset, rest.size)
+                            _copy(read, file, entry.at(index))
             file.flush()
             os.fsync(file.fileno())
 
@@ -163,9 +134,10 @@ def _reserve(file: BinaryIO, size: int) -> None:
     file.truncate(size)
 
 
-def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:
-    read.seek(offset)
-    write.seek(offset)
+def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
+    read.seek(entry.offset)
+    write.seek(entry.offset)
+    size = entry.size
     while size:
         chunk = read.read(min(size, _CHUNK))
         if not chunk:
@@ -175,15 +147,10 @@ def _copy(read: BinaryIO, write: BinaryIO, offset: int, size: int) -> None:
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Checks what was written, as the safetensors library reads it, against what was meant.
+    """Checks what was written to ``directory``, as the safetensors library reads it: tensors of ``source``, ``zeros``.
 
-    Args:
-        directory: What was written.
-        source: What it was made from: the same keys, shapes and dtypes have to be there.
-        zeros: For each pruned matrix the number of zeros that it must have.
-
-    Raises:
-        OutputError: something is missing, of another shape or dtype, not finite, -0.0, or not as sparse.
+    OutputError where something is missing, of another shape or dtype, not finite, -0.0, or a pruned matrix has another
+    number of zeros.
     """
     for shard in source.shards:
         path = directory / shard
