@@ -80,7 +80,11 @@ def _frontier_of(material: Material, text: str) -> Exhibit:
         figures.append(charts.frontier(plain, material.methods, "perplexity", share=share, **shared))
     if grouped:
         share = 0.32 if both else 1.0
-        figures.append(charts.groups(grouped, material.methods, "perplexity", share=share, legend=not both, **shared))
+        figures.append(
+            charts.frontier(
+                grouped, material.methods, "perplexity", by="pattern", share=share, legend=not both, **shared
+            )
+        )
     measured = runs[0].perplexity[text]
     title = f"{measured.tokens:,} tokens of {short_text(text)}, context {measured.context:,}"
     return Exhibit(figures, _perplexities(material, text), title, "perplexity against sparsity", open=True)
