@@ -22,7 +22,7 @@ import vl_convert
 COLOURS = 10
 #: Steps of the heat map's colours, ``--h0`` ...
 STEPS = 9
-_SHAPES = "circle square triangle-up diamond triangle-down cross triangle-right triangle-left".split()
+_SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 _WIDE, _NARROW = 800, 340  # pixels, with everything around the axes
 #: Text is measured at this size and shown at 12 pixels: the reader's font may be wider than the one measured.
 _TEXT = 14
@@ -153,17 +153,16 @@ def heat_map(cells: Sequence[Row], rows: Sequence[str], blocks: Sequence[int], s
 
     def draw(width: int) -> Any:
         wide = width == _WIDE
-        by_block: Row = {"shorthand": "block:O", "title": "block", "sort": list(blocks)}
-        by_block["axis"] = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, domain=False)
-        plain = {"labelAngle": 0} if wide else {"labelAngle": -45, "orient": "top"}
-        by_row: Row = {"shorthand": "row:N", "title": None, "sort": list(rows)}
-        by_row["axis"] = alt.Axis(labelLimit=220, ticks=False, domain=False, **plain)
-        if wide:
-            x, y, width, height = alt.X(**by_block), alt.Y(**by_row), int(width * share), 30 * len(rows)
-        else:
-            x, y, height = alt.X(**by_row), alt.Y(**by_block), max(12, min(30, 600 // len(blocks))) * len(blocks)
+        numbers = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, domain=False)
+        place = {"labelAngle": 0} if wide else {"labelAngle": -45, "orient": "top"}
+        kinds = alt.Axis(labelLimit=220, ticks=False, domain=False, **place)
+        block: Row = {"title": "block", "sort": list(blocks), "axis": numbers}
+        row: Row = {"title": None, "sort": list(rows), "axis": kinds}
+        x = alt.X("block:O", **block) if wide else alt.X("row:N", **row)
+        y = alt.Y("row:N", **row) if wide else alt.Y("block:O", **block)
+        height = 30 * len(rows) if wide else max(12, min(30, 600 // len(blocks))) * len(blocks)
         return (
-            _chart(cells, width=width, height=height)
+            _chart(cells, width=int(width * share) if wide else width, height=height)
             .mark_rect(stroke="var(--card)", strokeWidth=1 if len(blocks) < 60 else 0.4, cornerRadius=2)
             .encode(x, y, alt.Color("step:O", scale=ramp, legend=None), description="label:N")
         )
@@ -267,11 +266,11 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _legend(width: float, names: Sequence[str]) -> alt.Legend:
     columns = max(1, int(width // (8 * min(max(map(len, names), default=0), 20) + 44)))
-    style = {"labelLimit": 170, "symbolSize": 80, "symbolStrokeWidth": 1.5, "symbolOpacity": 1}
+    style: Row = {"labelLimit": 170, "symbolSize": 80, "symbolStrokeWidth": 1.5, "symbolOpacity": 1}
     return alt.Legend(title=None, orient="bottom", columns=columns, **style)
 
 
-def _chart(rows: Sequence[Row], **size: int) -> alt.Chart:
+def _chart(rows: Sequence[Row], **size: Any) -> alt.Chart:
     return alt.Chart(alt.Data(values=list(rows)), **size)
 
 

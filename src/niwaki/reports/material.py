@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.records import data
@@ -67,23 +68,18 @@ class Material:
         return self.comparison.cells[0].perplexity
 
     @property
-    def records(self) -> list[Record]:
-        """Of the runs that have one."""
-        return [run.full for run in self.runs if run.full is not None]
-
-    @property
     def record(self) -> Record | None:
         """That of a single model; None of a comparison."""
         return None if self.compared else self.runs[0].full
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the runs."""
+        """In the order of the runs, like patterns and texts."""
         return list(dict.fromkeys(run.method for run in self.runs))
 
     @property
     def patterns(self) -> list[str]:
-        """In the order of the runs."""
+        """What was asked of the methods."""
         return list(dict.fromkeys(run.pattern for run in self.runs))
 
     @property
@@ -94,12 +90,12 @@ class Material:
     @cached_property
     def errors(self) -> tuple[float, float] | None:
         """The range of the matrices' errors that colours stand for, the same over the page."""
-        errors = [matrix.error for record in self.records for matrix in record.matrices if matrix.error > 0]
+        records = [run.full for run in self.runs if run.full is not None]
+        errors = [matrix.error for record in records for matrix in record.matrices if matrix.error > 0]
         return (min(errors), max(errors)) if errors else None
 
 
-@dataclass(frozen=True)
-class MaskPicture:
+class MaskPicture(NamedTuple):
     """A corner of a matrix: which weights are not zero.
 
     Attributes:
@@ -121,13 +117,7 @@ class MaskPicture:
 
 @dataclass(frozen=True)
 class Sample:
-    """What follows a prompt.
-
-    Attributes:
-        prompt: What was given.
-        pruned: The pruned model's continuation.
-        dense: The dense one's; None where it is not available.
-    """
+    """How the pruned and the dense model continue a prompt; ``dense`` is None where that model is not available."""
 
     prompt: str
     pruned: str
@@ -146,8 +136,7 @@ class Sample:
         return self.pruned.rfind(" ", 0, same + 1) + 1 if same else 0
 
 
-@dataclass(frozen=True)
-class Extras:
+class Extras(NamedTuple):
     """What is not in the record but in the model; ``niwaki.reports.from_model`` makes it.
 
     Attributes:
@@ -160,7 +149,7 @@ class Extras:
     masks: Sequence[MaskPicture] = ()
     samples: Sequence[Sample] = ()
     tokens: int = 0
-    remarks: list[str] = field(default_factory=list)
+    remarks: Sequence[str] = ()
 
 
 def load(directory: str | Path) -> Material:
@@ -191,8 +180,8 @@ def _pruned(text: str) -> Material:
     total = stages.pop("total", sum(stages.values()))
     run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record)
     comparison = Comparison(
-        model=record.model,
-        calibration=record.calibration,
+        record.model,
+        record.calibration,
         texts=[*after],
         cells=[Cell("dense", "", 0.0, before), run],
         command=record.command,

@@ -23,7 +23,7 @@ def report(
     reference: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else.
+    """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else; returns its path.
 
     Args:
         directory: What :func:`niwaki.prune`, :func:`niwaki.shrink` or :func:`niwaki.compare` wrote.
@@ -32,9 +32,6 @@ def report(
             text. A comparison has none.
         reference: "paper" for published results too, marked as such and not measured.
         progress: Receives how it goes.
-
-    Returns:
-        The file.
 
     Raises:
         UsageError: the directory has no record or comparison, or there is no such reference.
