@@ -56,12 +56,12 @@ def frontier(
     """``y`` against sparsity, a line for each method; or beside each other for patterns that are no percentages.
 
     Args:
-        points: Each with "method", what ``by`` says ("sparsity" in percent), "value", "low" and "high" (or None),
-            "label", and "published", whether it is not measured here.
+        points: Each with "method", what ``by`` says ("sparsity" in percent), "value", where it has an error "low" and
+            "high", "label", and "published", whether it is not measured here.
         methods: All that have a colour, in their order.
         y: The title of the axis.
         by: The other axis.
-        dense: "value", "low" and "high" (or None), "label" and "text" of the dense model.
+        dense: Likewise "value", "low", "high" and "label" of the dense model, and its "text".
         share: Of the width of a wide window.
         legend: Whether the chart says which method is which.
         span: The range of the axis, if it is to be that of another chart.
@@ -72,7 +72,7 @@ def frontier(
     shapes = alt.Scale(domain=names, range=[_SHAPES[i % len(_SHAPES)] for i in shown.values()])
     scale, axis = _value_axis(*(span or value_span([*points, *([dense] if dense else [])])))
     lines = by == "sparsity"
-    place = {"x": _sparsities(points)} if lines else _patterns(points, names)
+    place = _by_sparsity(points) if lines else _by_pattern(points, names)
 
     def draw(width: int) -> Any:
         width = int(width * share) if width == _WIDE else width
@@ -101,35 +101,32 @@ def frontier(
     return _figure(draw)
 
 
-def _sparsities(points: Sequence[Row]) -> alt.X:
+def _by_sparsity(points: Sequence[Row]) -> Row:
     low, high = min(point["sparsity"] for point in points), max(point["sparsity"] for point in points)
     domain = [low - 3, min(high + 3, 100)] if high - low >= 5 else [0, 100]
     scale = alt.Scale(domain=domain, nice=False)
-    return alt.X("sparsity:Q", title="zeros, %", scale=scale, axis=alt.Axis(grid=False, tickCount=6))
+    return {"x": alt.X("sparsity:Q", title="zeros, %", scale=scale, axis=alt.Axis(grid=False, tickCount=6))}
 
 
-def _patterns(points: Sequence[Row], methods: Sequence[str]) -> dict[str, Any]:
+def _by_pattern(points: Sequence[Row], methods: Sequence[str]) -> Row:
     names = list(dict.fromkeys(point["pattern"] for point in points))
     x = alt.X("pattern:N", title=None, sort=names, axis=alt.Axis(labelAngle=0, grid=False))
     return {"x": x, "xOffset": alt.XOffset("method:N", sort=methods)}
 
 
 def _value_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
-    # Within a factor of 2 a logarithmic axis has hardly a number on it.
-    if high / low > 2:
-        domain = [low / 1.05, high * 1.05]
-        kind, axis = "log", alt.Axis(values=_ticks(*domain), format=",~g")
-    else:
-        domain = [low - 0.05 * (high - low), high + 0.05 * (high - low)]
-        kind, axis = "linear", alt.Axis(tickCount=6)
-    return alt.Scale(type=kind, domain=domain, nice=False, zero=False, clamp=True), axis
+    log = high / low > 2  # within that a logarithmic axis has hardly a number on it
+    margin = 0.05 * (high - low)
+    domain = [low / 1.05, high * 1.05] if log else [low - margin, high + margin]
+    scale = alt.Scale(type="log" if log else "linear", domain=domain, nice=False, zero=False, clamp=True)
+    return scale, alt.Axis(values=_ticks(*domain), format=",~g") if log else alt.Axis(tickCount=6)
 
 
 def _dense_layers(dense: Row, scale: alt.Scale, text: bool) -> list[Any]:
     """A dashed line with its standard error, and what it is."""
     base, value = _chart([dense]), alt.Y("value:Q", scale=scale)
     layers = []
-    if dense["low"] is not None:
+    if "low" in dense:
         band = base.mark_rect(color="var(--soft)", opacity=0.14, aria=False)
         layers.append(band.encode(y=alt.Y("low:Q", scale=scale), y2="high:Q"))
     rule = base.mark_rule(color="var(--soft)", strokeDash=[5, 4], strokeWidth=1.5)
@@ -250,7 +247,7 @@ def _blocks(order: list[int]) -> alt.X:
 
 def value_span(points: Sequence[Row]) -> tuple[float, float]:
     """The least and the greatest value, with standard errors."""
-    values = [point[key] for point in points for key in ("value", "low", "high") if point.get(key) is not None]
+    values = [point[key] for point in points for key in ("value", "low", "high") if key in point]
     low, high = min(values), max(values)
     return (low, high) if high > low else (0.9 * low, 1.1 * high)
 
@@ -259,8 +256,7 @@ def _ticks(low: float, high: float) -> list[float]:
     """Round numbers of a logarithmic axis, few enough for all to have a label."""
     steps = (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 20 else (1, 2, 5) if high / low < 300 else (1, 3)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    # Not all of hundreds of powers of ten.
-    powers = powers[:: max(1, len(powers) // 8)]
+    powers = powers[:: max(1, len(powers) // 8)]  # not all of hundreds of powers of ten
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
@@ -279,7 +275,7 @@ def _figure(draw: Callable[[int], Any]) -> Figure:
 
 
 def _svg(chart: Any) -> str:
-    ink, soft, line = ("var(--ink)", "var(--soft)", "var(--line)")
+    ink, soft, line = "var(--ink)", "var(--soft)", "var(--line)"
     fit = alt.AutoSizeParams(type="fit-x", contains="padding")
     axis = {"labelColor": ink, "labelFontSize": _TEXT, "labelFlush": False}
     axis |= {"titleColor": soft, "titleFontSize": _TEXT, "titleFontWeight": "normal"}

@@ -136,14 +136,7 @@ def png(kept: Tensor) -> bytes:
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    # Width, height, 1 bit, palette; the palette; how opaque its two colours are.
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            chunk(b"IHDR", struct.pack(">IIBBBBB", columns, rows, 1, 3, 0, 0, 0)),
-            chunk(b"PLTE", bytes((255, 255, 255, 46, 148, 98))),
-            chunk(b"tRNS", bytes((0, 255))),
-            chunk(b"IDAT", zlib.compress(lines, 9)),
-            chunk(b"IEND", b""),
-        )
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", columns, rows, 1, 3, 0, 0, 0))  # 1 bit, with a palette
+    palette = chunk(b"PLTE", bytes((255, 255, 255, 46, 148, 98))) + chunk(b"tRNS", bytes((0, 255)))  # and how opaque
+    pixels = chunk(b"IDAT", zlib.compress(lines, 9))
+    return b"\x89PNG\r\n\x1a\n" + header + palette + pixels + chunk(b"IEND", b"")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from niwaki.errors import OutputError, UsageError
@@ -50,7 +49,7 @@ def report(
 
 
 def check_extra(reference: str | None = None) -> None:
-    """Raises OutputError where the libraries for charts and templates are missing, UsageError for no reference."""
+    """Raises OutputError where the libraries for charts and templates are missing, UsageError for another reference."""
     if reference not in (None, "paper"):
         raise UsageError(f"--reference takes paper; got {reference!r}")
     try:
@@ -68,16 +67,16 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
     from niwaki.reports import charts, head, runs, sections
 
-    folder = files("niwaki.reports") / "templates"
+    loader = jinja2.PackageLoader("niwaki.reports")
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        loader=loader,
         autoescape=True,  # names and generated text come from anywhere
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["data_uri"] = _data_uri
-    style, script = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    style, script = (loader.get_source(environment, f"report.{kind}")[0] for kind in ("css", "js"))
     page: str = environment.get_template("report.html.jinja").render(
         material=material,
         title=head.title(material),
@@ -99,11 +98,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
 
 def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
-    """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all; returns where.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all, or raises OutputError."""
     path = Path(file).expanduser() if file is not None else directory / REPORT_NAME
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
@@ -113,8 +108,8 @@ def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
 
 def _data_uri(content: bytes | str, kind: str) -> str:
     raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
 def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -94,7 +94,7 @@ def _perplexities(material: Material, text: str) -> Table:
 def _interval(perplexity: Perplexity) -> charts.Row:
     value, error = perplexity.value, perplexity.standard_error
     if error is None:
-        return {"value": value, "low": None, "high": None}
+        return {"value": value}
     # A logarithmic axis has no place for what an error above its value would make of it.
     return {"value": value, "low": max(value - error, value / 10), "high": value + error}
 
@@ -158,8 +158,6 @@ def _published_point(item: dict[str, Any], where: str, pattern: str, value: floa
         "method": item["method"],
         "sparsity": float(pattern.rstrip(" %")),
         "value": ratio,
-        "low": None,
-        "high": None,
         "published": True,
         "label": f"published, not measured: {item['method']} at {pattern}, {where}: {times}",
     }
@@ -173,8 +171,7 @@ def ratios(material: Material) -> list[charts.Row]:
         return []
     points = [point_of(run, text) for run in material.runs if text in run.perplexity and not run.grouped]
     for point in points:
-        for key in ("value", "low", "high"):
-            point[key] = None if point[key] is None else point[key] / dense.value
+        point |= {key: point[key] / dense.value for key in ("value", "low", "high") if key in point}
         point["label"] = f"measured: {point['label']}, {point['value']:.3g} times the dense {material.name}"
     return points
 
@@ -199,20 +196,17 @@ def errors(material: Material) -> Section | None:
     if not exhibits:
         return None
     at, same = (f"; at {pattern}", ", the same for all runs") if compared else ("", "")
-    return Section(
-        "errors",
-        "Error of each matrix",
+    why = (
         f"Squared error of its outputs on the calibration text, relative to the squared outputs{at}. Colours are on a "
-        f"logarithmic scale{same}.",
-        exhibits,
-        key=(f"{material.errors[0]:.3g}", f"{material.errors[1]:.3g}") if material.errors else None,
-        beside=True,
-        after="The numbers are below, with each run." if compared else "",
+        f"logarithmic scale{same}."
     )
+    key = (f"{material.errors[0]:.3g}", f"{material.errors[1]:.3g}") if material.errors else None
+    after = "The numbers are below, with each run." if compared else ""
+    return Section("errors", "Error of each matrix", why, exhibits, key, beside=True, after=after)
 
 
 def heat_pattern(material: Material) -> str:
-    """The pattern whose heat maps are shown for all methods: the middle one of those most methods have."""
+    """The pattern whose heat maps are shown for all methods: the middle one of those that most methods have."""
     counts = Counter(run.pattern for run in material.runs if run.full is not None)
     most = [pattern for pattern in material.patterns if counts[pattern] == max(counts.values(), default=0)]
     return most[(len(most) - 1) // 2] if most else ""
@@ -272,13 +266,12 @@ def fits(material: Material) -> Section | None:
                 points.append({"block": fit.block, "when": when, "value": value, "label": label})
     table = Table.of(["block", "error before", "error after", "epochs", "seconds"], rows)
     figures = [charts.pairs(points, "relative error of outputs")] if points else []
-    return Section(
-        "fits",
-        "Fitting blocks to the dense ones",
+    why = (
         "Squared error of each block's outputs on samples that were held out, relative to the dense block's squared "
-        "outputs, before and after its remaining weights were fitted.",
-        [Exhibit(figures, table, label="errors of blocks before and after fitting")],
+        "outputs, before and after its remaining weights were fitted."
     )
+    exhibit = Exhibit(figures, table, label="errors of blocks before and after fitting")
+    return Section("fits", "Fitting blocks to the dense ones", why, [exhibit])
 
 
 # Time

@@ -32,45 +32,26 @@ class Table(NamedTuple):
 
 
 class Exhibit(NamedTuple):
-    """A part of a section: charts, and the same numbers as a table.
+    """A part of a section: charts, and the same numbers as a table."""
 
-    Attributes:
-        figures: Charts, from left to right.
-        table: Their numbers; None where they are elsewhere on the page.
-        title: A heading of its own, if any.
-        label: What the charts show, for screen readers.
-        open: Whether the table is shown at once, and not on a click.
-        words: Whether its last column is of words.
-    """
-
-    figures: list[charts.Figure]
-    table: Table | None
-    title: str = ""
-    label: str = ""
-    open: bool = False
-    words: bool = False
+    figures: list[charts.Figure]  # from left to right
+    table: Table | None  # None where the numbers are elsewhere on the page
+    title: str = ""  # a heading of its own
+    label: str = ""  # what the charts show, for screen readers
+    open: bool = False  # whether the table is shown at once, and not on a click
+    words: bool = False  # whether its last column is of words
 
 
 class Section(NamedTuple):
-    """A section of the page.
+    """A section of the page."""
 
-    Attributes:
-        id: Its anchor.
-        heading: Its heading.
-        why: What there is to see.
-        exhibits: Its charts and tables.
-        key: The least and the greatest value that colours stand for, if they do.
-        beside: Whether exhibits stand next to each other where the window is wide.
-        after: A last line.
-    """
-
-    id: str
+    id: str  # its anchor
     heading: str
-    why: str
+    why: str  # what there is to see
     exhibits: list[Exhibit]
-    key: tuple[str, str] | None = None
-    beside: bool = False
-    after: str = ""
+    key: tuple[str, str] | None = None  # the least and the greatest value that colours stand for
+    beside: bool = False  # whether exhibits stand next to each other where the window is wide
+    after: str = ""  # a last line
 
 
 def with_error(perplexity: Perplexity) -> str:
@@ -92,16 +73,10 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
 
 
 class Heat(NamedTuple):
-    """A value for each block and kind of matrix; of experts the mean.
+    """A value for each block and kind of matrix; of experts the mean."""
 
-    Attributes:
-        cells: With "block", "row", "value", "step" and "label".
-        rows: The kinds of matrices.
-        blocks: The numbers of the blocks.
-    """
-
-    cells: list[charts.Row]
-    rows: list[str]
+    cells: list[charts.Row]  # with "block", "row", "value", "step" and "label"
+    rows: list[str]  # the kinds of matrices
     blocks: list[int]
 
     @classmethod
