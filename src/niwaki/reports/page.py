@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from niwaki.errors import OutputError, UsageError
@@ -67,16 +68,16 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
     from niwaki.reports import charts, head, runs, sections
 
-    loader = jinja2.PackageLoader("niwaki.reports")
     environment = jinja2.Environment(
-        loader=loader,
+        loader=jinja2.PackageLoader("niwaki.reports"),
         autoescape=True,  # names and generated text come from anywhere
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["data_uri"] = _data_uri
-    style, script = (loader.get_source(environment, f"report.{kind}")[0] for kind in ("css", "js"))
+    folder = files("niwaki.reports") / "templates"
+    style, script = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page: str = environment.get_template("report.html.jinja").render(
         material=material,
         title=head.title(material),
