@@ -106,25 +106,16 @@ def main() -> None:
             + ", ".join(f"{size / 2**30:.2f} GiB {where}" for where, size in record["peak_memory"].items())
         )
         for name in stages:
-            floor = (
-                f"   {floors[name]:8.2f} s in plain products: {spent[name] / floors[name]:.2f}"
-                if name in floors
-                else ""
-            )
-            print(f"  {name:8s} {spent[name]:8.2f} s{floor}")
+            line = f"  {name:8s} {spent[name]:8.2f} s"
+            if name in floors:
+                line += f"   {floors[name]:8.2f} s in plain products: {spent[name] / floors[name]:.2f}"
+            print(line)
         # Blocks that are not pruned are copied in the end, which "write" has too.
         written = record["seconds"]["write"]
         whole = (block - spent["write"]) * shape["num_hidden_layers"] + written
         print(f"  {shape['num_hidden_layers']} blocks: {whole:,.0f} s", flush=True)
-        results.append(
-            {
-                "solver": solver,
-                "block": spent,
-                "floors": floors,
-                "whole": whole,
-                "record": record["peak_memory"],
-            }
-        )
+        peak = record["peak_memory"]
+        results.append({"solver": solver, "block": spent, "floors": floors, "whole": whole, "record": peak})
     common.save(arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results)
 
 

@@ -102,13 +102,6 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def product_rate(rows: int, columns: int, repeat: int = 5) -> float:
-    """Floating-point operations in a second of the plain product (rows, columns) x (columns, columns): the best."""
-    A, B = torch.randn(rows, columns), torch.randn(columns, columns)
-    C = torch.empty_like(A)
-    return 2.0 * rows * columns**2 / min(seconds(lambda: torch.matmul(A, B, out=C)) for _ in range(repeat + 1))
-
-
 def save(path: Path | None, **content: Any) -> None:
     """Writes ``content`` with the versions and the number of threads, if there is a path."""
     if path:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ from common import add_layer_arguments, layers, save
 
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import Fixed, PerRow
-from niwaki.layer.problem import Solution
 from niwaki.layer.solvers import make_solver
 
 STEPS = (1, 2, 5, 10, 20, 50, 100)
@@ -35,13 +33,6 @@ METHODS = {
     "CG": "cg:damping=0:iterations={}",
     "SparseGPT": "sparsegpt",
 }
-
-
-def timed(run: Callable[[], Solution]) -> tuple[float, float]:
-    """(error, seconds) of one run."""
-    began = time.perf_counter()
-    solution = run()
-    return solution.error, time.perf_counter() - began
 
 
 def main() -> None:
@@ -62,12 +53,13 @@ def main() -> None:
                 points = curves.setdefault(method, [{"steps": k} for k in (STEPS if "{}" in text else (1,))])
                 for point in points:
                     run = partial(make_solver(text.format(point["steps"])), layer.problem(), pattern)
+                    began = time.perf_counter()
                     try:
-                        point["error"], took = timed(run)
+                        point["error"] = run().error
                     except NumericalError:  # a learning rate at which it diverges: not a point of the plot
                         point["error"] = math.inf
                         continue
-                    point["seconds"] = min(took, point.get("seconds", math.inf))
+                    point["seconds"] = min(time.perf_counter() - began, point.get("seconds", math.inf))
         curves = {method: [p for p in points if math.isfinite(p["error"])] for method, points in curves.items()}
         for method, points in curves.items():
             line = (f"{p['steps']}: {p['error'] / least:.3g} {1e3 * p['seconds']:.3g} ms" for p in points)

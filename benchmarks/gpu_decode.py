@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from niwaki.files import write_json
 from niwaki.packed.matrix import pack
-from niwaki.records.record import versions
 
 
 class Clock:
@@ -144,9 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_decode.py needs a GPU with CUDA, and torch finds none here")
-    measured = measure(arguments)
-    if arguments.record:
-        write_json(arguments.record, json.dumps({**measured, "versions": versions()}, indent=2) + "\n")
+    common.save(arguments.record, **measure(arguments))
 
 
 if __name__ == "__main__":

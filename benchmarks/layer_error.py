@@ -10,7 +10,7 @@ the matrices of the chosen blocks, divided by the first solver's; in brackets th
 from __future__ import annotations
 
 import argparse
-import math
+from statistics import geometric_mean
 
 from common import Layer, add_layer_arguments, layers, save
 
@@ -41,13 +41,13 @@ DEFAULT = [
 
 def errors(solver: Solver, pattern: Pattern, matrices: list[Layer]) -> tuple[float, float]:
     """Geometric means over the matrices of the relative error, and of that on the held-out text."""
-    logs, held_logs = 0.0, 0.0
+    errors, held = [], []
     for layer in matrices:
         solution = solver(LayerProblem(layer.W, layer.H), pattern)
-        logs += math.log(solution.error)
-        if layer.H_held is not None:
-            held_logs += math.log(LayerProblem(layer.W, layer.H_held).error(solution.W))
-    return math.exp(logs / len(matrices)), math.exp(held_logs / len(matrices))
+        errors.append(solution.error)
+        # Synthetic layers have no held-out text.
+        held.append(1.0 if layer.H_held is None else LayerProblem(layer.W, layer.H_held).error(solution.W))
+    return geometric_mean(errors), geometric_mean(held)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/precision.py --record benchmarks/results/precision.json
     python benchmarks/precision.py --solvers alps continuation:sweeps=40 --blocks 0 5 --means 10
 
-Such products round their factors to 10 (TF32) or 7 bits (bfloat16) behind the leading one and add in float32. Here
+Such products round their factors to 10 (TF32) or 7 bits (bfloat16) after the leading one and add in float32. Here
 factors are rounded to the nearest, ties to even, before a product in float32, on two kinds of layers: those of a
 model, and 256 x 256 synthetic ones whose inputs have a mean of so many standard deviations (--means), which makes
 Gram matrices close to singular. Solutions are judged in float32 by the exact Gram matrix. Printed are geometric means
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 from collections.abc import Callable, Iterable
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from niwaki.layer.solvers import make_solver
 
-#: Bits behind the leading one.
+#: Bits after the leading one.
 BITS = {"TF32": 10, "bfloat16": 7}
 #: In one step of a tensor core so many products are added to a sum, at the least.
 STEP = 4
@@ -43,7 +43,7 @@ _PRODUCTS = {
 
 
 def rounded(X: Tensor, bits: int) -> Tensor:
-    """float32 ``X`` with at most so many bits behind the leading one: the nearest such numbers, of two the even one."""
+    """float32 ``X`` with at most ``bits`` bits after the leading one: the nearest such numbers, of two the even one."""
     dropped = 23 - bits
     pattern = X.contiguous().view(torch.int32)
     half = ((pattern >> dropped) & 1) + (1 << (dropped - 1)) - 1
@@ -61,7 +61,7 @@ class Rounding(TorchDispatchMode):
     """Within it products of float32 matrices have factors of so many bits.
 
     Args:
-        bits: How many, behind the leading one.
+        bits: How many, after the leading one.
         grams: Whether only products of a matrix with itself do.
         cut: Whether sums, then of Gram matrices only, are rounded towards zero after every ``STEP`` products.
 
@@ -165,13 +165,12 @@ def compare(where: str, make: Callable[[], list[Layer]], cases: list[tuple[str, 
                 ratios.append(error / best)
                 said.append(own / error)
             entry = {"where": where, "what": what, "factors": factors, "solver": solver, "pattern": pattern}
-            yield {**entry, "relative_error": mean(ratios), "worst": max(ratios), "said": mean(said)}
-
-
-def mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+            yield {
+                **entry,
+                "relative_error": geometric_mean(ratios),
+                "worst": max(ratios),
+                "said": geometric_mean(said),
+            }
 
 
 def main() -> None:

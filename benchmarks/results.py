@@ -8,11 +8,11 @@ python benchmarks/results.py --check   # fails if they differ
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from picture import pictures
@@ -135,10 +135,11 @@ def figure1() -> list[str]:
                 for point in layer["curves"][method]
                 if point["steps"] == steps
             ]
-            whole = len(points) == len(layers)
-            row.append(
-                f"{_mean(p for p, _ in points):.3f} in {1e3 * _mean(s for _, s in points):.1f} ms" if whole else ""
-            )
+            if len(points) == len(layers):
+                error, seconds = map(geometric_mean, zip(*points, strict=True))
+                row.append(f"{error:.3f} in {1e3 * seconds:.1f} ms")
+            else:
+                row.append("")
         rows.append(row)
     return markdown(["update", "1 step", "5 steps", "20 steps", "100 steps"], rows)
 
@@ -188,12 +189,7 @@ def ablation() -> list[str]:
                     shown = f"{gap(method, pattern) + dense['value']:.2f} ({share:.2f})"
                 row.append(shown)
             rows.append(row)
-        lines += [
-            f"On {text}, dense {dense['value']:.2f} ± {dense['standard_error']:.2f}:",
-            "",
-            *markdown(["", *patterns], rows),
-            "",
-        ]
+        lines += [dense_line(text, dense), "", *markdown(["", *patterns], rows), ""]
     times = {cell["method"]: cell["seconds"] for cell in record("table3")["cells"]}
     shown = ", ".join(
         f"{method.removeprefix('continuation@')} {times[method]:.1f} ({times[method] / times[methods[0]]:.2f})"
@@ -201,6 +197,11 @@ def ablation() -> list[str]:
         if method in times
     )
     return [*lines, f"Seconds of a whole run at 60 %, two cores, in brackets relative to the first: {shown}."]
+
+
+def dense_line(text: str, dense: Cell) -> str:
+    """What a table is about."""
+    return f"On {text}, dense {dense['value']:.2f} ± {dense['standard_error']:.2f}:"
 
 
 def structured() -> list[str]:
@@ -216,7 +217,7 @@ def structured() -> list[str]:
             for method in methods
         ]
         lines += [
-            f"On {text}, dense {dense['value']:.2f} ± {dense['standard_error']:.2f}:",
+            dense_line(text, dense),
             "",
             *markdown(["removed", *(f"{100 * size:.0f} %" for size in sizes)], rows),
             "",
@@ -227,15 +228,10 @@ def structured() -> list[str]:
 def table3() -> list[str]:
     """Seconds of a run and of its solving."""
     cells = [cell for cell in record("table3")["cells"] if cell["pattern"]]
-    rows = [
-        [
-            cell["method"],
-            f"{cell['seconds']:.1f}",
-            f"{cell['stages']['solve']:.2f}",
-            f"{cell['perplexity'][HELD]['value']:.2f}",
-        ]
-        for cell in cells
-    ]
+    rows = []
+    for cell in cells:
+        solving, perplexity = cell["stages"]["solve"], cell["perplexity"][HELD]["value"]
+        rows.append([cell["method"], f"{cell['seconds']:.1f}", f"{solving:.2f}", f"{perplexity:.2f}"])
     return markdown(["method", "seconds in total", "of it solving", "perplexity"], rows)
 
 
@@ -261,7 +257,7 @@ def precision() -> list[str]:
         row.setdefault(entry["where"], []).append(entry)
 
     def shown(entries: list[Cell]) -> str:
-        value = _mean(entry["relative_error"] for entry in entries)
+        value = geometric_mean(entry["relative_error"] for entry in entries)
         if entries[0]["where"] != "model":
             return f"{value:.3f}" if value < 10 else f"{value:.0f}"
         return f"{value:.4f} ({max(entry['worst'] for entry in entries):.4f})"
@@ -291,10 +287,7 @@ def decode() -> list[str]:
     rows = []
     for size, threads, batch in cases:
         found = {e["name"]: e for e in entries if (e["size"], e["threads"], e["batch"]) == (size, threads, batch)}
-        row = [
-            f"{size.replace('x', ' x ')}, {threads}, {batch}",
-            f"{1e3 * found['torch bfloat16']['seconds']:.1f}",
-        ]
+        row = [f"{size.replace('x', ' x ')}, {threads}, {batch}", f"{1e3 * found['torch bfloat16']['seconds']:.1f}"]
         row.append(f"{1e3 * found['plain dense']['seconds']:.1f}" if "plain dense" in found else "")
         rows.append(row + [f"{found[name]['torch_over_this']:.2f}" for name in packed])
     shown = [f"{100 * float(name.split()[1]):.0f} %" for name in packed]
@@ -303,12 +296,6 @@ def decode() -> list[str]:
 
 def _always_at(entry: Cell, place: str) -> bool:
     return bool((entry["where"], entry["what"], entry["factors"]) == (place, "all", "TF32"))
-
-
-def _mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 #: Between which marks of which file each table goes.

@@ -3,7 +3,7 @@
     python benchmarks/structured.py --text demo-held --text wt2.txt --record benchmarks/results/structured.json
 
 The embedded model has 6 blocks with 6 heads and 512 neurons each, and the heads of a LLaMA have to divide its width:
-not every fraction can be had. Calibrated on 256 windows of 256 tokens, measured on 200, as in protocol.py.
+not every fraction is possible. Calibrated on 256 windows of 256 tokens, measured on 200, as in protocol.py.
 """
 
 from __future__ import annotations
@@ -54,23 +54,22 @@ def main() -> None:
         cells = json.loads(arguments.record.read_text())["cells"]
     done = {(cell["method"], cell["size"]) for cell in cells}
 
-    def measured(method: str, size: Fraction, directory: str | Path, removed: float, seconds: float) -> None:
-        found = {
+    def measure(method: str, size: Fraction, directory: str | Path, removed: float, seconds: float) -> None:
+        perplexities = {
             # Where a file lies on this machine is nobody else's business.
             Path(text).name: {**dataclasses.asdict(perplexity), "text": Path(text).name}
             for text in arguments.text or ["demo-held"]
             for perplexity in [niwaki.evaluate(directory, Measurement(text, length=LENGTH, samples=TEXT_SAMPLES))]
         }
-        cells.append(
-            {
-                "method": method,
-                "size": float(size),
-                "removed": removed,
-                "perplexity": found,
-                "seconds": seconds,
-            }
-        )
-        values = ", ".join(f"{value['value']:.2f}" for value in found.values())
+        cell = {
+            "method": method,
+            "size": float(size),
+            "removed": removed,
+            "perplexity": perplexities,
+            "seconds": seconds,
+        }
+        cells.append(cell)
+        values = ", ".join(f"{value['value']:.2f}" for value in perplexities.values())
         content = {"samples": SAMPLES, "text_samples": TEXT_SAMPLES, "length": LENGTH, "cells": cells}
         common.save(arguments.record, **content)  # each time: what is measured stays
         print(f"{method} {float(size):.3f} ({removed:.4f}): {values}; {seconds:.1f} s", flush=True)
@@ -78,19 +77,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
         model = float32_copy("demo", Path(scratch) / "float32")
         if ("dense", 0.0) not in done:
-            measured("dense", Fraction(0), model, 0.0, 0.0)
+            measure("dense", Fraction(0), model, 0.0, 0.0)
         for size in SIZES:
             for method in ("blocks", "neurons", "heads and neurons", "zeros anywhere"):
                 out = Path(scratch) / f"{method} {size.denominator}"
                 chosen = options(method, size)
                 if chosen is None or (method, float(size)) in done:
                     continue
-                if method == "zeros anywhere":
-                    record = niwaki.prune(model, out, calibration=CALIBRATION, measurement=NOTHING, **chosen)
-                else:
-                    record = niwaki.shrink(model, out, calibration=CALIBRATION, measurement=NOTHING, **chosen)
+                run = niwaki.prune if method == "zeros anywhere" else niwaki.shrink
+                record = run(model, out, calibration=CALIBRATION, measurement=NOTHING, **chosen)
                 removed = record.structure.removed if record.structure else record.sparsity
-                measured(method, size, out, removed, record.seconds["total"])
+                measure(method, size, out, removed, record.seconds["total"])
 
 
 if __name__ == "__main__":

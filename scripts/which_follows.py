@@ -23,12 +23,12 @@ from niwaki.models.text_sources import read_pieces
 
 FILE = Path(__file__).resolve().parent.parent / "src" / "niwaki" / "data" / "which-follows.jsonl"
 QUESTIONS, CONTEXT, CHOICE, CHOICES = 300, 60, 8, 4
-#: Questions before and behind one from which it has no choices: they could go on as well.
+#: Questions before and after one from which it has no choices: they could continue it as well.
 NEAR = 5
 
 
 def stretches(text: str) -> list[tuple[str, str]]:
-    """CONTEXT words and the CHOICE words behind them, at even distances, without headings."""
+    """CONTEXT words and the CHOICE words after them, at even distances, without headings."""
     paragraphs = re.split(r"\n\s*\n", text)
     words = " ".join(p for p in paragraphs if not p.lstrip().startswith(("#", "-"))).split()
     starts = [i * len(words) // QUESTIONS for i in range(QUESTIONS)]

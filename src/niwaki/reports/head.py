@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from niwaki.pruning.effort import described
 from niwaki.records.parameters import in_words
-from niwaki.records.record import Record, StructureRecord
+from niwaki.records.record import Record
 from niwaki.records.wording import counted, duration, short_text, size
 from niwaki.reports.material import Material, Run
-from niwaki.reports.tables import with_error
+from niwaki.reports.tables import measured_on, with_error
 
 #: What is after each ±, and what the bars of charts are.
 SPREAD = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
@@ -27,58 +27,54 @@ class Tile(NamedTuple):
 
 def title(material: Material) -> str:
     """The model, and how much of it is gone."""
-    run = material.runs[0] if material.runs else None
-    if material.compared or run is None:
+    if (record := material.record) is None:
         return f"{material.name}, {counted(len(material.methods), 'method')} compared"
-    if structure := structure_of(run):
-        return f"{material.name}, {structure.share} smaller"
-    part = f" in {run.full.part}" if run.full is not None and run.full.part else ""
-    return f"{material.name}, {100 * run.sparsity:.4g} % sparse{part}"
+    if record.structure:
+        return f"{material.name}, {record.structure.share} smaller"
+    return f"{material.name}, {100 * record.sparsity:.4g} % sparse{_part(record)}"
+
+
+def _part(record: Record) -> str:
+    return f" in {record.part}" if record.part else ""
 
 
 def notes(material: Material) -> list[str]:
     """What a careful reader should know, of all runs, and which runs it is about if not all."""
     about: dict[str, list[Run]] = defaultdict(list)
     for run in material.runs:
-        for note in notes_of(run.full):
+        for note in notes_of(run.full) if run.full is not None else ():
             about[note].append(run)
     lines = []
     for note, runs in about.items():
-        where = f"{runs[0].name}" if len(runs) == 1 else f"{len(runs)} of {counted(len(material.runs), 'run')}"
+        where = runs[0].name if len(runs) == 1 else f"{len(runs)} of {counted(len(material.runs), 'run')}"
         lines.append(note if len(runs) == len(material.runs) else f"{where}: {note}")
     return lines
 
 
-def notes_of(record: Record | None) -> list[str]:
+def notes_of(record: Record) -> list[str]:
     """What a careful reader should know of a run."""
-    if record is None:
-        return []
-    resumed = ", ".join(map(str, record.resumed))
-    return [*record.notes, *([f"stopped and resumed after block {resumed}"] if resumed else [])]
+    if not record.resumed:
+        return record.notes
+    return [*record.notes, f"stopped and resumed after block {', '.join(map(str, record.resumed))}"]
 
 
 def tiles(material: Material) -> list[Tile]:
     """What is said first."""
-    if material.compared:
+    if (record := material.record) is None:
         return _best_tiles(material)
-    (run,) = material.runs
-    shown = _removed_tiles(run)
-    for text, after in run.perplexity.items():
-        before = material.dense.get(text)
-        where = f"{after.tokens:,} tokens of {short_text(text)}, context {after.context:,}"
-        if before is None:
-            shown.append(Tile("perplexity", with_error(after), where))
-        else:
-            gain = 100 * (after.value / before.value - 1)
+    shown = _removed_tiles(record)
+    for text, after in material.runs[0].perplexity.items():
+        where = measured_on(text, after)
+        if before := material.dense.get(text):
+            gain = f"{100 * (after.value / before.value - 1):+.1f} % against dense"
             shown.append(Tile("perplexity dense", with_error(before), where))
-            shown.append(Tile("perplexity pruned", with_error(after), f"{gain:+.1f} % against dense"))
-    if not run.perplexity:
+            shown.append(Tile("perplexity pruned", with_error(after), gain))
+        else:
+            shown.append(Tile("perplexity", with_error(after), where))
+    if not material.texts:
         shown.append(Tile("perplexity", "?", "not measured"))
-    record = run.full
-    shown.append(Tile("time", duration(run.seconds), f"on {record.device} in {record.dtype}" if record else ""))
-    if record is not None:
-        shown += [Tile("peak memory", size(peak), where) for where, peak in record.peak_memory.items()]
-    return shown
+    shown.append(Tile("time", duration(material.comparison.seconds), f"on {record.device} in {record.dtype}"))
+    return shown + [Tile("peak memory", size(peak), where) for where, peak in record.peak_memory.items()]
 
 
 def _best_tiles(material: Material) -> list[Tile]:
@@ -86,8 +82,7 @@ def _best_tiles(material: Material) -> list[Tile]:
     text = material.texts[0] if material.texts else ""
     shown = []
     if dense := material.dense.get(text):
-        where = f"{dense.tokens:,} tokens of {short_text(text)}, context {dense.context:,}"
-        shown.append(Tile("perplexity dense", with_error(dense), where))
+        shown.append(Tile("perplexity dense", with_error(dense), measured_on(text, dense)))
     for pattern in material.patterns:
         runs = [run for run in material.runs if run.pattern == pattern and text in run.perplexity]
         if runs:
@@ -96,44 +91,37 @@ def _best_tiles(material: Material) -> list[Tile]:
     return shown
 
 
-def _removed_tiles(run: Run) -> list[Tile]:
-    if structure := structure_of(run):
+def _removed_tiles(record: Record) -> list[Tile]:
+    if structure := record.structure:
         after, before = (structure.parameters[when] for when in ("after", "before"))
         return [
             Tile("fewer parameters", structure.share, f"{after:,} of {before:,} stay"),
-            Tile("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters: {run.pattern}"),
+            Tile("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters: {record.pattern}"),
         ]
-    matrices = "the pruned matrices"
-    if run.full is not None:
-        part = f" in {run.full.part}" if run.full.part else ""
-        weights = sum(math.prod(matrix.shape) for matrix in run.full.matrices)
-        number = counted(len(run.full.matrices), "matrix", "matrices")
-        matrices = f"{number}{part}, {weights / 1e6:,.4g} M weights"
-    return [Tile("zeros", f"{100 * run.sparsity:.4g} %", f"of {matrices}")]
+    weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
+    of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{_part(record)}, {weights / 1e6:,.4g} M weights"
+    return [Tile("zeros", f"{100 * record.sparsity:.4g} %", of)]
 
 
 def facts(material: Material) -> list[tuple[str, str]]:
     """Names and values below the tiles."""
     shown = [("model", material.comparison.model)]
-    if material.compared:
+    if (record := material.record) is None:
         shown.append(("runs", f"{len(material.runs)}, in {duration(material.comparison.seconds)} with measuring"))
     else:
-        shown += facts_of(material.runs[0])
+        shown += facts_of(record.method, record)
     if calibration := material.comparison.calibration:
         windows, tokens = (calibration.get(name, "?") for name in ("samples", "sequence_length"))
         source = short_text(str(calibration.get("source", "?")))
         shown.append(("calibration", f"{counted(windows, 'window')} of {counted(tokens, 'token')} of {source}"))
-    if not material.compared and any("±" in tile.value for tile in tiles(material)):
+    if record is not None and any("±" in tile.value for tile in tiles(material)):
         shown.append(("±", SPREAD))
     return shown
 
 
-def facts_of(run: Run) -> list[tuple[str, str]]:
+def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
     """Names and values: how it was pruned."""
-    record = run.full
-    if record is None:
-        return [("method", run.method), ("pattern", run.pattern)]
-    shown = [("method", run.method), ("solver", in_words(record.solver))]
+    shown = [("method", method), ("solver", in_words(record.solver))]
     shown += [("effort", described(record.effort))] if record.effort else []
     if record.structure is None:
         shown += [("pattern", record.pattern)]
@@ -145,8 +133,3 @@ def facts_of(run: Run) -> list[tuple[str, str]]:
     if record.matrices:
         shown += [("error", f"{record.mean_error:.4g} of the output's square, geometric mean over matrices")]
     return shown
-
-
-def structure_of(run: Run) -> StructureRecord | None:
-    """What structured pruning removed; None where weights became zeros."""
-    return run.full.structure if run.full is not None else None

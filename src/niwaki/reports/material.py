@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.records import data
@@ -35,20 +35,12 @@ class Run(Cell):
 
 @dataclass(frozen=True)
 class Material:
-    """What a directory holds.
-
-    Attributes:
-        compared: Whether it is a comparison, and not one pruned model.
-        comparison: That of the directory, or one made from the record of a pruned model.
-        runs: One, or those that were compared.
-        json: The text of the file that the report is about.
-        speed: What ``niwaki bench`` measured, if it was run.
-    """
+    """What a directory holds: a comparison, or one pruned model."""
 
     compared: bool
-    comparison: Comparison
+    comparison: Comparison  # that of the directory, or one made from the record of a pruned model
     runs: list[Run]
-    json: str
+    json: str  # the text of the file that the report is about
     speed: SpeedRecord | None = None
 
     @property
@@ -67,23 +59,18 @@ class Material:
         return self.comparison.cells[0].perplexity
 
     @property
-    def records(self) -> list[Record]:
-        """Of the runs that have one."""
-        return [run.full for run in self.runs if run.full is not None]
-
-    @property
     def record(self) -> Record | None:
         """That of a single model; None of a comparison."""
         return None if self.compared else self.runs[0].full
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the runs."""
+        """In the order of the runs, like patterns and texts."""
         return list(dict.fromkeys(run.method for run in self.runs))
 
     @property
     def patterns(self) -> list[str]:
-        """In the order of the runs."""
+        """What was asked of the methods."""
         return list(dict.fromkeys(run.pattern for run in self.runs))
 
     @property
@@ -94,40 +81,25 @@ class Material:
     @cached_property
     def errors(self) -> tuple[float, float] | None:
         """The range of the matrices' errors that colours stand for, the same over the page."""
-        errors = [matrix.error for record in self.records for matrix in record.matrices if matrix.error > 0]
+        records = [run.full for run in self.runs if run.full is not None]
+        errors = [matrix.error for record in records for matrix in record.matrices if matrix.error > 0]
         return (min(errors), max(errors)) if errors else None
 
 
-@dataclass(frozen=True)
-class MaskPicture:
-    """A corner of a matrix: which weights are not zero.
-
-    Attributes:
-        block: The matrix's block.
-        name: Its path there.
-        shape: (out, in) of the whole matrix.
-        size: Rows and columns of the corner.
-        zeros: Fraction of zeros in it.
-        png: A pixel for each weight.
-    """
+class MaskPicture(NamedTuple):
+    """A corner of a matrix: which weights are not zero."""
 
     block: int
     name: str
-    shape: tuple[int, int]
-    size: tuple[int, int]
-    zeros: float
-    png: bytes
+    shape: tuple[int, int]  # (out, in) of the whole matrix
+    size: tuple[int, int]  # rows and columns of the corner
+    zeros: float  # fraction in the corner
+    png: bytes  # a pixel for each weight
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What follows a prompt.
-
-    Attributes:
-        prompt: What was given.
-        pruned: The pruned model's continuation.
-        dense: The dense one's; None where it is not available.
-    """
+    """How the pruned and the dense model continue a prompt; ``dense`` is None where that model is not available."""
 
     prompt: str
     pruned: str
@@ -138,29 +110,20 @@ class Sample:
         """Characters that both continuations have in common from the start, to the end of a word."""
         if self.dense is None:
             return 0
-        pairs = enumerate(zip(self.pruned, self.dense, strict=False))
         shorter = min(len(self.pruned), len(self.dense))
-        same = next((place for place, (one, other) in pairs if one != other), shorter)
-        if same == len(self.pruned) == len(self.dense):
+        same = next((i for i in range(shorter) if self.pruned[i] != self.dense[i]), shorter)
+        if self.pruned == self.dense:
             return same
         return self.pruned.rfind(" ", 0, same + 1) + 1 if same else 0
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What is not in the record but in the model; ``niwaki.reports.from_model`` makes it.
-
-    Attributes:
-        masks: Corners of masks.
-        samples: Generated text.
-        tokens: How many were asked for after each prompt.
-        remarks: Why something is missing.
-    """
+class Extras(NamedTuple):
+    """What is not in the record but in the model; ``niwaki.reports.from_model`` makes it."""
 
     masks: Sequence[MaskPicture] = ()
     samples: Sequence[Sample] = ()
-    tokens: int = 0
-    remarks: list[str] = field(default_factory=list)
+    tokens: int = 0  # that were asked for after each prompt
+    remarks: Sequence[str] = ()  # why something is missing
 
 
 def load(directory: str | Path) -> Material:
@@ -174,16 +137,14 @@ def load(directory: str | Path) -> Material:
     if (directory / "compare.json").is_file():
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))
     if (directory / "niwaki.json").is_file():
-        material = data.load(directory / "niwaki.json", _pruned)
-        speed = directory / SPEED_NAME
-        if speed.is_file():
-            return dataclasses.replace(material, speed=data.load(speed, SpeedRecord.from_json))
-        return material
+        bench = directory / SPEED_NAME
+        speed = data.load(bench, SpeedRecord.from_json) if bench.is_file() else None
+        return data.load(directory / "niwaki.json", lambda text: _pruned(text, speed))
     what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is not a directory"
     raise UsageError(f"{directory} {what}; give one that `niwaki prune` or `niwaki compare` wrote")
 
 
-def _pruned(text: str) -> Material:
+def _pruned(text: str, speed: SpeedRecord | None) -> Material:
     record = Record.from_json(text)
     measured = {when: Perplexity(**values) for when, values in record.perplexity.items()}
     before, after = ({one.text: one} if (one := measured.get(when)) else {} for when in ("before", "after"))
@@ -191,15 +152,15 @@ def _pruned(text: str) -> Material:
     total = stages.pop("total", sum(stages.values()))
     run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record)
     comparison = Comparison(
-        model=record.model,
-        calibration=record.calibration,
+        record.model,
+        record.calibration,
         texts=[*after],
         cells=[Cell("dense", "", 0.0, before), run],
         command=record.command,
         versions=record.versions,
         seconds=total,
     )
-    return Material(False, comparison, [run], text)
+    return Material(False, comparison, [run], text, speed)
 
 
 def _compared(directory: Path, text: str) -> Material:

@@ -23,7 +23,7 @@ def report(
     reference: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else.
+    """Writes a page about a pruned model or a comparison: one HTML file that needs nothing else; returns its path.
 
     Args:
         directory: What :func:`niwaki.prune`, :func:`niwaki.shrink` or :func:`niwaki.compare` wrote.
@@ -32,9 +32,6 @@ def report(
             text. A comparison has none.
         reference: "paper" for published results too, marked as such and not measured.
         progress: Receives how it goes.
-
-    Returns:
-        The file.
 
     Raises:
         UsageError: the directory has no record or comparison, or there is no such reference.
@@ -53,7 +50,7 @@ def report(
 
 
 def check_extra(reference: str | None = None) -> None:
-    """Raises OutputError where the libraries for charts and templates are missing, UsageError for no reference."""
+    """Raises OutputError where the libraries for charts and templates are missing, UsageError for another reference."""
     if reference not in (None, "paper"):
         raise UsageError(f"--reference takes paper; got {reference!r}")
     try:
@@ -71,15 +68,15 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
     from niwaki.reports import charts, head, runs, sections
 
-    folder = files("niwaki.reports") / "templates"
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        loader=jinja2.PackageLoader("niwaki.reports"),
         autoescape=True,  # names and generated text come from anywhere
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["data_uri"] = _data_uri
+    folder = files("niwaki.reports") / "templates"
     style, script = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page: str = environment.get_template("report.html.jinja").render(
         material=material,
@@ -102,11 +99,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
 
 def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
-    """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all; returns where.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all, or raises OutputError."""
     path = Path(file).expanduser() if file is not None else directory / REPORT_NAME
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
@@ -116,8 +109,8 @@ def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
 
 def _data_uri(content: bytes | str, kind: str) -> str:
     raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
 def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from niwaki.records.wording import short_text
 from niwaki.reports.head import facts_of, notes_of
@@ -13,19 +13,8 @@ from niwaki.reports.sections import errors_of, zeros_of
 from niwaki.reports.tables import Table, with_error
 
 
-@dataclass(frozen=True)
-class Detail:
-    """All about one run of several.
-
-    Attributes:
-        name: Its method and pattern.
-        facts: Names and values.
-        notes: As in its record.
-        error: Heat map of errors, as a table.
-        sparsity: The same of sparsities.
-        record: The record as compact JSON.
-        file: A name for it.
-    """
+class Detail(NamedTuple):
+    """All about one run of several; ``record`` is its JSON, compact, and ``file`` a name for it."""
 
     name: str
     facts: list[tuple[str, str]]
@@ -44,16 +33,9 @@ def details(material: Material) -> list[Detail]:
             continue
         facts = [(f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()]
         facts.append(("error of the matrices, geometric mean", f"{run.error:.4g}"))
-        facts += [("time", f"{run.seconds:.1f} s"), *facts_of(run)]
-        shown.append(
-            Detail(
-                run.name,
-                facts,
-                notes_of(record),
-                errors_of(material, record).table(),
-                zeros_of(record).table("{:.1%}"),
-                json.dumps(json.loads(record.to_json()), separators=(",", ":")),
-                f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
-            )
-        )
+        facts += [("time", f"{run.seconds:.1f} s"), *facts_of(run.method, record)]
+        error, sparsity = errors_of(material, record).table(), zeros_of(record).table("{:.1%}")
+        compact = json.dumps(json.loads(record.to_json()), separators=(",", ":"))
+        file = f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json"
+        shown.append(Detail(run.name, facts, notes_of(record), error, sparsity, compact, file))
     return shown

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from importlib.resources import files
 from typing import Any
 
 from niwaki.records.record import Perplexity, Record
-from niwaki.records.wording import counted, kind, number, short_text
+from niwaki.records.wording import counted, kind, number
 from niwaki.reports import charts
 from niwaki.reports.charts import STEPS
-from niwaki.reports.head import SPREAD, structure_of
+from niwaki.reports.head import SPREAD
 from niwaki.reports.material import Material, Run
-from niwaki.reports.tables import Cell, Exhibit, Heat, Section, Table, labels_of, with_error
+from niwaki.reports.tables import Cell, Exhibit, Heat, Section, Table, labels_of, measured_on, with_error
 
 #: What the stages of a run are for.
 STAGES = {
@@ -34,15 +34,8 @@ STAGES = {
 
 def sections(material: Material, reference: bool = False) -> list[Section]:
     """All that there is something to show in; with published results if ``reference``."""
-    made = [
-        frontier(material),
-        published(material) if reference else None,
-        errors(material),
-        allocation(material),
-        fits(material),
-        time(material),
-        speed(material),
-    ]
+    made = [frontier(material), published(material) if reference else None]
+    made += [make(material) for make in (errors, allocation, fits, time, speed)]
     return [section for section in made if section is not None]
 
 
@@ -54,73 +47,67 @@ def frontier(material: Material) -> Section | None:
     if not material.compared or not material.texts:
         return None
     dashed = " The dashed line is the dense model." if material.dense else ""
-    return Section(
-        "frontier",
-        "Perplexity against sparsity",
-        f"Lower is better. Bars are {SPREAD}.{dashed}",
-        [_frontier_of(material, text) for text in material.texts],
-    )
+    why = f"Lower is better. Bars are {SPREAD}.{dashed}"
+    exhibits = [_frontier_of(material, text) for text in material.texts]
+    return Section("frontier", "Perplexity against sparsity", why, exhibits)
 
 
 def _frontier_of(material: Material, text: str) -> Exhibit:
     runs = [run for run in material.runs if text in run.perplexity]
-    points = [point_of(run, run.perplexity[text]) for run in runs]
-    dense = material.dense.get(text)
-    line = None
-    if dense is not None:
+    plain, grouped = ([point_of(run, text) for run in runs if run.grouped is wanted] for wanted in (False, True))
+    shared: dict[str, Any] = {"span": charts.value_span([*plain, *grouped])}
+    if dense := material.dense.get(text):
         label = f"dense: {with_error(dense)}"
         line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": label}
-    grouped = [point for point, run in zip(points, runs, strict=True) if run.grouped]
-    plain = [point for point, run in zip(points, runs, strict=True) if not run.grouped]
-    shared: dict[str, Any] = {"dense": line, "span": charts.value_span([*points, *([line] if line else [])])}
+        shared = {"span": charts.value_span([*plain, *grouped, line]), "dense": line}
     both = bool(plain and grouped)
     figures = []
     if plain:
         share = 0.66 if both else 1.0
         figures.append(charts.frontier(plain, material.methods, "perplexity", share=share, **shared))
     if grouped:
-        share = 0.32 if both else 1.0
-        figures.append(charts.groups(grouped, material.methods, "perplexity", share=share, legend=not both, **shared))
-    measured = runs[0].perplexity[text]
-    title = f"{measured.tokens:,} tokens of {short_text(text)}, context {measured.context:,}"
+        shared |= {"by": "pattern", "share": 0.32 if both else 1.0, "legend": not both}
+        figures.append(charts.frontier(grouped, material.methods, "perplexity", **shared))
+    title = measured_on(text, runs[0].perplexity[text])
     return Exhibit(figures, _perplexities(material, text), title, "perplexity against sparsity", open=True)
 
 
 def _perplexities(material: Material, text: str) -> Table:
     """A row for each method, a column for each pattern, the best marked."""
-    values = {(run.method, run.pattern): run.perplexity[text] for run in material.runs if text in run.perplexity}
+    columns: dict[str, dict[str, Perplexity]] = {pattern: {} for pattern in material.patterns}
+    for run in material.runs:
+        if text in run.perplexity:
+            columns[run.pattern][run.method] = run.perplexity[text]
+    best = {name: min(one.value for one in column.values()) for name, column in columns.items() if len(column) > 1}
     rows = []
     if dense := material.dense.get(text):
-        rows.append([Cell("dense"), Cell(with_error(dense)), *(Cell("") for _ in material.patterns[1:])])
+        rows.append([Cell("dense"), Cell(with_error(dense)), *[Cell("")] * (len(columns) - 1)])
     for method in material.methods:
         row = [Cell(method)]
-        for pattern in material.patterns:
-            column = [value.value for (_, other), value in values.items() if other == pattern]
-            if (value := values.get((method, pattern))) is None:
-                row.append(Cell(""))
-            else:
-                row.append(Cell(with_error(value), best=len(column) > 1 and value.value == min(column)))
+        for pattern, column in columns.items():
+            one = column.get(method)
+            row.append(Cell(with_error(one), best=one.value == best.get(pattern)) if one else Cell(""))
         rows.append(row)
-    return Table(["method", *material.patterns], rows)
+    return Table(["method", *columns], rows)
 
 
 def _interval(perplexity: Perplexity) -> charts.Row:
     value, error = perplexity.value, perplexity.standard_error
     if error is None:
-        return {"value": value, "low": None, "high": None}
+        return {"value": value}
     # A logarithmic axis has no place for what an error above its value would make of it.
     return {"value": value, "low": max(value - error, value / 10), "high": value + error}
 
 
-def point_of(run: Run, perplexity: Perplexity) -> charts.Row:
+def point_of(run: Run, text: str) -> charts.Row:
     """A point of a chart."""
     return {
         "method": run.method,
         "pattern": run.pattern,
         "sparsity": 100 * run.sparsity,
         "published": False,
-        **_interval(perplexity),
-        "label": f"{run.name}: {with_error(perplexity)}, {100 * run.sparsity:.2f} % zeros",
+        **_interval(run.perplexity[text]),
+        "label": f"{run.name}: {with_error(run.perplexity[text])}, {100 * run.sparsity:.2f} % zeros",
     }
 
 
@@ -138,11 +125,11 @@ def published(material: Material) -> Section:
     own = ratios(material)
     # The same colours in all charts.
     methods = list(dict.fromkeys([*material.methods, *(item["method"] for item in results["series"])]))
+    by_model: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for item in results["series"]:
+        by_model[f"{item['model']} on {item['text']}, context {item['context']:,}"].append(item)
     exhibits = []
-    for model, context in dict.fromkeys((item["model"], item["context"]) for item in results["series"]):
-        series = [item for item in results["series"] if (item["model"], item["context"]) == (model, context)]
-        where = f"{model} on {series[0]['text']}, context {context:,}"
-        sources = "; ".join(dict.fromkeys(results["sources"][item["source"]] for item in series))
+    for where, series in by_model.items():
         points, rows = [], []
         for item in series:
             for pattern, value in item["perplexity"].items():
@@ -152,32 +139,27 @@ def published(material: Material) -> Section:
                     points.append(_published_point(item, where, pattern, value))
         figure = charts.frontier([*points, *own], methods, "perplexity / dense perplexity", share=0.48)
         table = Table.of(["method", "pattern", "perplexity", "dense", "ratio"], rows)
-        title = f"{where} ({sources})"
+        title = f"{where} ({'; '.join(dict.fromkeys(results['sources'][item['source']] for item in series))})"
         exhibits.append(Exhibit([figure], table, title, f"published, not measured: {title}"))
     here = "the runs above" if material.compared else "this model"
-    return Section(
-        "published",
-        "Beside published results",
+    why = (
         "Hollow marks on dashed lines are published, not measured here"
         + (f"; filled marks are {here}" if own else "")
         + ". All are ratios to the dense model's own perplexity. Other models, texts and contexts lose differently, so "
-        "filled and hollow marks compare only roughly; hollow ones of one chart are on the same terms.",
-        exhibits,
-        beside=True,
+        "filled and hollow marks compare only roughly; hollow ones of one chart are on the same terms."
     )
+    return Section("published", "Beside published results", why, exhibits, beside=True)
 
 
 def _published_point(item: dict[str, Any], where: str, pattern: str, value: float) -> charts.Row:
     ratio = value / item["dense"]
+    times = f"{value:g}, {ratio:.3g} times the dense {item['dense']:g}"
     return {
         "method": item["method"],
         "sparsity": float(pattern.rstrip(" %")),
         "value": ratio,
-        "low": None,
-        "high": None,
         "published": True,
-        "label": f"published, not measured: {item['method']} at {pattern}, {where}: {value:g}, {ratio:.3g} times the "
-        f"dense {item['dense']:g}",
+        "label": f"published, not measured: {item['method']} at {pattern}, {where}: {times}",
     }
 
 
@@ -185,16 +167,12 @@ def ratios(material: Material) -> list[charts.Row]:
     """What was measured here on the first text, as a ratio to the dense model; none where no zeros were made."""
     text = material.texts[0] if material.texts else ""
     dense = material.dense.get(text)
-    points: list[charts.Row] = []
-    if dense is None:
-        return points
-    for run in material.runs:
-        if text in run.perplexity and not run.grouped and not structure_of(run):
-            point = point_of(run, run.perplexity[text])
-            for key in ("value", "low", "high"):
-                point[key] = None if point[key] is None else point[key] / dense.value
-            point["label"] = f"measured: {point['label']}, {point['value']:.3g} times the dense {material.name}"
-            points.append(point)
+    if dense is None or (material.record and material.record.structure):
+        return []
+    points = [point_of(run, text) for run in material.runs if text in run.perplexity and not run.grouped]
+    for point in points:
+        point |= {key: point[key] / dense.value for key in ("value", "low", "high") if key in point}
+        point["label"] = f"measured: {point['label']}, {point['value']:.3g} times the dense {material.name}"
     return points
 
 
@@ -218,25 +196,19 @@ def errors(material: Material) -> Section | None:
     if not exhibits:
         return None
     at, same = (f"; at {pattern}", ", the same for all runs") if compared else ("", "")
-    return Section(
-        "errors",
-        "Error of each matrix",
+    why = (
         f"Squared error of its outputs on the calibration text, relative to the squared outputs{at}. Colours are on a "
-        f"logarithmic scale{same}.",
-        exhibits,
-        key=(f"{material.errors[0]:.3g}", f"{material.errors[1]:.3g}") if material.errors else None,
-        beside=True,
-        after="The numbers are below, with each run." if compared else "",
+        f"logarithmic scale{same}."
     )
+    key = (f"{material.errors[0]:.3g}", f"{material.errors[1]:.3g}") if material.errors else None
+    after = "The numbers are below, with each run." if compared else ""
+    return Section("errors", "Error of each matrix", why, exhibits, key, beside=True, after=after)
 
 
 def heat_pattern(material: Material) -> str:
-    """The pattern whose heat maps are shown for all methods: the middle one of those most methods have."""
-    counts = {
-        pattern: sum(run.pattern == pattern and run.full is not None for run in material.runs)
-        for pattern in material.patterns
-    }
-    most = [pattern for pattern, count in counts.items() if count == max(counts.values(), default=0) and count]
+    """The pattern whose heat maps are shown for all methods: the middle one of those that most methods have."""
+    counts = Counter(run.pattern for run in material.runs if run.full is not None)
+    most = [pattern for pattern in material.patterns if counts[pattern] == max(counts.values(), default=0)]
     return most[(len(most) - 1) // 2] if most else ""
 
 
@@ -262,27 +234,23 @@ def allocation(material: Material) -> Section | None:
     record = material.record
     if record is None or not record.matrices or record.structure:
         return None
-    weights: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    zeros: dict[int, float] = defaultdict(float)
+    weights: dict[int, int] = defaultdict(int)
     for matrix in record.matrices:
-        count = math.prod(matrix.shape)
-        weights[matrix.block][0] += matrix.sparsity * count
-        weights[matrix.block][1] += count
-    percent = {block: 100 * zeros / count for block, (zeros, count) in weights.items()}
+        zeros[matrix.block] += matrix.sparsity * math.prod(matrix.shape)
+        weights[matrix.block] += math.prod(matrix.shape)
+    percent = {block: 100 * count / weights[block] for block, count in zeros.items()}
     blocks = [
         {"block": block, "value": value, "label": f"block {block}: {value:.2f} %"} for block, value in percent.items()
     ]
     heat = zeros_of(record, "{:.2%} zeros")
-    ticks = [{"block": c["block"], "value": 100 * c["value"], "label": c["label"]} for c in heat.cells]
+    ticks = [{**cell, "value": 100 * cell["value"]} for cell in heat.cells]
     sparsities = [matrix.sparsity for matrix in record.matrices]
-    uniform = max(sparsities) - min(sparsities) < 0.001
-    return Section(
-        "sparsity",
-        "Zeros in each block",
-        "All matrices have the same sparsity."
-        if uniform
-        else "Bars are blocks, ticks the matrices in them: zeros are where the model misses them least.",
-        [Exhibit([charts.shares(blocks, ticks)], heat.table("{:.1%}"), label="zeros by block")],
-    )
+    why = "Bars are blocks, ticks the matrices in them: zeros are where the model misses them least."
+    if max(sparsities) - min(sparsities) < 0.001:
+        why = "All matrices have the same sparsity."
+    exhibit = Exhibit([charts.shares(blocks, ticks)], heat.table("{:.1%}"), label="zeros by block")
+    return Section("sparsity", "Zeros in each block", why, [exhibit])
 
 
 def fits(material: Material) -> Section | None:
@@ -291,21 +259,19 @@ def fits(material: Material) -> Section | None:
         return None
     points, rows = [], []
     for fit in material.record.fits:
-        errors = {"before": fit.before, "after": fit.after}
         rows.append([str(fit.block), f"{fit.before:.4g}", f"{fit.after:.4g}", f"{fit.epochs:g}", f"{fit.seconds:.1f}"])
-        for when, value in errors.items():
+        for when, value in (("before", fit.before), ("after", fit.after)):
             if value > 0:
                 label = f"block {fit.block} {when} fitting: error {value:.4g}"
                 points.append({"block": fit.block, "when": when, "value": value, "label": label})
     table = Table.of(["block", "error before", "error after", "epochs", "seconds"], rows)
     figures = [charts.pairs(points, "relative error of outputs")] if points else []
-    return Section(
-        "fits",
-        "Fitting blocks to the dense ones",
+    why = (
         "Squared error of each block's outputs on samples that were held out, relative to the dense block's squared "
-        "outputs, before and after its remaining weights were fitted.",
-        [Exhibit(figures, table, label="errors of blocks before and after fitting")],
+        "outputs, before and after its remaining weights were fitted."
     )
+    exhibit = Exhibit(figures, table, label="errors of blocks before and after fitting")
+    return Section("fits", "Fitting blocks to the dense ones", why, [exhibit])
 
 
 # Time
@@ -321,7 +287,7 @@ def time(material: Material) -> Section | None:
         return None
     compared = material.compared
     known = dict.fromkeys(name for run in material.runs for name, seconds in run.stages.items() if seconds > 0)
-    stages = [*(name for name in STAGES if name in known), *(name for name in known if name not in STAGES)]
+    stages = sorted(known, key=lambda name: [*STAGES, *known].index(name))
     mean = {
         (method, stage): sum(run.stages.get(stage, 0.0) for run in runs) / len(runs)
         for method, runs in by_method.items()
@@ -342,34 +308,30 @@ def time(material: Material) -> Section | None:
         rows = [[method, *(f"{mean[method, stage]:.2f}" for stage in stages)] for method in by_method]
         table = Table.of(["method", *stages], rows)
     else:
-        (method,) = by_method
-        rows = [[stage, f"{mean[method, stage]:.2f}", STAGES.get(stage, "")] for stage in stages]
+        rows = [[stage, f"{seconds:.2f}", STAGES.get(stage, "")] for (_, stage), seconds in mean.items()]
         table = Table.of(["stage", "seconds", "for"], rows)
     figure = charts.stacked(drawn, list(by_method) if compared else [""], stages, "seconds")
-    by_kind = solving(material)
-    of_solver = ", and of the solver by kind of matrix" if by_kind else ""
-    why = "Seconds of a run, the mean over patterns." if compared else f"Seconds of the whole run by stage{of_solver}."
-    whole = Exhibit([figure], table, label="seconds by stage", words=not compared)
-    return Section("time", "Where time went", why, [whole, *([by_kind] if by_kind else [])])
+    exhibits = [Exhibit([figure], table, label="seconds by stage", words=not compared)]
+    why = "Seconds of a run, the mean over patterns." if compared else "Seconds of the whole run by stage."
+    if by_kind := solving(material):
+        exhibits.append(by_kind)
+        why = "Seconds of the whole run by stage, and of the solver by kind of matrix."
+    return Section("time", "Where time went", why, exhibits)
 
 
 def solving(material: Material) -> Exhibit | None:
     """Of a single model the solver's seconds by kind of matrix."""
-    if material.record is None:
-        return None
-    seconds: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for matrix in material.record.matrices:
-        seconds[kind(matrix.name)] += matrix.seconds
-        counts[kind(matrix.name)] += 1
-    if not any(seconds.values()):
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for matrix in material.record.matrices if material.record else []:
+        seconds[kind(matrix.name)].append(matrix.seconds)
+    if not any(map(any, seconds.values())):
         return None
     labels = labels_of(seconds)
     drawn, rows = [], []
-    for name, value in seconds.items():
-        label = f"{name}: {value:.2f} s in {counted(counts[name], 'matrix', 'matrices')}"
-        drawn.append({"name": labels[name], "value": value, "label": label})
-        rows.append([name, str(counts[name]), f"{value:.2f}"])
+    for name, each in seconds.items():
+        label = f"{name}: {sum(each):.2f} s in {counted(len(each), 'matrix', 'matrices')}"
+        drawn.append({"name": labels[name], "value": sum(each), "label": label})
+        rows.append([name, str(len(each)), f"{sum(each):.2f}"])
     figure = charts.bars(drawn, list(labels.values()), "seconds of the solver")
     return Exhibit([figure], Table.of(["matrix", "number", "seconds"], rows), label="seconds of the solver")
 
@@ -379,10 +341,8 @@ def speed(material: Material) -> Section | None:
     if material.speed is None:
         return None
     head, *rows = zip(*material.speed.table(), strict=True)
-    return Section(
-        "speed",
-        "Speed and size",
+    why = (
         "The pruned model with its zeros (dense) and without them (packed), each in a process of its own: "
-        f"{material.speed.conditions()}.",
-        [Exhibit([], Table.of(head, rows), open=True)],
+        f"{material.speed.conditions()}."
     )
+    return Section("speed", "Speed and size", why, [Exhibit([], Table.of(head, rows), open=True)])

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from niwaki.records.record import MatrixRecord, Perplexity, Record
-from niwaki.records.wording import kind, number, short
+from niwaki.records.wording import kind, number, short, short_text
 from niwaki.reports import charts
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table.
-
-    Attributes:
-        text: What it says.
-        step: Its colour in a heat map, if it is in one.
-        best: Whether it is the best of its column.
-    """
+class Cell(NamedTuple):
+    """A cell of a table: its text, its colour if it is in a heat map, and whether it is the best of its column."""
 
     text: str
     step: int | None = None
     best: bool = False
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table whose first column names the rows.
-
-    Attributes:
-        head: Names of the columns.
-        rows: Their cells.
-    """
+class Table(NamedTuple):
+    """A table whose first column names the rows."""
 
     head: list[str]
     rows: list[list[Cell]]
@@ -45,48 +31,27 @@ class Table:
         return cls(list(head), [[Cell(text) for text in row] for row in rows])
 
 
-@dataclass(frozen=True)
-class Exhibit:
-    """A part of a section: charts, and the same numbers as a table.
+class Exhibit(NamedTuple):
+    """A part of a section: charts, and the same numbers as a table."""
 
-    Attributes:
-        figures: Charts, from left to right.
-        table: Their numbers; None where they are elsewhere on the page.
-        title: A heading of its own, if any.
-        label: What the charts show, for screen readers.
-        open: Whether the table is shown at once, and not on a click.
-        words: Whether its last column is of words.
-    """
-
-    figures: list[charts.Figure]
-    table: Table | None
-    title: str = ""
-    label: str = ""
-    open: bool = False
-    words: bool = False
+    figures: list[charts.Figure]  # from left to right
+    table: Table | None  # None where the numbers are elsewhere on the page
+    title: str = ""  # a heading of its own
+    label: str = ""  # what the charts show, for screen readers
+    open: bool = False  # whether the table is shown at once, and not on a click
+    words: bool = False  # whether its last column is of words
 
 
-@dataclass(frozen=True)
-class Section:
-    """A section of the page.
+class Section(NamedTuple):
+    """A section of the page."""
 
-    Attributes:
-        id: Its anchor.
-        heading: Its heading.
-        why: What there is to see.
-        exhibits: Its charts and tables.
-        key: The least and the greatest value that colours stand for, if they do.
-        beside: Whether exhibits stand next to each other where the window is wide.
-        after: A last line.
-    """
-
-    id: str
+    id: str  # its anchor
     heading: str
-    why: str
-    exhibits: list[Exhibit] = field(default_factory=list)
-    key: tuple[str, str] | None = None
-    beside: bool = False
-    after: str = ""
+    why: str  # what there is to see
+    exhibits: list[Exhibit]
+    key: tuple[str, str] | None = None  # the least and the greatest value that colours stand for
+    beside: bool = False  # whether exhibits stand next to each other where the window is wide
+    after: str = ""  # a last line
 
 
 def with_error(perplexity: Perplexity) -> str:
@@ -95,24 +60,23 @@ def with_error(perplexity: Perplexity) -> str:
     return number(perplexity.value) + (f" ± {number(error)}" if error is not None else "")
 
 
+def measured_on(text: str, perplexity: Perplexity) -> str:
+    """``"7,161 tokens of wikitext2, context 1,024"``."""
+    return f"{perplexity.tokens:,} tokens of {short_text(text)}, context {perplexity.context:,}"
+
+
 def labels_of(names: Iterable[str]) -> dict[str, str]:
     """Kinds of matrices by the last part of their name, where that tells them apart."""
-    names = list(dict.fromkeys(names))
-    last = [short(name) for name in names]
-    return {name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)}
+    last = {name: short(name) for name in names}
+    ends = list(last.values())
+    return {name: end if ends.count(end) == 1 else name for name, end in last.items()}
 
 
 class Heat(NamedTuple):
-    """A value for each block and kind of matrix; of experts the mean.
+    """A value for each block and kind of matrix; of experts the mean."""
 
-    Attributes:
-        cells: With "block", "row", "value", "step" and "label".
-        rows: The kinds of matrices.
-        blocks: The numbers of the blocks.
-    """
-
-    cells: list[charts.Row]
-    rows: list[str]
+    cells: list[charts.Row]  # with "block", "row", "value", "step" and "label"
+    rows: list[str]  # the kinds of matrices
     blocks: list[int]
 
     @classmethod
@@ -131,18 +95,11 @@ class Heat(NamedTuple):
             if len(values) > 1:
                 low, high = form.format(min(values)), form.format(max(values))
                 label = f"{label}, the mean of {len(values)} ({low} to {high})"
-            row = labels[name]
-            cells.append({"block": block, "row": row, "value": mean, "step": step(mean), "label": label})
+            cells.append({"block": block, "row": labels[name], "value": mean, "step": step(mean), "label": label})
         return cls(cells, list(labels.values()), sorted({block for block, _ in groups}))
 
     def table(self, form: str = "{:.4f}") -> Table:
         """The numbers, a row for each block."""
-        cells = {(cell["block"], cell["row"]): cell for cell in self.cells}
-        lines = []
-        for block in self.blocks:
-            line = [Cell(str(block))]
-            for row in self.rows:
-                cell = cells.get((block, row))
-                line.append(Cell(form.format(cell["value"]), cell["step"]) if cell else Cell(""))
-            lines.append(line)
-        return Table(["block", *self.rows], lines)
+        cells = {(cell["block"], cell["row"]): Cell(form.format(cell["value"]), cell["step"]) for cell in self.cells}
+        rows = [[Cell(str(block)), *(cells.get((block, row), Cell("")) for row in self.rows)] for block in self.blocks]
+        return Table(["block", *self.rows], rows)
