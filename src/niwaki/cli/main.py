@@ -40,19 +40,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order in which `niwaki --help` lists them.
-app.command()(prune)
-app.command()(shrink)
-app.command("eval")(evaluate)
-app.command()(export)
-app.command()(pack)
-app.command()(unpack)
-app.command()(generate)
-app.command()(bench)
-app.command()(report)
-app.command()(inspect)
-app.command()(solvers)
-app.command()(compare)
-app.command()(demo)
+_COMMANDS = (prune, shrink, evaluate, export, pack, unpack, generate, bench, report, inspect, solvers, compare, demo)
+for _command in _COMMANDS:
+    app.command("eval" if _command is evaluate else None)(_command)
 
 
 @app.callback(invoke_without_command=True)
