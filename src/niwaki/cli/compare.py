@@ -14,34 +14,29 @@ from niwaki.options import Calibration, Compute, Measurement, parse_time
 from niwaki.pruning.effort import PLAIN_EFFORT
 from niwaki.records.comparison import METHODS
 
-Output = Annotated[
-    Path, Option("-o", "--out", metavar="DIR", help="For the table and all records; what is there is resumed.")
-]
-Solvers = Annotated[str, Option(help="Names as for prune --solver, each with an effort after an @ if you like.")]
-Sparsity = Annotated[str, Option(help="Fractions, and patterns such as 2:4 or per-row:0.6.")]
-Effort = Annotated[str, Option(help="For solvers that have none of their own: fast, balanced or best.")]
-Texts = Annotated[
-    list[str] | None,
-    Option(help=r"What to measure perplexity on; may be given several times. \[default: wikitext2]"),
-]
-TextSamples = Annotated[int | None, Option(help=r"Windows of each. \[default: all, or 256 of the calibration text]")]
-Keep = Annotated[bool, Option("--keep", help="Keep the pruned models, in DIR/models.")]
-Budget = Annotated[str | None, Option(metavar="TIME", help="Such as 90m or 2h: start no run that would end later.")]
-_SOLVERS = ",".join(METHODS)
+OUTPUT = Option("-o", "--out", metavar="DIR", help="For the table and all records; what is there is resumed.")
+SOLVERS = Option(help="Names as for prune --solver, each with an effort after an @ if you like.")
+EFFORT = Option(help="For solvers that have none of their own: fast, balanced or best.")
+TEXTS = Option(help=r"What to measure perplexity on; may be given several times. \[default: wikitext2]")
+TEXT_SAMPLES = Option(help=r"Windows of each. \[default: all, or 256 of the calibration text]")
+BUDGET = Option(metavar="TIME", help="Such as 90m or 2h: start no run that would end later.")
+_USUAL = ",".join(METHODS)
 
 
-@spread(without=("tf32",), text=Texts, text_samples=TextSamples)
+@spread(without=("tf32",), text=Annotated[list[str] | None, TEXTS], text_samples=Annotated[int | None, TEXT_SAMPLES])
 def compare(
     model: Model,
-    output: Output,
-    solvers: Solvers = _SOLVERS,
-    sparsity: Sparsity = "0.5,0.6,0.7,0.8,2:4",
-    effort: Effort = PLAIN_EFFORT,
+    output: Annotated[Path, OUTPUT],
+    solvers: Annotated[str, SOLVERS] = _USUAL,
+    sparsity: Annotated[
+        str, Option(help="Fractions, and patterns such as 2:4 or per-row:0.6.")
+    ] = "0.5,0.6,0.7,0.8,2:4",
+    effort: Annotated[str, EFFORT] = PLAIN_EFFORT,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(),
     compute: Compute = Compute(),
-    keep: Keep = False,
-    budget: Budget = None,
+    keep: Annotated[bool, Option("--keep", help="Keep the pruned models, in DIR/models.")] = False,
+    budget: Annotated[str | None, BUDGET] = None,
 ) -> None:
     """Prune MODEL by several methods to several sparsities; table, JSON, CSV and all records go to DIR.
 

@@ -17,28 +17,22 @@ from niwaki.errors import UsageError
 from niwaki.files import write_json
 from niwaki.options import Compute, Measurement
 
-Text = Annotated[str | None, Option(help=rf"{TEXT} \[default: wikitext2; with --tasks none]")]
-Samples = Annotated[
-    int | None, Option("--samples", "--text-samples", help=r"The first N windows of the text. \[default: all]")
-]
-Tasks = Annotated[
-    str | None,
-    Option(
-        metavar="NAMES",
-        help="Tasks of lm-evaluation-harness, such as boolq,arc_easy; files of questions (.jsonl); which-follows.",
-    ),
-]
-Limit = Annotated[int | None, Option(help=r"The first N questions of each task. \[default: all]")]
+TASKS = Option(
+    metavar="NAMES",
+    help="Tasks of lm-evaluation-harness, such as boolq,arc_easy; files of questions (.jsonl); which-follows.",
+)
+SAMPLES = Option("--samples", "--text-samples", help=r"The first N windows of the text. \[default: all]")
+LIMIT = Option(help=r"The first N questions of each task. \[default: all]")
 
 
 @spread(without=("tf32", "memory"))
 def evaluate(
     model: Model,
-    text: Text = None,
+    text: Annotated[str | None, Option(help=rf"{TEXT} \[default: wikitext2; with --tasks none]")] = None,
     length: Length = None,
-    samples: Samples = None,
-    tasks: Tasks = None,
-    limit: Limit = None,
+    samples: Annotated[int | None, SAMPLES] = None,
+    tasks: Annotated[str | None, TASKS] = None,
+    limit: Annotated[int | None, LIMIT] = None,
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:

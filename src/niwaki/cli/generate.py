@@ -13,9 +13,7 @@ from niwaki.cli.options import Model, spread
 from niwaki.cli.screen import Screen
 from niwaki.options import Compute
 
-Temperature = Annotated[
-    float, Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
-]
+TEMPERATURE = Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
 
 
 @spread(without=("tf32", "memory"))
@@ -23,7 +21,7 @@ def generate(
     model: Model,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="What the model continues; of a long text the end.")],
     tokens: Annotated[int, Option(help="Write at most N tokens.")] = 100,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
     seed: Annotated[int, Option(help="For what is drawn.")] = 0,
     compute: Compute = Compute(),
 ) -> None:

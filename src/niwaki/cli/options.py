@@ -20,26 +20,16 @@ TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CO
 Model = Annotated[str, Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model.")]
 Output = Annotated[Path, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
 RecordFile = Annotated[Path | None, Option("--record", help="Also write the record to this JSON file.")]
-Restart = Annotated[
-    bool, Option("--restart", help="Start over instead of resuming an interrupted run that was to write OUT.")
-]
-Length = Annotated[
-    int | None, Option("--seqlen", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]")
-]
-_Text = Annotated[
-    str | None, Option(help=r"What to measure perplexity on, as --calibration. \[default: more of that text]")
-]
-_TF32 = Annotated[
-    TF32,
-    Option(
-        help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor "
-        "changes; always for all products of float32; never."
-    ),
-]
-_Memory = Annotated[
-    str | None,
-    Option(metavar="SIZE", help="Such as 8GiB: hidden states that do not fit are kept in a temporary file."),
-]
+_RESTART = Option("--restart", help="Start over instead of resuming an interrupted run that was to write OUT.")
+_LENGTH = Option("--seqlen", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]")
+_MEASURED = Option(help=r"What to measure perplexity on, as --calibration. \[default: more of that text]")
+_TF32 = Option(
+    help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes; "
+    "always for all products of float32; never."
+)
+_MEMORY = Option(metavar="SIZE", help="Such as 8GiB: hidden states that do not fit are kept in a temporary file.")
+Restart = Annotated[bool, _RESTART]
+Length = Annotated[int | None, _LENGTH]
 
 #: The options of each object: field to the option's parameter and what typer is to know of it.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
@@ -51,14 +41,14 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
         "seed": ("seed", Annotated[int, Option(help="For random windows.")]),
     },
     Measurement: {
-        "text": ("text", _Text),
+        "text": ("text", Annotated[str | None, _MEASURED]),
         "samples": ("text_samples", Annotated[int, Option(help="Windows of it; 0 for no perplexity.")]),
     },
     Compute: {
         "device": ("device", Annotated[str, Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]),
         "dtype": ("dtype", Annotated[str, Option(help="What blocks run in: float32, bfloat16, float16 or auto.")]),
-        "tf32": ("tf32", _TF32),
-        "memory": ("memory", _Memory),
+        "tf32": ("tf32", Annotated[TF32, _TF32]),
+        "memory": ("memory", Annotated[str | None, _MEMORY]),
     },
 }
 

@@ -14,66 +14,48 @@ from niwaki.errors import UsageError
 from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement, parse_range
 from niwaki.pruning.effort import usual_effort
 
-Solver = Annotated[
-    str | None,
-    Option(
-        help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, "
-        "dsnot, swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
-    ),
-]
-Settings = Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")]
-Effort = Annotated[
-    str | None,
-    Option(
-        help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; with "
-        r"parameters as in best:epochs=3. \[default: balanced; with --solver or --mask-from fast, methods as they were "
-        "published]"
-    ),
-]
-Allocation = Annotated[
-    str | None,
-    Option(
-        help=r"How zeros are shared out among matrices: uniform, or by loss, error or owl. \[default: the effort's]"
-    ),
-]
-Sparsity = Annotated[float | None, Option(help="Fraction of zeros in the matrices, such as 0.6.")]
-Pattern = Annotated[str | None, Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")]
-MaskFrom = Annotated[
-    str | None,
-    Option(
-        help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern swaps and "
-        "dsnot refine the mask of a model; others keep it."
-    ),
-]
-Quantize = Annotated[
-    str | None,
-    Option(
-        metavar="GRID",
-        help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8 a "
-        "scale for each row. With --sparsity 0 that alone.",
-    ),
-]
-Blocks = Annotated[
-    str | None, Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
-]
+SOLVER = Option(
+    help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, dsnot, "
+    "swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
+)
+SETTINGS = Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
+EFFORT = Option(
+    help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; with "
+    r"parameters as in best:epochs=3. \[default: balanced; with --solver or --mask-from fast, methods as they were "
+    "published]"
+)
+ALLOCATION = Option(
+    help=r"How zeros are shared out among matrices: uniform, or by loss, error or owl. \[default: the effort's]"
+)
+MASK_FROM = Option(
+    help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern swaps and dsnot "
+    "refine the mask of a model; others keep it."
+)
+QUANTIZE = Option(
+    metavar="GRID",
+    help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8 a "
+    "scale for each row. With --sparsity 0 that alone.",
+)
+PATTERN = Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
+BLOCKS = Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
 
 
 @spread()
 def prune(
     model: Model,
     output: Output,
-    solver: Solver = None,
-    settings: Settings = None,
-    effort: Effort = None,
-    allocation: Allocation = None,
-    sparsity: Sparsity = None,
-    pattern: Pattern = None,
-    mask_from: MaskFrom = None,
-    quantize: Quantize = None,
+    solver: Annotated[str | None, SOLVER] = None,
+    settings: Annotated[list[str] | None, SETTINGS] = None,
+    effort: Annotated[str | None, EFFORT] = None,
+    allocation: Annotated[str | None, ALLOCATION] = None,
+    sparsity: Annotated[float | None, Option(help="Fraction of zeros in the matrices, such as 0.6.")] = None,
+    pattern: Annotated[str | None, PATTERN] = None,
+    mask_from: Annotated[str | None, MASK_FROM] = None,
+    quantize: Annotated[str | None, QUANTIZE] = None,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
-    blocks: Blocks = None,
+    blocks: Annotated[str | None, BLOCKS] = None,
     record: RecordFile = None,
     restart: Restart = False,
 ) -> None:

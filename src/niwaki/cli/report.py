@@ -11,19 +11,16 @@ from niwaki.cli.common import quiet_libraries
 from niwaki.cli.screen import Screen
 from niwaki.records.wording import size
 
-Directory = Annotated[Path, Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")]
-File = Annotated[Path | None, Option("-o", "--output", metavar="FILE", help=r"\[default: DIR/report.html]")]
-Reference = Annotated[str | None, Option(help="paper: published results too, marked as such and not measured.")]
-Prompts = Annotated[
-    list[str] | None, Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times.")
-]
+FILE = Option("-o", "--output", metavar="FILE", help=r"\[default: DIR/report.html]")
+REFERENCE = Option(help="paper: published results too, marked as such and not measured.")
+PROMPTS = Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times.")
 
 
 def report(
-    directory: Directory,
-    file: File = None,
-    reference: Reference = None,
-    prompts: Prompts = None,
+    directory: Annotated[Path, Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
+    file: Annotated[Path | None, FILE] = None,
+    reference: Annotated[str | None, REFERENCE] = None,
+    prompts: Annotated[list[str] | None, PROMPTS] = None,
     samples: Annotated[bool, Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""

@@ -11,18 +11,18 @@ from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, Restart, spread
 from niwaki.options import Calibration, Compute, Measurement
 
-Blocks = Annotated[int, Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")]
-Neurons = Annotated[float, Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")]
-Heads = Annotated[float, Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")]
+BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
+NEURONS = Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
+HEADS = Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
 
 
 @spread(without=("tf32", "memory"))
 def shrink(
     model: Model,
     output: Output,
-    blocks: Blocks = 0,
-    neurons: Neurons = 0.0,
-    heads: Heads = 0.0,
+    blocks: Annotated[int, BLOCKS] = 0,
+    neurons: Annotated[float, NEURONS] = 0.0,
+    heads: Annotated[float, HEADS] = 0.0,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
