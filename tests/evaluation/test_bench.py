@@ -129,6 +129,6 @@ def test_numbers_out_of_range(wrong: dict[str, int]) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = message(lambda: measuring._measured(None, 1, 2, 1, Compute("cpu")), WorkerError)
+    said = message(lambda: measuring._measured(None, 1, 2, 1, Compute("cpu")), WorkerError)  # type: ignore[arg-type]
     assert said == "the process that measured None ended with status 1; is there enough memory?"
     assert "Traceback" in capfd.readouterr().err

@@ -10,6 +10,7 @@ from typer import Option
 from niwaki.cli.common import in_session, out, written
 from niwaki.cli.options import Model, spread
 from niwaki.cli.screen import Screen
+from niwaki.cli.tables import speed_table
 from niwaki.files import write_json
 from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
@@ -31,7 +32,6 @@ def bench(
     The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
     """
     with Screen(f"measuring {model}") as screen, in_session():
-        from niwaki.cli.tables import speed_table
         from niwaki.evaluation.bench import bench as run
         from niwaki.models.checkpoint import locate_model
         from niwaki.models.output import check_record

@@ -121,7 +121,7 @@ class Display(Screen):
         self._stage = ""
 
     def _close_block(self) -> None:
-        if self._solved:  # it is none of those that an earlier run did, or that are left as they are
+        if self._solved:  # nothing in blocks that an earlier run did, or that stay as they are
             total = sum(self._spent)
             self._errors_line(total)
             if total > 0:

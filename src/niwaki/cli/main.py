@@ -7,9 +7,8 @@ import signal
 import sys
 from typing import Annotated
 
-# Before torch is imported by anything. OpenMP threads that wait by spinning take the core away from
-# the thread they wait for when another program is busy: on two cores with one other busy process, the
-# products of small models took 30 times as long. Short spinning costs nothing measurable otherwise.
+# Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
+# when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer

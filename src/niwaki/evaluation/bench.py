@@ -75,21 +75,17 @@ def _both(path: Path, progress: Progress) -> Iterator[tuple[Path, Path]]:
     """(the dense model, the packed one)."""
     with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
         other = Path(scratch) / path.name
-        if (path / INDEX).exists():
-            progress.status("unpacking")
-            unpack(path, other)
-            yield other, path
-        else:
-            progress.status("packing")
-            pack(path, other)
-            yield path, other
+        packed = (path / INDEX).exists()
+        progress.status("unpacking" if packed else "packing")
+        (unpack if packed else pack)(path, other)
+        yield (other, path) if packed else (path, other)
 
 
-def _measured(*asked: Any) -> Speed:
+def _measured(directory: Path, *asked: Any) -> Speed:
     """:func:`measure` in a process that has done nothing else."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(send, *asked), daemon=True)
+    process = context.Process(target=_answer, args=(send, directory, *asked), daemon=True)
     process.start()
     send.close()
     try:
@@ -97,7 +93,7 @@ def _measured(*asked: Any) -> Speed:
     except EOFError:
         process.join()
         raise WorkerError(
-            f"the process that measured {asked[0]} ended with status {process.exitcode}; is there enough memory?"
+            f"the process that measured {directory} ended with status {process.exitcode}; is there enough memory?"
         ) from None
     process.join()
     if isinstance(answer, NiwakiError):

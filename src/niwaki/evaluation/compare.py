@@ -114,9 +114,9 @@ def compare(
         command=current_session().command,
         versions=versions(),
     )
-    calibration = Calibration(texts.calibration, seed=calibration.seed)
     with _place(out) as place:
-        work = _Work(model, texts, calibration, compute, progress, place, out is not None, keep)
+        read = Calibration(texts.calibration, seed=calibration.seed)
+        work = _Work(model, texts, read, compute, progress, place, out is not None, keep)
         return work.compare(_joined(place, asked), runs, began, budget)
 
 
@@ -177,8 +177,10 @@ class _Work:
                     left_out.append(run.key)
                     continue
                 progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
-                with _named(run):
+                try:
                     comparison.cells.append(self.cell(run))
+                except NiwakiError as error:
+                    raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error
                 save()
                 if not self.keep:
                     with output_errors(place):
@@ -357,12 +359,3 @@ def _expected(method: str, cells: list[Cell]) -> float:
     pruned = [cell for cell in cells if cell.pattern]
     like = [cell for cell in pruned if cell.method == method] or pruned
     return max((cell.seconds + cell.measuring for cell in like), default=0.0)
-
-
-@contextlib.contextmanager
-def _named(run: _Run) -> Iterator[None]:
-    """Puts the cell before what goes wrong with it."""
-    try:
-        yield
-    except NiwakiError as error:
-        raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error

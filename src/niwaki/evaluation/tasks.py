@@ -1,4 +1,4 @@
-"""Tasks through lm-evaluation-harness: its questions, prompts and scores, and none of our own.
+"""Tasks through lm-evaluation-harness, with its questions, prompts and scores.
 
 A task is a name that the harness knows, such as ``boolq`` or ``mmlu``; a file of questions with choices (``.jsonl``,
 or ``.json`` with a list), whose lines are::
@@ -35,8 +35,8 @@ from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.progress import Progress
 
-#: The questions that ship with niwaki: files in its directory ``data``.
-SHIPPED = {"which-follows": "which-follows.jsonl"}
+#: The questions that ship with niwaki.
+SHIPPED = {"which-follows": Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"}
 #: Questions in one forward pass on a CPU. On a GPU the harness finds out how many fit.
 BATCH = 16
 #: The harness's own, for tasks that draw their examples.
@@ -130,7 +130,11 @@ def evaluate_tasks(
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
-    evaluate, version = _harness()
+    try:
+        import lm_eval
+        from lm_eval.evaluator import evaluate
+    except ImportError as error:
+        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({first_line(error)})") from error
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
@@ -145,7 +149,8 @@ def evaluate_tasks(
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
             raise NumericalError(f"likelihoods in {name} are NaN; try --dtype float32")
     scores = tuple(score for name in built for score in _scores(name, results))
-    return TaskScores(scores, version, limit, str(lm.device), str(lm.model.dtype).removeprefix("torch."))
+    dtype = str(lm.model.dtype).removeprefix("torch.")
+    return TaskScores(scores, str(lm_eval.__version__), limit, str(lm.device), dtype)
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
@@ -201,16 +206,6 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     return {"context": asked, "choices": choices, "answer": answer}
 
 
-def _harness() -> tuple[Any, str]:
-    """The harness's function, and its version."""
-    try:
-        import lm_eval
-        from lm_eval.evaluator import evaluate
-    except ImportError as error:
-        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({first_line(error)})") from error
-    return evaluate, str(lm_eval.__version__)
-
-
 def _distinct(tasks: Sequence[str]) -> list[str]:
     """Each once, also a file that is given by two paths."""
     distinct: dict[str, str] = {}
@@ -230,10 +225,8 @@ def _build(tasks: list[str]) -> dict[str, Any]:
     manager: Any = None
     built: dict[str, Any] = {}
     for name in tasks:
-        if name in SHIPPED:
-            built[name] = _from_file(name, Path(str(files("niwaki"))) / "data" / SHIPPED[name])
-        elif _is_file(name):
-            built[name] = _from_file(name, Path(name))
+        if name in SHIPPED or _is_file(name):
+            built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
         else:
             if manager is None:
                 from lm_eval.tasks import TaskManager
