@@ -74,11 +74,11 @@ class Watched(Display):
     """Keeps what the bar shows after each event."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(console, "pruning")
+        super().__init__("pruning", console)
         self.shown: list[tuple[float, str, str, str]] = []
 
-    def _draw(self) -> None:
-        super()._draw()
+    def _draw(self, detail: str) -> None:
+        super()._draw(detail)
         if self._bar.tasks:
             task = self._bar.tasks[0]
             self.shown.append((task.completed, task.description, task.fields["left"], task.fields["detail"]))
@@ -197,7 +197,7 @@ def test_what_the_solver_says(clock: Clock) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
     where = console(terminal)
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         play(display, clock, record(flops=3.21e12, effort=describe(EFFORTS["balanced"])))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(where)).replace("\r", "\n").splitlines()
     for expected in (
@@ -225,7 +225,7 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
 
 def test_a_file_gets_no_bar_and_no_colours(clock: Clock) -> None:
     where = console(False)
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         assert not display.wants_steps
         play(display, clock, record())
     assert "\x1b" not in text(where)
@@ -236,7 +236,7 @@ def test_a_file_gets_no_bar_and_no_colours(clock: Clock) -> None:
 
 def test_a_terminal_gets_a_bar_that_goes_away(clock: Clock) -> None:
     where = console(True)
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         assert display.wants_steps
         play(display, clock, record())
     assert "━" in text(where)
@@ -245,7 +245,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(clock: Clock) -> None:
 
 def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
     where = console(True)
-    display = Display(where, "pruning")
+    display = Display("pruning", where)
 
     def run() -> None:
         with display:
@@ -262,7 +262,7 @@ def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
 def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
     """They were done by an earlier run, or stay as they are."""
     where, run = console(False), record()
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         display.begin(run, 4, 2)
         for block in range(4):
             for stage, seconds in SHARES.items():
@@ -284,7 +284,7 @@ def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_stays_of_a_run_that_ends_early(clock: Clock, terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
     where = console(terminal)
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         display.begin(record(), 32, 3)
         display.stage(0, "capture", 4)
         before = text(where).replace("\x1b", "")
@@ -307,7 +307,7 @@ def test_names_are_shown_as_they_are(clock: Clock, odd: str, terminal: bool) -> 
         notes=[odd],
         pattern=f"the mask of {odd}",
     )
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         display.begin(run, 1, 1)
         display.stage(0, "solve", 1)
         display.solving(NAMES[0], 1, 1, 0.5)
@@ -327,7 +327,7 @@ def test_names_are_shown_as_they_are(clock: Clock, odd: str, terminal: bool) -> 
 
 def test_long_lines_of_a_log_are_not_broken(clock: Clock) -> None:
     where = console(False, width=40)
-    with Display(where, "pruning") as display:
+    with Display("pruning", where) as display:
         display.begin(record(model="a very long name of a model " * 5), 1, 1)
         display.note("word " * 50)
     assert max(map(len, text(where).splitlines())) > 200

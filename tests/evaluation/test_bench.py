@@ -73,7 +73,7 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "load", load)
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(measuring, "_wait", clock.wait)
-    monkeypatch.setattr(measuring, "most_resident", lambda: 123)
+    monkeypatch.setattr(measuring, "peak_memory", lambda _: {"resident": 123})
     for name, size in (
         ("a.safetensors", 10),
         ("b.safetensors", 20),
@@ -81,7 +81,7 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("tokenizer.json", 7),
     ):
         (tmp_path / name).write_bytes(bytes(size))
-    found = measuring.measure(tmp_path, 8, 4, 3, "cpu", "auto")
+    found = measuring.measure(tmp_path, 8, 4, 3, Compute("cpu"))
     assert found == Speed(
         "packed",
         "bfloat16",
@@ -95,7 +95,7 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         fastest=4,
     )
     assert model.lengths == [8] * 4
-    said = message(lambda: measuring.measure(tmp_path, 9, 4, 3, "cpu", "auto"))
+    said = message(lambda: measuring.measure(tmp_path, 9, 4, 3, Compute("cpu")))
     assert said == "9 + 4 tokens are more than the 12 positions of the model"
 
 
@@ -110,7 +110,7 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     def measured(*given: Any) -> Speed:
         directory, *rest = given
-        assert rest == [8, 4, 3, device, dtype]
+        assert rest == [8, 4, 3, Compute(device, dtype)]
         seen.append(directory.name)
         return Speed(directory.name, dtype, 1, 1, 1, 1, 1, len(seen), 1, 1)
 
@@ -129,6 +129,6 @@ def test_numbers_out_of_range(wrong: dict[str, int]) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = message(lambda: measuring._measured(None, 1, 2, 1, "cpu", "auto"), WorkerError)  # type: ignore[arg-type]
+    said = message(lambda: measuring._measured(None, 1, 2, 1, Compute("cpu")), WorkerError)  # type: ignore[arg-type]
     assert said == "the process that measured None ended with status 1; is there enough memory?"
     assert "Traceback" in capfd.readouterr().err

@@ -568,7 +568,7 @@ def test_display() -> None:
     def shown(width: int, terminal: bool = False) -> str:
         file = io.StringIO()
         console = Console(file=file, width=width, force_terminal=terminal, highlight=False, emoji=False)
-        with TableDisplay(console, "comparing") as display:
+        with TableDisplay("comparing", console) as display:
             found = table(cell("wanda", "2:4", 5.0))
             display.table(found, 2)
             display.run("wanda", "2:4", 0, 2, [0.0, 0.0])

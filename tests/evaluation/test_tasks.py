@@ -235,7 +235,7 @@ def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(datasets, "load_dataset", lambda **_: _raise(ConnectionError("no route\nto host")))
     said = message(lambda: evaluate_tasks(str(model), ["boolq"]), TaskError)
-    assert "the questions of boolq could not be had (no route)" in said
+    assert "the questions of boolq are not available (no route)" in said
     assert "give a file of questions" in said
     said = message(lambda: evaluate_tasks(str(model), ["which-folows"]), UnknownNameError)
     assert said == "no task is called 'which-folows'; did you mean which-follows?"

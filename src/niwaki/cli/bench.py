@@ -5,33 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from niwaki.cli.common import in_session, out, written
 from niwaki.cli.options import Model, spread
 from niwaki.cli.screen import Screen
+from niwaki.cli.tables import speed_table
 from niwaki.files import write_json
 from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
+
+RecordFile = Annotated[Path | None, Option("--record", help=r"\[default: niwaki-bench.json in MODEL, for its report]")]
 
 
 @spread(without=("tf32", "memory"))
 def bench(
     model: Model,
-    prompt: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the prompt.")] = 128,
-    tokens: Annotated[int, typer.Option(help="Tokens to write after it.")] = 32,
-    repeats: Annotated[int, typer.Option(help="How often; medians count.")] = 3,
+    prompt: Annotated[int, Option("--prompt-tokens", help="Tokens of the prompt.")] = 128,
+    tokens: Annotated[int, Option(help="Tokens to write after it.")] = 32,
+    repeats: Annotated[int, Option(help="How often; medians count.")] = 3,
     compute: Compute = Compute(),
-    record: Annotated[
-        Path | None, typer.Option("--record", help="\\[default: niwaki-bench.json in MODEL, for its report]")
-    ] = None,
+    record: RecordFile = None,
 ) -> None:
     """Measure the pruned MODEL, dense and packed: tokens per second, memory, disk.
 
     The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
     """
     with Screen(f"measuring {model}") as screen, in_session():
-        from niwaki.cli.tables import speed_table
         from niwaki.evaluation.bench import bench as run
         from niwaki.models.checkpoint import locate_model
         from niwaki.models.output import check_record
@@ -39,6 +39,6 @@ def bench(
         file = check_record(record or locate_model(model) / SPEED_NAME)
         speed = run(model, prompt=prompt, tokens=tokens, repeats=repeats, compute=compute, progress=screen)
     out.print(speed_table(speed))
-    out.print(speed.conditions(), soft_wrap=True, markup=False)
+    screen.line(speed.conditions())
     write_json(file, speed.to_json())
     written(file)

@@ -1,4 +1,4 @@
-"""What all commands need: the screen, quiet libraries, the command as it was typed."""
+"""What all commands need: the screen, quiet libraries, a session."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 # No emoji: ":m:" is a part of n:m here. Where the output is a file, lines are as long as they need to be.
 out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
-
-
-def command_line() -> str:
-    """As it was typed, for records."""
-    return shlex.join(["niwaki", *sys.argv[1:]])
 
 
 def names(text: str) -> list[str]:
@@ -50,5 +45,5 @@ def in_session(world: World | None = None) -> Iterator[None]:
     quiet_libraries()
     from niwaki.pruning.session import session
 
-    with session(command_line(), world):
+    with session(shlex.join(["niwaki", *sys.argv[1:]]), world):
         yield

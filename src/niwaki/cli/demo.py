@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from niwaki.cli.common import in_session, out
+from niwaki.cli.common import in_session
 from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import RecordFile
 from niwaki.files import write_json
@@ -14,14 +14,14 @@ from niwaki.options import Calibration, Measurement
 
 
 def demo(
-    samples: Annotated[int, typer.Option(help="Windows of 256 tokens to calibrate on.")] = 64,
-    text_samples: Annotated[int, typer.Option(help="Windows of 256 tokens to measure on.")] = 64,
+    samples: Annotated[int, Option(help="Windows of 256 tokens to calibrate on.")] = 64,
+    text_samples: Annotated[int, Option(help="Windows of 256 tokens to measure on.")] = 64,
     record: RecordFile = None,
 ) -> None:
     """Prune the embedded model by the methods of the paper's table 1 and by the default."""
     calibration = Calibration("demo", samples=samples, length=256)
     measurement = Measurement("demo-held", samples=text_samples)
-    with TableDisplay(out, "pruning the embedded model by several methods") as display, in_session():
+    with TableDisplay("pruning the embedded model by several methods") as display, in_session():
         from niwaki.evaluation.compare import compare
         from niwaki.models.output import check_record
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from rich import progress as bars
 from rich.console import Console
-from rich.live import Live
 
+from niwaki.cli.common import out
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_table, summary
 from niwaki.pruning.effort import described
@@ -17,10 +17,6 @@ from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.parameters import in_words
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.wording import counted, duration, kind, operations, short
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")
@@ -39,13 +35,11 @@ _DETAILS = {
 class Display(Screen):
     """Draws a pruning run: a line for each block as it is done, and on a terminal a bar with the time left.
 
-    The time left comes from how long the parts of the last
-    block took, so there is none before the first block is done.
+    The time left comes from how long the parts of the last block took, so there is none before the first block is done.
     """
 
-    def __init__(self, console: Console, what: str) -> None:
-        super().__init__(what)
-        self._console = console
+    def __init__(self, what: str, console: Console = out) -> None:
+        super().__init__(what, console)
         self.wants_steps = console.is_terminal
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}"),
@@ -54,9 +48,9 @@ class Display(Screen):
             bars.TextColumn("{task.fields[left]}"),
             bars.TextColumn("{task.fields[detail]}", style="dim"),
             console=console,
-            auto_refresh=False,
+            refresh_per_second=4,
+            transient=True,
         )
-        self._live: Live | None = None
         self._shares = [0.3, 0.5, 0.2]  # of each stage in the time of a block, as in the one before
         self._spent: list[float] = []  # by the stages of this block so far
         self._began = self._stage_began = self._drawn = time.monotonic()
@@ -69,32 +63,26 @@ class Display(Screen):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._bar.live.stop()
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         calibration = record.calibration
         wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
-        self._line(
+        self.line(
             f"{record.model}: {counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}, {wanted}"
         )
-        self._line(in_words(record.solver))
+        self.line(in_words(record.solver))
         if record.effort:
-            self._line(f"effort: {described(record.effort)}")
-        self._line(
-            f"calibration: {calibration['samples']} x {calibration['sequence_length']} tokens of "
-            f"{calibration['source']}, on {record.device} in {record.dtype}"
-        )
-        self._line(f"solving: {operations(record.flops)}")
+            self.line(f"effort: {described(record.effort)}")
+        self.line(f"calibration: {_text(calibration)}, on {record.device} in {record.dtype}")
+        self.line(f"solving: {operations(record.flops)}")
         for note in record.notes:
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()
         if self._console.is_terminal:
             self.stop_spinner()
             self._task = self._bar.add_task("starting", total=1.0, left="", detail="")
-            self._live = Live(self._bar, console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
+            self._bar.start()
 
     def stage(self, block: int, name: str, steps: int) -> None:
         self._close_stage()
@@ -105,30 +93,21 @@ class Display(Screen):
         self._planning = name in _PLANNING
         self._block, self._stage, self._steps, self._done = block, name, steps, 0
         self._stage_began = time.monotonic()
-        self._detail = _DETAILS.get(name, "")
-        self._draw()
+        self._draw(_DETAILS.get(name, ""))
 
     def step(self) -> None:
         self._done += 1
-        self._draw()
+        self._draw(self._detail)
 
     def solving(self, matrix: str, step: int, steps: int, error: float) -> None:
-        self._detail = f"{matrix} {step}/{steps} error {error:.3g}"
-        self._draw()
+        self._draw(f"{matrix} {step}/{steps} error {error:.3g}")
 
     def solved(self, matrix: MatrixRecord) -> None:
         self._detail = f"{matrix.name} error {matrix.error:.3g}"
         self._solved.append(matrix)
 
-    def note(self, text: str) -> None:
-        self._line(f"note: {text}", style="yellow")
-
     def stopped(self, done: int, blocks: int) -> None:
-        self.__exit__()
-        Console(stderr=True, highlight=False).print(
-            f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them",
-            soft_wrap=True,
-        )
+        self.last_words(f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them")
 
     def end(self, record: Record) -> None:
         self._close_stage()
@@ -136,20 +115,17 @@ class Display(Screen):
         self.__exit__()
         self._console.print(summary(record))
 
-    def _line(self, text: str, style: str | None = None) -> None:
-        self.line(self._console, text, style)
-
     def _close_stage(self) -> None:
         if self._stage:
             self._spent.append(time.monotonic() - self._stage_began)
         self._stage = ""
 
     def _close_block(self) -> None:
-        total = sum(self._spent)
-        if self._solved:  # it is none of those that an earlier run did, or that are left as they are
+        if self._solved:  # nothing in blocks that an earlier run did, or that stay as they are
+            total = sum(self._spent)
             self._errors_line(total)
-        if self._solved and total > 0:
-            self._shares = [seconds / total for seconds in self._spent]
+            if total > 0:
+                self._shares = [seconds / total for seconds in self._spent]
         self._spent.clear()
         self._solved.clear()
 
@@ -159,13 +135,13 @@ class Display(Screen):
             kinds[kind(matrix.name)].append(matrix.error)
         names = [f"{short(name):>6}" for name in kinds]
         if not self._names:
-            self._line("relative error of each matrix (of experts the mean):")
+            self.line("relative error of each matrix (of experts the mean):")
         if names != self._names:
-            self._line("  ".join(["block", "seconds", *names]))
+            self.line("  ".join(["block", "seconds", *names]))
             self._names = names
         means = [sum(errors) / len(errors) for errors in kinds.values()]
         shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
-        self._line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
+        self.line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
 
     def describe(self) -> str:
         if not self._blocks:
@@ -185,15 +161,16 @@ class Display(Screen):
             left = f"{duration((time.monotonic() - self._began) * (1 - fraction) / fraction)} left"
         return f"block {self._block + 1}/{self._blocks}", fraction, left
 
-    def _draw(self) -> None:
+    def _draw(self, detail: str) -> None:
+        self._detail = detail
         now = time.monotonic()
         if now - self._drawn < 0.1:
             return
         self._drawn = now
         self.show()
-        if self._live is not None:
+        if self._bar.live.is_started:
             where, fraction, left = self._where()
-            self._bar.update(self._task, completed=fraction, description=where, left=left, detail=self._detail)
+            self._bar.update(self._task, completed=fraction, description=where, left=left, detail=detail)
 
 
 class TableDisplay(Screen):
@@ -202,27 +179,22 @@ class TableDisplay(Screen):
     The time left is that of like runs: those of the same method if there are any.
     """
 
-    def __init__(self, console: Console, what: str) -> None:
-        super().__init__(what)
-        self._console = console
+    def __init__(self, what: str, console: Console = out) -> None:
+        super().__init__(what, console)
         self._notes: set[str] = set()
-        self._what = self._where = ""
+        self._where = self._stopped = ""
         self._blocks = 0
         self._began = time.monotonic()
         self._expected: Sequence[float] = ()
-        self._stopped = ""
 
     def table(self, comparison: Comparison, runs: int) -> None:
-        calibration = comparison.calibration
         there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
-        self._line(
-            f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {calibration['samples']} x "
-            f"{calibration['sequence_length']} tokens of {calibration['source']}"
-        )
+        texts = _text(comparison.calibration)
+        self.line(f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {texts}")
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
         number = f"run {done + 1} of {runs}: " if pattern else ""
-        self._what, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
+        self._doing, self._where, self._expected = f"{number}{method} {pattern}".strip(), "", expected
         self._began = time.monotonic()
         self.show()
 
@@ -232,9 +204,8 @@ class TableDisplay(Screen):
             self.note(note)
 
     def stage(self, block: int, name: str, steps: int) -> None:
-        self._where = f"planning, block {block + 1}" if name in _PLANNING else f"block {block + 1}"
-        self._where += f" of {self._blocks}"
-        self.show()
+        planning = "planning, " if name in _PLANNING else ""
+        self.status(f"{planning}block", block + 1, self._blocks)
 
     def step(self) -> None:
         self.show()
@@ -246,20 +217,17 @@ class TableDisplay(Screen):
     def note(self, text: str) -> None:
         if text not in self._notes:  # runs have most of them in common
             self._notes.add(text)
-            self._line(f"note: {text}", style="yellow")
+            super().note(text)
 
     def done(self, cell: Cell) -> None:
-        self._line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
+        self.line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
 
     def stopped(self, done: int, blocks: int) -> None:
         self._stopped = f", and {done} of {blocks} blocks of the one that was on its way"
 
     def paused(self, done: int, missing: int) -> None:
-        self.__exit__()
-        Console(stderr=True, highlight=False).print(
-            f"{done} of {done + missing} runs are done and kept{self._stopped}; repeat the command to do the others",
-            soft_wrap=True,
-        )
+        runs = f"{done} of {done + missing} runs are done and kept"
+        self.last_words(f"{runs}{self._stopped}; repeat the command to do the others")
 
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
         self.__exit__()
@@ -267,17 +235,16 @@ class TableDisplay(Screen):
             self._console.print()
             self._console.print(perplexity_table(comparison, text))
         if left_out:
-            self._line(
-                f"left out, for want of time: {listed(left_out)}; the same command without a budget does them",
-                style="yellow",
-            )
-
-    def _line(self, text: str, style: str | None = None) -> None:
-        self.line(self._console, text, style)
+            which = f"left out, for want of time: {listed(left_out)}"
+            self.line(f"{which}; the same command without a budget does them", style="yellow")
 
     def describe(self) -> str:
         left = ""
         if self._expected and self._expected[0] > 0:
             now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
             left = f"about {duration(now + sum(self._expected[1:]))} left"
-        return ", ".join(part for part in (self._what or self._doing, self._where, left) if part)
+        return ", ".join(part for part in (self._doing, self._where, left) if part)
+
+
+def _text(calibration: dict[str, object]) -> str:
+    return "{samples} x {sequence_length} tokens of {source}".format_map(calibration)

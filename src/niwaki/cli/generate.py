@@ -6,23 +6,23 @@ import io
 import sys
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from niwaki.cli.common import in_session
 from niwaki.cli.options import Model, spread
 from niwaki.cli.screen import Screen
 from niwaki.options import Compute
 
+TEMPERATURE = Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
+
 
 @spread(without=("tf32", "memory"))
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the model continues; of a long text the end.")],
-    tokens: Annotated[int, typer.Option(help="Write at most N tokens.")] = 100,
-    temperature: Annotated[
-        float, typer.Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="For what is drawn.")] = 0,
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="What the model continues; of a long text the end.")],
+    tokens: Annotated[int, Option(help="Write at most N tokens.")] = 100,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
+    seed: Annotated[int, Option(help="For what is drawn.")] = 0,
     compute: Compute = Compute(),
 ) -> None:
     """Write what MODEL, dense or packed, continues PROMPT with."""

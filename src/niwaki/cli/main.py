@@ -7,9 +7,8 @@ import signal
 import sys
 from typing import Annotated
 
-# Before torch is imported by anything. OpenMP threads that wait by spinning take the core away from
-# the thread they wait for when another program is busy: on two cores with one other busy process, the
-# products of small models took 30 times as long. Short spinning costs nothing measurable otherwise.
+# Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
+# when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
@@ -40,19 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order in which `niwaki --help` lists them.
-app.command()(prune)
-app.command()(shrink)
-app.command("eval")(evaluate)
-app.command()(export)
-app.command()(pack)
-app.command()(unpack)
-app.command()(generate)
-app.command()(bench)
-app.command()(report)
-app.command()(inspect)
-app.command()(solvers)
-app.command()(compare)
-app.command()(demo)
+_COMMANDS = (prune, shrink, evaluate, export, pack, unpack, generate, bench, report, inspect, solvers, compare, demo)
+for _command in _COMMANDS:
+    app.command("eval" if _command is evaluate else None)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from niwaki.cli.common import in_session, out, written
 from niwaki.cli.options import Model, Output
 from niwaki.cli.screen import Screen
+
+Packed = Annotated[str, Argument(metavar="MODEL", help="A directory that 'pack' wrote.")]
 
 
 def pack(model: Model, output: Output) -> None:
@@ -26,10 +28,7 @@ def pack(model: Model, output: Output) -> None:
     written(output)
 
 
-def unpack(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that 'pack' wrote.")],
-    output: Output,
-) -> None:
+def unpack(model: Packed, output: Output) -> None:
     """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte."""
     with Screen(f"unpacking {model}") as screen, in_session():
         from niwaki.packed.pack import unpack as run

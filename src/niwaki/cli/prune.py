@@ -5,78 +5,57 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from niwaki.cli.common import in_session, out, quiet_libraries, written
+from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
 from niwaki.errors import UsageError
 from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement, parse_range
 from niwaki.pruning.effort import usual_effort
 
-Solver = Annotated[
-    str | None,
-    typer.Option(
-        help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, "
-        "dsnot, swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
-    ),
-]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")]
-Effort = Annotated[
-    str | None,
-    typer.Option(
-        help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; "
-        "with parameters as in best:epochs=3. \\[default: balanced; with --solver or --mask-from "
-        "fast, methods as they were published]"
-    ),
-]
-Allocation = Annotated[
-    str | None,
-    typer.Option(
-        help="How zeros are shared out among matrices: uniform, or by loss, error or owl. \\[default: the effort's]"
-    ),
-]
-Pattern = Annotated[
-    str | None,
-    typer.Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ..."),
-]
-MaskFrom = Annotated[
-    str | None,
-    typer.Option(
-        help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern "
-        "swaps and dsnot refine the mask of a model; others keep it."
-    ),
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GRID",
-        help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, "
-        "int8 a scale for each row. With --sparsity 0 that alone.",
-    ),
-]
-Sparsity = Annotated[float | None, typer.Option(help="Fraction of zeros in the matrices, such as 0.6.")]
+SOLVER = Option(
+    help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, dsnot, "
+    "swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
+)
+SETTINGS = Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
+EFFORT = Option(
+    help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; with "
+    r"parameters as in best:epochs=3. \[default: balanced; with --solver or --mask-from fast, methods as they were "
+    "published]"
+)
+ALLOCATION = Option(
+    help=r"How zeros are shared out among matrices: uniform, or by loss, error or owl. \[default: the effort's]"
+)
+MASK_FROM = Option(
+    help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern swaps and dsnot "
+    "refine the mask of a model; others keep it."
+)
+QUANTIZE = Option(
+    metavar="GRID",
+    help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8 a "
+    "scale for each row. With --sparsity 0 that alone.",
+)
+PATTERN = Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
+BLOCKS = Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
 
 
 @spread()
 def prune(
     model: Model,
     output: Output,
-    solver: Solver = None,
-    settings: Settings = None,
-    effort: Effort = None,
-    allocation: Allocation = None,
-    sparsity: Sparsity = None,
-    pattern: Pattern = None,
-    mask_from: MaskFrom = None,
-    quantize: Quantize = None,
+    solver: Annotated[str | None, SOLVER] = None,
+    settings: Annotated[list[str] | None, SETTINGS] = None,
+    effort: Annotated[str | None, EFFORT] = None,
+    allocation: Annotated[str | None, ALLOCATION] = None,
+    sparsity: Annotated[float | None, Option(help="Fraction of zeros in the matrices, such as 0.6.")] = None,
+    pattern: Annotated[str | None, PATTERN] = None,
+    mask_from: Annotated[str | None, MASK_FROM] = None,
+    quantize: Annotated[str | None, QUANTIZE] = None,
     calibration: Calibration = Calibration(),
-    measurement: Measurement = Measurement(),
+    measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
-    blocks: Annotated[
-        str | None,
-        typer.Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two."),
-    ] = None,
+    blocks: Annotated[str | None, BLOCKS] = None,
     record: RecordFile = None,
     restart: Restart = False,
 ) -> None:
@@ -84,19 +63,18 @@ def prune(
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
     chosen = None if blocks is None else parse_range(blocks)
-    parameters = _settings(settings or [])
+    parameters = dict(map(_setting, settings or []))
     effort = effort or usual_effort(solver, mask_from)
     if allocation is not None:
         effort += f":allocation={allocation}"
-    with Display(out, f"pruning {model}") as display:
-        quiet_libraries()
+    with Display(f"pruning {model}") as display:
         from niwaki.layer.solvers import make_solver
         from niwaki.models.output import check_record
         from niwaki.models.processes import world
         from niwaki.pruning.prune import prune as run
 
         with world(compute.device) as (team, device), in_session(team):
-            record = check_record(record) if record and team.first else record
+            record = check_record(record) if record and team.first else None
             result = run(
                 model,
                 output,
@@ -112,17 +90,14 @@ def prune(
                 restart=restart,
                 progress=display,
             )
-            if record is not None and team.first:
+            if record is not None:
                 result.save(record)
     if team.first:
         written(output)
 
 
-def _settings(pairs: list[str]) -> dict[str, str]:
-    settings = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
-        settings[name.strip()] = value.strip()
-    return settings
+def _setting(pair: str) -> tuple[str, str]:
+    name, equals, value = pair.partition("=")
+    if not equals:
+        raise UsageError(f"--set takes NAME=VALUE; got {pair!r}")
+    return name.strip(), value.strip()

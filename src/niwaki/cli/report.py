@@ -5,26 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from niwaki.cli.common import out, quiet_libraries
+from niwaki.cli.common import quiet_libraries
 from niwaki.cli.screen import Screen
 from niwaki.records.wording import size
 
+FILE = Option("-o", "--output", metavar="FILE", help=r"\[default: DIR/report.html]")
+REFERENCE = Option(help="paper: published results too, marked as such and not measured.")
+PROMPTS = Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times.")
+
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
-    file: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="\\[default: DIR/report.html]")
-    ] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="paper: published results too, marked as such and not measured.")
-    ] = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times."),
-    ] = None,
-    samples: Annotated[bool, typer.Option(help="Generate text from the model, dense and pruned.")] = True,
+    directory: Annotated[Path, Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
+    file: Annotated[Path | None, FILE] = None,
+    reference: Annotated[str | None, REFERENCE] = None,
+    prompts: Annotated[list[str] | None, PROMPTS] = None,
+    samples: Annotated[bool, Option(help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
     from niwaki.reports.page import report as write
@@ -34,4 +31,4 @@ def report(
             quiet_libraries()
         asked = (prompts or None) if samples else []
         path = write(directory, file, prompts=asked, reference=reference, progress=screen)
-    out.print(f"written to {path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
+    screen.line(f"written to {path} ({size(path.stat().st_size)})")

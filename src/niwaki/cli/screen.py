@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from niwaki.cli.common import out
 from niwaki.records.progress import Progress
 
 #: Seconds without a line after which a log gets one.
@@ -28,11 +29,12 @@ class Screen(Progress):
 
     Args:
         what: What is being done, such as "pruning demo".
+        console: Where results go.
     """
 
-    def __init__(self, what: str) -> None:
-        self._doing = what
-        self._console_of_errors = Console(stderr=True, highlight=False, emoji=False)
+    def __init__(self, what: str, console: Console = out) -> None:
+        self._doing, self._console = what, console
+        self._errors = Console(stderr=True, highlight=False, emoji=False)
         self._spinner: Status | None = None
         self._ended = threading.Event()
         self._last_line = time.monotonic()
@@ -40,11 +42,11 @@ class Screen(Progress):
     def __enter__(self: Self) -> Self:
         if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
             return self
-        if self._console_of_errors.is_terminal:
-            self._spinner = self._console_of_errors.status(Text(self._doing))
+        if self._errors.is_terminal:
+            self._spinner = self._errors.status(Text(self._doing))
             self._spinner.start()
         else:
-            self._heartbeat_line()
+            self._say(self.describe())
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return self
 
@@ -83,20 +85,28 @@ class Screen(Progress):
                 self._spinner.start()
             self.said()
 
-    def line(self, console: Console, text: str, style: str | None = None) -> None:
+    def line(self, text: str, style: str | None = None) -> None:
         """Prints a line as it is: no markup, which paths could hold, and no wrapping, which logs do not want."""
         with self.above():
-            console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+            self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    def note(self, text: str) -> None:
+        self.line(f"note: {text}", style="yellow")
+
+    def last_words(self, text: str) -> None:
+        """Ends the display, and says what stays."""
+        self.__exit__()
+        self._say(text)
 
     def said(self) -> None:
         """To be called after each line: a log gets no other soon."""
         self._last_line = time.monotonic()
 
-    def _heartbeat_line(self) -> None:
-        self._console_of_errors.print(self.describe(), soft_wrap=True, markup=False)
+    def _say(self, text: str) -> None:
+        self._errors.print(text, soft_wrap=True, markup=False)
         self.said()
 
     def _beat(self) -> None:
         while not self._ended.wait(max(0.0, self._last_line + INTERVAL - time.monotonic())):
             if time.monotonic() >= self._last_line + INTERVAL:
-                self._heartbeat_line()
+                self._say(self.describe())

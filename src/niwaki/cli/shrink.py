@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from niwaki.cli.common import in_session, out, written
+from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, Restart, spread
 from niwaki.options import Calibration, Compute, Measurement
+
+BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
+NEURONS = Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
+HEADS = Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
 
 
 @spread(without=("tf32", "memory"))
 def shrink(
     model: Model,
     output: Output,
-    blocks: Annotated[
-        int, typer.Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
-    ] = 0,
-    neurons: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
-    ] = 0.0,
-    heads: Annotated[
-        float, typer.Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
-    ] = 0.0,
+    blocks: Annotated[int, BLOCKS] = 0,
+    neurons: Annotated[float, NEURONS] = 0.0,
+    heads: Annotated[float, HEADS] = 0.0,
     calibration: Calibration = Calibration(),
-    measurement: Measurement = Measurement(),
+    measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
     restart: Restart = False,
 ) -> None:
     """Remove blocks, attention heads or neurons of MODEL; write a smaller dense model to OUT."""
-    with Display(out, f"shrinking {model}") as display, in_session():
+    with Display(f"shrinking {model}") as display, in_session():
         from niwaki.pruning.structured.shrink import shrink as run
 
         run(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -14,9 +15,18 @@ from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import counted, kind, short, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from niwaki.evaluation.inspect import MatrixSummary
+    from niwaki.evaluation.tasks import TaskScores
+
+
+def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Collection[str], **options: Any) -> Table:
+    """Without lines; the columns called ``words`` are aligned left, those of numbers right."""
+    table = Table(box=None, title_justify="left", caption_justify="left", **options)
+    for name in head:
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=name == "method")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def summary(record: Record) -> Table:
@@ -40,83 +50,76 @@ def summary(record: Record) -> Table:
     if record.own_text:
         table.add_row("own text", f"{record.own_text}, to calibrate on")
     if record.fits:
-        before, after = (
-            sum(getattr(fit, when) for fit in record.fits) / len(record.fits) for when in ("before", "after")
-        )
+        before, after = (_mean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
     for when, measured in record.perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(Perplexity(**measured))))  # Text: no markup in paths
-    parts = ", ".join(
-        f"{name} {seconds:.1f}" for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05
-    )
+    stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
     table.add_row("peak memory", ", ".join(f"{size(peak)} {where}" for where, peak in record.peak_memory.items()))
     return table
 
 
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
 def speed_table(record: SpeedRecord) -> Table:
     """A row for each form of the model."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
     head, *rows = record.table()
-    for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return _table(head, rows, head[:2], padding=(0, 2, 0, 0))
+
+
+def task_table(scores: TaskScores) -> Table:
+    """A row for each task and metric, in %."""
+    rows, before = [], None
+    for score in scores.scores:
+        task = [score.task, score.version, str(score.shots), f"{score.questions:,}"]
+        percent = _percent(score.value, score.standard_error)
+        rows.append([*([""] * len(task) if score.task == before else task), score.metric, percent])
+        before = score.task
+    if scores.mean is not None:
+        rows.append(["mean", "", "", "", "acc", _percent(*scores.mean)])
+    head = ["task", "version", "few-shot", "questions", "metric", "score"]
+    return _table(head, rows, ("task", "version", "metric"), padding=(0, 2, 0, 0))
+
+
+def _percent(value: float, error: float | None) -> str:
+    return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
 def inspection_tables(matrices: Iterable[MatrixSummary]) -> list[Table]:
     """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
     kinds: dict[tuple[str, tuple[int, int]], list[MatrixSummary]] = defaultdict(list)
-    blocks: dict[int, dict[str, list[MatrixSummary]]] = defaultdict(lambda: defaultdict(list))
+    blocks: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in matrices:
         name = kind(item.matrix.name)
         kinds[name, item.matrix.shape].append(item)
-        blocks[item.matrix.block][name].append(item)
-    patterns = list(next(iter(kinds.values()))[0].fitting)
-    by_kind = Table(
-        title="what would be pruned (n:m: groups of m with at most n non-zero)",
-        box=None,
-        title_justify="left",
-    )
-    for heading in ("matrix", "shape", "number", "weights", "zeros", "in a row", *patterns):
-        by_kind.add_column(heading, justify="left" if heading == "matrix" else "right")
+        blocks[item.matrix.block][name].append(item.sparsity)
+    patterns = next(iter(kinds.values()))[0].fitting
+    by_kind = []
     for (name, shape), items in kinds.items():
         weights = len(items) * shape[0] * shape[1]
-        low = min(item.row_zeros[0] for item in items)
-        high = max(item.row_zeros[1] for item in items)
-        by_kind.add_row(
-            short(name),
-            f"{shape[0]}x{shape[1]}",
-            str(len(items)),
-            f"{weights:,}",
-            f"{100 * sum(item.zeros for item in items) / weights:.2f} %",
-            f"{low}-{high}",
-            *(f"{100 * sum(item.fitting[p] for item in items) / len(items):.1f} %" for p in patterns),
-        )
-    by_block = Table(title="zeros, %", box=None, title_justify="left")
-    by_block.add_column("block", justify="right")
+        row = [short(name), f"{shape[0]}x{shape[1]}", str(len(items)), f"{weights:,}"]
+        row.append(f"{100 * sum(item.zeros for item in items) / weights:.2f} %")
+        row.append(f"{min(item.row_zeros[0] for item in items)}-{max(item.row_zeros[1] for item in items)}")
+        by_kind.append(row + [f"{100 * _mean(item.fitting[pattern] for item in items):.1f} %" for pattern in patterns])
+    head = ["matrix", "shape", "number", "weights", "zeros", "in a row", *patterns]
     names = list(dict.fromkeys(name for name, _ in kinds))
-    for name in names:
-        by_block.add_column(short(name), justify="right")
-    for block, row in blocks.items():
-        means = {name: sum(item.sparsity for item in items) / len(items) for name, items in row.items()}
-        by_block.add_row(str(block), *(f"{100 * means[name]:.2f}" if name in means else "" for name in names))
-    return [by_kind, by_block]
+    by_block = [
+        [str(block), *(f"{100 * _mean(row[name]):.2f}" if name in row else "" for name in names)]
+        for block, row in blocks.items()
+    ]
+    return [
+        _table(head, by_kind, ["matrix"], title="what would be pruned (n:m: groups of m with at most n non-zero)"),
+        _table(["block", *map(short, names)], by_block, [], title="zeros, %"),
+    ]
 
 
 def perplexity_table(comparison: Comparison, text: str) -> Table:
     """The paper's table 1: a row for each method, a column for each pattern, the best in bold."""
-    header, rows = comparison.grid(text)
-    table = Table(
-        title=Text(comparison.heading(text)),
-        caption=CAPTION,
-        box=None,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for name in header:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
-    for row in rows:
-        table.add_row(*(Text(entry.text, "bold" if entry.best else "") for entry in row))
-    return table
+    header, entries = comparison.grid(text)
+    rows = [[Text(entry.text, "bold" if entry.best else "") for entry in row] for row in entries]
+    return _table(header, rows, ["method"], title=Text(comparison.heading(text)), caption=CAPTION)

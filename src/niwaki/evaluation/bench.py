@@ -15,7 +15,7 @@ import torch
 
 from niwaki.errors import NiwakiError, UsageError, WorkerError
 from niwaki.models.checkpoint import locate_model
-from niwaki.models.device import most_resident
+from niwaki.models.device import find_device, peak_memory
 from niwaki.options import Compute
 from niwaki.packed import kernels
 from niwaki.packed.format import INDEX
@@ -43,7 +43,7 @@ def bench(
     Args:
         model: A pruned model, dense or packed: a directory or a hub id.
         prompt: Tokens of the prompt, drawn at random.
-        tokens: Tokens to write behind it.
+        tokens: Tokens to write after it.
         repeats: How often; medians count.
         compute: The device, alone or as a :class:`~niwaki.options.Compute`, with a dtype as for :func:`niwaki.load`;
             ``tf32`` and ``memory`` are not used.
@@ -62,18 +62,11 @@ def bench(
         speeds = []
         for name, directory in (("dense", dense), ("packed", packed)):
             progress.status(f"measuring the {name} model")
-            speeds.append(_measured(directory, prompt, tokens, repeats, compute.device, compute.dtype))
+            speeds.append(_measured(directory, prompt, tokens, repeats, compute))
+    device = compute.device if compute.device != "auto" else find_device("auto").type
+    threads, command = torch.get_num_threads(), current_session().command
     return SpeedRecord(
-        str(model),
-        prompt,
-        tokens,
-        repeats,
-        compute.device if compute.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"),
-        torch.get_num_threads(),
-        kernels.describe(),
-        current_session().command,
-        speeds,
-        versions(),
+        str(model), prompt, tokens, repeats, device, threads, kernels.describe(), command, speeds, versions()
     )
 
 
@@ -82,48 +75,41 @@ def _both(path: Path, progress: Progress) -> Iterator[tuple[Path, Path]]:
     """(the dense model, the packed one)."""
     with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
         other = Path(scratch) / path.name
-        if (path / INDEX).exists():
-            progress.status("unpacking")
-            unpack(path, other)
-            yield other, path
-        else:
-            progress.status("packing")
-            pack(path, other)
-            yield path, other
+        packed = (path / INDEX).exists()
+        progress.status("unpacking" if packed else "packing")
+        (unpack if packed else pack)(path, other)
+        yield (other, path) if packed else (path, other)
 
 
-def _measured(directory: Path, prompt: int, tokens: int, repeats: int, device: str, dtype: str) -> Speed:
+def _measured(directory: Path, *asked: Any) -> Speed:
     """:func:`measure` in a process that has done nothing else."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_answer, args=(send, directory, prompt, tokens, repeats, device, dtype), daemon=True
-    )
+    process = context.Process(target=_answer, args=(send, directory, *asked), daemon=True)
     process.start()
     send.close()
     try:
-        found = receive.recv()
+        answer: Speed | NiwakiError = receive.recv()
     except EOFError:
         process.join()
         raise WorkerError(
             f"the process that measured {directory} ended with status {process.exitcode}; is there enough memory?"
         ) from None
     process.join()
-    if isinstance(found, NiwakiError):
-        raise found
-    assert isinstance(found, Speed)
-    return found
+    if isinstance(answer, NiwakiError):
+        raise answer
+    return answer
 
 
-def _answer(send: Any, *args: Any) -> None:
+def _answer(send: Any, *asked: Any) -> None:
     try:
-        send.send(measure(*args))
+        send.send(measure(*asked))
     except NiwakiError as error:
         send.send(error)
 
 
 @torch.inference_mode()
-def measure(directory: Path, prompt: int, tokens: int, repeats: int, device: str, dtype: str) -> Speed:
+def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Compute) -> Speed:
     """The speed of the model in ``directory``, in this process; see :func:`bench`.
 
     Raises:
@@ -131,7 +117,7 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, device: str
     """
     packed = (directory / INDEX).exists()
     began = time.perf_counter()
-    model: Any = load(directory, device, dtype)
+    model: Any = load(directory, compute.device, compute.dtype)
     _wait(model)
     loaded = time.perf_counter() - began
     config = model.config.get_text_config()
@@ -153,13 +139,14 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, device: str
             token = out.logits[:, -1:].argmax(dim=-1)
         _wait(model)
         rest.append((time.perf_counter() - began) / (tokens - 1))
+    peaks = peak_memory(model.device)
     parts = {id(value): value.nbytes for value in [*model.parameters(), *model.buffers()]}
     return Speed(
         weights="packed" if packed else "dense",
         dtype=str(model.dtype).removeprefix("torch."),
         disk=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
         resident=sum(parts.values()),
-        peak=_peak(model.device),
+        peak=peaks.get("device", peaks["resident"]),
         load=loaded,
         first_token=statistics.median(first[1:]),
         tokens_per_second=1 / statistics.median(rest[1:]),
@@ -171,9 +158,3 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, device: str
 def _wait(model: Any) -> None:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return most_resident()

@@ -48,10 +48,10 @@ def compare(
 ) -> Comparison:
     """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
 
-    ``out`` gets compare.json, compare.csv and compare.md, written anew after each cell, and in ``records`` the whole
-    record of each run. An interrupted call resumes when it is repeated, in the middle of a run after its last finished
-    block; a call with other methods or patterns adds to what is there. Each cell is what a single ``prune`` and
-    ``evaluate`` give, to the bit; only the peak memory in a record is that of the whole process so far.
+    ``out`` receives compare.json, compare.csv and compare.md, written anew after each cell, and in ``records`` the
+    record of each run. An interrupted call resumes when it is repeated, also in the middle of a run; a call with other
+    methods or patterns adds to what is there. Each cell is what a single ``prune`` and ``evaluate`` give, to the bit;
+    only the peak memory in a record is that of the whole process so far.
 
     Args:
         model: A directory or hub id.
@@ -66,9 +66,9 @@ def compare(
         measurement: The texts to measure on, alone or as a :class:`~niwaki.options.Measurement`; by default WikiText-2.
             One that is also the calibration text is measured on after the calibration windows.
         compute: As in :func:`niwaki.prune`.
-        keep: Whether the pruned models stay, in ``models``: of the cells that this call does.
-        budget: Seconds, from the call on. A cell is started only if it will end before by the time of the slowest of
-            its method's cells, or of all where its method has none yet; the very first one is always started. Those
+        keep: Whether the pruned models of the cells that this call does stay, in ``models``.
+        budget: Seconds, from the call on. A cell is started only if it will end in time, should it take as long as the
+            slowest of its method, or of all where its method has none yet; the very first one is always started. Cells
             that do not fit are left out, so that faster methods may still have their turn; ``missing`` has them.
         progress: Receives how it goes.
 
@@ -99,23 +99,24 @@ def compare(
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     for run in runs:
-        patterns_of(run.wanted, None, streamed)
+        patterns_of(run.pattern, None, streamed)
     if out is not None:
         out = Path(out).expanduser().resolve()
         _check(out, checkpoint.path)
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
     asked = Comparison(
-        model=str(model),
-        calibration=texts.calibration.described(calibration.seed),
-        texts=list(texts.heldout),
+        str(model),
+        texts.calibration.described(calibration.seed),
+        list(texts.heldout),
         missing=[run.key for run in runs],
         fingerprint=_fingerprint(str(model), streamed, texts, compute),
         command=current_session().command,
         versions=versions(),
     )
     with _place(out) as place:
-        work = _Work(model, texts, calibration.seed, compute, progress, place, out is not None, keep)
+        read = Calibration(texts.calibration, seed=calibration.seed)
+        work = _Work(model, texts, read, compute, progress, place, out is not None, keep)
         return work.compare(_joined(place, asked), runs, began, budget)
 
 
@@ -127,22 +128,12 @@ class _Run:
     given: str | Solver
     solver: Solver
     effort: Effort
-    wanted: Pattern
+    pattern: Pattern
 
     @property
-    def record(self) -> str:
-        """Its file."""
-        return f"records/{self._name}.json"
-
-    @property
-    def model(self) -> str:
-        """Its directory."""
-        return f"models/{self._name}"
-
-    @property
-    def _name(self) -> str:
-        method, pattern = (re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
-        return f"{method}_{pattern}"
+    def name(self) -> str:
+        """That of its files."""
+        return "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
 
 
 @dataclass(frozen=True)
@@ -151,7 +142,7 @@ class _Work:
 
     dense: str | Path
     texts: Texts
-    seed: int  # of random calibration windows
+    calibration: Calibration
     compute: Compute
     progress: Progress
     place: Path
@@ -163,7 +154,6 @@ class _Work:
         place, progress, spent = self.place, self.progress, comparison.seconds
         runs = [run for run in runs if not _is_done(run, comparison, place)]
         left_out: list[tuple[str, str]] = []
-        count = 0
 
         def save() -> None:
             done = comparison.done()
@@ -186,15 +176,15 @@ class _Work:
                 if budget is not None and time.monotonic() - began + expected[0] > budget:
                     left_out.append(run.key)
                     continue
-                progress.run(*run.key, count, len(runs) - len(left_out), expected)
-                with _named(run):
-                    cell = self.cell(run)
-                comparison.cells.append(cell if self.lasting else dataclasses.replace(cell, record=None))
+                progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
+                try:
+                    comparison.cells.append(self.cell(run))
+                except NiwakiError as error:
+                    raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error
                 save()
                 if not self.keep:
                     with output_errors(place):
-                        shutil.rmtree(place / run.model)
-                count += 1
+                        shutil.rmtree(place / "models" / run.name)
                 progress.done(comparison.cells[-1])
         except BaseException:
             if comparison.cells and self.lasting:
@@ -209,32 +199,30 @@ class _Work:
 
     def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
-        pruned = self.place / run.model
+        pruned, file = self.place / "models" / run.name, f"records/{run.name}.json"
         record = _finished(pruned) or prune(
             self.dense,
             pruned,
-            run.wanted,
+            run.pattern,
             solver=run.given,
             effort=run.effort,
-            calibration=Calibration(self.texts.calibration, seed=self.seed),
+            calibration=self.calibration,
             measurement=Measurement(samples=0),
             compute=self.compute,
             progress=self.progress,
         )
         perplexity, measuring = self.measured(pruned)
-        write_json(self.place / run.record, record.to_json(), sync=True)
+        write_json(self.place / file, record.to_json(), sync=True)
         stages = dict(record.seconds)
-        seconds = stages.pop("total")
-        return Cell(*run.key, record.sparsity, perplexity, seconds, record.mean_error, stages, measuring, run.record)
+        cell = Cell(*run.key, record.sparsity, perplexity, stages.pop("total"), record.mean_error, stages, measuring)
+        return dataclasses.replace(cell, record=file if self.lasting else None)
 
     def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
         """Perplexities by text, and the seconds that they took."""
-        began = time.monotonic()
-        found = {
-            text: evaluate(path, windows, compute=self.compute, progress=self.progress)
-            for text, windows in self.texts.heldout.items()
-        }
-        return found, time.monotonic() - began
+        began, perplexities = time.monotonic(), {}
+        for text, windows in self.texts.heldout.items():
+            perplexities[text] = evaluate(path, windows, compute=self.compute, progress=self.progress)
+        return perplexities, time.monotonic() - began
 
 
 def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
@@ -243,33 +231,30 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
     Raises:
         UsageError: a name or a pattern is not valid, or two different solvers have the same name.
     """
-    found: dict[tuple[str, str], _Run] = {}
+    runs: dict[tuple[str, str], _Run] = {}
     for column in patterns:
         for given in solvers:
             if isinstance(given, Solver):
                 name, own, solver = type(given).__name__.lower(), "", given
             else:
                 name, _, own = given.strip().partition("@")
-                solver = make_solver(name)
+                given, solver = name, make_solver(name)
             used = own or effort
-            pattern, wanted = _column(column), make_pattern(column, solver.default_pattern)
-            key = (name if used == PLAIN_EFFORT else f"{name}@{used}", pattern)
-            run = _Run(key, given if isinstance(given, Solver) else name, solver, make_effort(used), wanted)
-            if found.setdefault(key, run) != run:
-                raise UsageError(f"two solvers are called {key[0]!r}: {found[key].solver} and {solver}")
-    if not found:
+            key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
+            run = _Run(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
+            if runs.setdefault(key, run) != run:
+                raise UsageError(f"two solvers are called {key[0]!r}: {runs[key].solver} and {solver}")
+    if not runs:
         raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
-    return list(found.values())
+    return list(runs.values())
 
 
 def _column(given: str | float | Pattern) -> str:
     """The name of a pattern's column, such as "60 %"."""
-    share = None if isinstance(given, Pattern) else fraction(given)
-    return (
-        str(given if isinstance(given, Pattern) else parse_pattern(str(given)))
-        if share is None
-        else f"{(100 * share).normalize():f} %"
-    )
+    if isinstance(given, Pattern):
+        return str(given)
+    share = fraction(given)
+    return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
 
 
 def _check(out: Path, source: Path) -> None:
@@ -283,24 +268,20 @@ def _check(out: Path, source: Path) -> None:
 def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, dict[str, str]]:
     """All that has to be the same for cells to compare."""
 
-    def size(found: Windows) -> str:
-        return "{} x {:,} tokens".format(*found.tokens.shape)
-
-    def entry(identity: object, shown: str) -> dict[str, str]:
-        return {"identity": str(identity), "shown": shown}
+    def size(windows: Windows) -> str:
+        return "{} x {:,} tokens".format(*windows.tokens.shape)
 
     windows, heldout = texts.calibration, texts.heldout
-    shown = ", ".join(f"{size(found)} of {text}" for text, found in heldout.items())
-    dtype = str(streamed.dtype).removeprefix("torch.")
-    return {
-        "model": entry(streamed.checkpoint.fingerprint(), model),
-        "calibration": entry(windows.fingerprint(), f"{size(windows)} of {windows.source}"),
-        "texts": entry({text: found.fingerprint() for text, found in heldout.items()}, shown),
-        "device": entry(streamed.device.type, streamed.device.type),
-        "dtype": entry(dtype, dtype),
-        **({} if compute.tf32 == "auto" else {"tf32": entry(compute.tf32, compute.tf32)}),
-        **{name: entry(version, version) for name, version in versions().items()},
+    sizes = ", ".join(f"{size(each)} of {text}" for text, each in heldout.items())
+    entries = {
+        "model": (streamed.checkpoint.fingerprint(), model),
+        "calibration": (windows.fingerprint(), f"{size(windows)} of {windows.source}"),
+        "texts": ({text: each.fingerprint() for text, each in heldout.items()}, sizes),
     }
+    names = {"device": streamed.device.type, "dtype": str(streamed.dtype).removeprefix("torch.")}
+    names |= {} if compute.tf32 == "auto" else {"tf32": compute.tf32}
+    entries |= {name: (value, value) for name, value in (names | versions()).items()}
+    return {name: {"identity": str(identity), "shown": shown} for name, (identity, shown) in entries.items()}
 
 
 @contextlib.contextmanager
@@ -378,12 +359,3 @@ def _expected(method: str, cells: list[Cell]) -> float:
     pruned = [cell for cell in cells if cell.pattern]
     like = [cell for cell in pruned if cell.method == method] or pruned
     return max((cell.seconds + cell.measuring for cell in like), default=0.0)
-
-
-@contextlib.contextmanager
-def _named(run: _Run) -> Iterator[None]:
-    """Puts the cell before what goes wrong with it."""
-    try:
-        yield
-    except NiwakiError as error:
-        raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error

@@ -20,7 +20,6 @@ from niwaki.packed.load import load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +57,7 @@ def generate(
 
 
 def check(prompt: str, tokens: int, temperature: float) -> None:
-    """Raises UsageError for what :func:`continue_text` takes from no model."""
+    """Raises UsageError for what no model continues."""
     if tokens < 1 or not 0 <= temperature < math.inf:
         raise UsageError(f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}")
     try:
@@ -78,26 +77,19 @@ def continue_text(
     seed: int = 0,
     say: Callable[[str], None] | None = None,
 ) -> str:
-    """What ``model`` writes after ``prompt``, to the end of the text or ``tokens`` further.
+    """What ``model``, any that transformers can generate text with, writes after ``prompt``; see :func:`generate`.
 
-    Args:
-        model: Any model that transformers can generate text with.
-        tokenizer: Its tokenizer.
-        prompt: Some text; only its end is used where it is longer than the model's positions allow, and a warning is
-            logged.
-        tokens: At most so many are written.
-        temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
-        seed: Of what is drawn.
-        say: Receives each piece of the text as soon as it is certain; what it raises goes on to the caller.
+    Of a prompt that is longer than the model's positions allow only the end is used, and a warning is logged. What
+    ``say`` raises goes to the caller.
 
     Raises:
-        UsageError: the prompt has no tokens or is no valid text, or a number is out of its range.
+        UsageError: the prompt has no tokens or is not valid text, or a number is out of its range.
         CheckpointError: transformers cannot generate text with this model.
     """
     from transformers import GenerationConfig, TextStreamer
 
     check(prompt, tokens, temperature)
-    said_wrong: list[Exception] = []  # what ``say`` raised
+    of_the_caller: list[Exception] = []  # what ``say`` raised
 
     class Teller(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -105,13 +97,14 @@ def continue_text(
                 if say is not None:
                     say(text)
             except Exception as error:
-                said_wrong.append(error)
+                of_the_caller.append(error)
                 raise
 
     given = _prompt_tokens(model, tokenizer, prompt, tokens).to(model.device)
     own = model.generation_config
     end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
-    settings = GenerationConfig(
+    # What is not set here would be taken from the model's own settings, which may draw or punish repetition.
+    model.generation_config = GenerationConfig(
         max_new_tokens=tokens,
         do_sample=temperature > 0,
         temperature=temperature or None,
@@ -119,8 +112,6 @@ def continue_text(
         eos_token_id=tokenizer.eos_token_id if end is None else end,
         pad_token_id=0,
     )
-    # What is not set here would be taken from the model's own settings, which may draw or punish repetition.
-    model.generation_config = settings
     generate: Any = model.generate
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
@@ -128,11 +119,11 @@ def continue_text(
             made = generate(
                 given,
                 attention_mask=torch.ones_like(given),
-                generation_config=settings,
+                generation_config=model.generation_config,
                 streamer=Teller(tokenizer, skip_prompt=True, skip_special_tokens=True) if say is not None else None,
             )
     except Exception as error:  # transformers raises nearly anything
-        if error in said_wrong:
+        if error in of_the_caller:
             raise
         raise CheckpointError(f"the model generates no text: {first_line(error)}") from error
     finally:
@@ -151,10 +142,7 @@ def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, p
     room = longest - tokens
     if given.shape[1] > room:
         _log.warning(
-            "of the %d tokens of the prompt the last %d are read: the model has room for %d, and %d are to be written",
-            given.shape[1],
-            room,
-            longest,
-            tokens,
+            f"of the {given.shape[1]} tokens of the prompt the last {room} are read: the model has room for {longest}, "
+            f"and {tokens} are to be written"
         )
     return given[:, -room:]

@@ -19,15 +19,15 @@ KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
 
 @dataclass(frozen=True)
 class MatrixSummary:
-    """One matrix.
+    """How sparse a matrix is.
 
     Attributes:
-        matrix: Which.
+        matrix: Which one.
         dtype: What it is stored in.
         zeros: Number of zeros.
         row_zeros: The least and the greatest number of zeros in a row.
-        fitting: For each n:m of ``KNOWN_PATTERNS`` the fraction of groups of m that have at most n
-            non-zero weights: 1 where the matrix has the pattern, NaN where m does not divide its columns.
+        fitting: For each n:m of ``KNOWN_PATTERNS`` the fraction of groups of m that have at most n non-zero weights: 1
+            where the matrix has the pattern, NaN where m does not divide its columns.
     """
 
     matrix: Matrix
@@ -43,10 +43,7 @@ class MatrixSummary:
 
 
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
-    """Looks at each matrix that would be pruned, one in memory at a time.
-
-    Args:
-        model: A directory or a hub id.
+    """Looks at each matrix that would be pruned in a directory (or hub id), one in memory at a time.
 
     Raises:
         NiwakiError: see :mod:`niwaki.errors`.
@@ -60,10 +57,5 @@ def inspect(model: str | Path) -> Iterator[MatrixSummary]:
             whole = matrix.shape[1] % m == 0
             groups = kept.view(-1, m).sum(dim=1) <= n if whole else torch.empty(0)
             fitting[f"{n}:{m}"] = groups.float().mean().item()
-        yield MatrixSummary(
-            matrix,
-            checkpoint.entries[matrix.key].dtype,
-            int(per_row.sum()),
-            (int(per_row.min()), int(per_row.max())),
-            fitting,
-        )
+        rows = int(per_row.min()), int(per_row.max())
+        yield MatrixSummary(matrix, checkpoint.entries[matrix.key].dtype, int(per_row.sum()), rows, fitting)

@@ -1,4 +1,4 @@
-"""Tasks through lm-evaluation-harness: its questions, prompts and scores, and none of our own.
+"""Tasks through lm-evaluation-harness, with its questions, prompts and scores.
 
 A task is a name that the harness knows, such as ``boolq`` or ``mmlu``; a file of questions with choices (``.jsonl``,
 or ``.json`` with a list), whose lines are::
@@ -6,9 +6,9 @@ or ``.json`` with a list), whose lines are::
     {"context": "The old man looked at", "choices": ["the sea.", "of the."], "answer": 0}
     {"question": "What colour is snow?", "choices": ["black", "white"], "answer": 1}
 
-where a context is gone on with as it is and a question is asked as ``Question: ...`` and ``Answer:`` in a line each; or
-``which-follows``, questions of that kind that ship with niwaki. A blank goes between them and the choices, and
-``answer`` counts from 0.
+where a context is continued as it is and a question is asked as ``Question: ...`` and ``Answer:`` in a line each; or
+``which-follows``, questions of that kind that ship with niwaki. A blank goes before each choice, and ``answer`` counts
+from 0.
 """
 
 from __future__ import annotations
@@ -26,15 +26,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from niwaki.errors import (
-    CheckpointError,
-    NiwakiError,
-    NumericalError,
-    TaskError,
-    UnknownNameError,
-    UsageError,
-    first_line,
-)
+from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError, first_line
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.text import load_tokenizer
@@ -43,8 +35,8 @@ from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.progress import Progress
 
-#: The questions that ship with niwaki: files in its directory ``data``.
-SHIPPED = {"which-follows": "which-follows.jsonl"}
+#: The questions that ship with niwaki.
+SHIPPED = {"which-follows": Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"}
 #: Questions in one forward pass on a CPU. On a GPU the harness finds out how many fit.
 BATCH = 16
 #: The harness's own, for tasks that draw their examples.
@@ -54,16 +46,16 @@ _ACCURACY = "acc"
 
 @dataclass(frozen=True)
 class Score:
-    """What one metric of one task says.
+    """One metric of one task.
 
     Attributes:
         task: Its name, or its file as it was given.
-        version: The harness's of the task; of a file the start of its SHA-256, as of all that ships with niwaki.
+        version: That of the harness; of a file, as of all that ships with niwaki, the start of its SHA-256.
         metric: As the harness calls it: "acc" is the share of questions where the right choice is the most
             likely one, "acc_norm" where it is that for each character of its text.
         value: From 0 to 1, for accuracies.
-        standard_error: As the harness has it; for accuracies the standard deviation of right and wrong over the
-            square root of their number. None where it has none.
+        standard_error: The harness's, for accuracies the standard deviation of right and wrong over the square root of
+            their number; None where it has none.
         questions: How many were asked.
         shots: Examples before each question.
     """
@@ -84,7 +76,7 @@ class TaskScores:
     Attributes:
         scores: One for each task and metric, in the order of the tasks.
         harness: The version of lm-evaluation-harness.
-        limit: Only so many questions of each task were asked; None for all.
+        limit: Only the first N questions of each task were asked; None for all.
         device: Where the model ran.
         dtype: What it ran in.
     """
@@ -97,19 +89,16 @@ class TaskScores:
 
     @property
     def mean(self) -> tuple[float, float | None] | None:
-        """The mean of the tasks' "acc", which is the papers', and its standard error.
+        """The mean of the tasks' "acc", as in the papers, and its standard error, that of independent tasks.
 
-        That is of independent tasks: the root of the sum of the squares, over their number. None where there are
-        fewer than two tasks, or one without accuracy.
+        None where there are fewer than two tasks, or one without accuracy.
         """
-        names = {score.task for score in self.scores}
-        found = [score for score in self.scores if score.metric == _ACCURACY]
-        if len(found) < 2 or len(found) != len(names):
+        scores = [score for score in self.scores if score.metric == _ACCURACY]
+        if len(scores) < 2 or len(scores) != len({score.task for score in self.scores}):
             return None
-        errors = [score.standard_error for score in found]
-        whole = [error for error in errors if error is not None]
-        error = math.sqrt(sum(e**2 for e in whole)) / len(found) if len(whole) == len(errors) else None
-        return sum(score.value for score in found) / len(found), error
+        squares = [score.standard_error**2 for score in scores if score.standard_error is not None]
+        error = math.sqrt(sum(squares)) / len(scores) if len(squares) == len(scores) else None
+        return sum(score.value for score in scores) / len(scores), error
 
 
 def evaluate_tasks(
@@ -125,13 +114,13 @@ def evaluate_tasks(
     Args:
         model: A directory, a hub id or "demo".
         tasks: See the module's docstring; one or several.
-        limit: Only the first so many questions of each task.
+        limit: Only the first N questions of each task.
         compute: The device, alone or as a :class:`~niwaki.options.Compute`; ``tf32`` and ``memory`` are not used.
         progress: Receives how it goes; on a terminal the harness shows its own bars then.
 
     Raises:
         UnknownNameError: no such task.
-        TaskError: the harness is not installed, or the questions cannot be had.
+        TaskError: the harness is not installed, or the questions are not available.
         NiwakiError: see :mod:`niwaki.errors`.
     """
     if limit is not None and limit < 1:
@@ -141,34 +130,34 @@ def evaluate_tasks(
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
-    evaluate, version = _harness()
+    try:
+        import lm_eval
+        from lm_eval.evaluator import evaluate
+    except ImportError as error:
+        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({first_line(error)})") from error
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
         built = _build(_distinct(tasks))
         lm = _load(str(model), compute.device, compute.dtype)
         try:
-            found = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
+            results = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
         except Exception as error:  # of any library, in any of thousands of tasks
             raise TaskError(f"the tasks {', '.join(built)} cannot be run: {first_line(error)}") from error
     for name, task in built.items():
         likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
             raise NumericalError(f"likelihoods in {name} are NaN; try --dtype float32")
-    return TaskScores(
-        tuple(score for name in built for score in _scores(name, found)),
-        version,
-        limit,
-        str(lm.device),
-        str(lm.model.dtype).removeprefix("torch."),
-    )
+    scores = tuple(score for name in built for score in _scores(name, results))
+    dtype = str(lm.model.dtype).removeprefix("torch.")
+    return TaskScores(scores, str(lm_eval.__version__), limit, str(lm.device), dtype)
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
     """The questions of a file, as in the module's docstring, each with its whole ``context``.
 
     Raises:
-        TaskError: it cannot be read, or one of them is none.
+        TaskError: it cannot be read, or one of them is not valid.
     """
     try:
         path = path.expanduser()
@@ -181,13 +170,13 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         entries = _json(text, str(path))
         if not isinstance(entries, list):
             raise TaskError(f"{path} has no list of questions")
-        found = [_question(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1)]
+        questions = [_question(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1)]
     else:
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
-        found = [_question(_json(line, where), where) for where, line in lines if line.strip()]
-    if not found:
+        questions = [_question(_json(line, where), where) for where, line in lines if line.strip()]
+    if not questions:
         raise TaskError(f"{path} has no questions")
-    return found
+    return questions
 
 
 def _json(text: str, where: str) -> Any:
@@ -217,24 +206,14 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     return {"context": asked, "choices": choices, "answer": answer}
 
 
-def _harness() -> tuple[Any, str]:
-    """The harness's function, and its version."""
-    try:
-        import lm_eval
-        from lm_eval.evaluator import evaluate
-    except ImportError as error:
-        raise TaskError(f"tasks need an extra: pip install 'niwaki[tasks]' ({first_line(error)})") from error
-    return evaluate, str(lm_eval.__version__)
-
-
 def _distinct(tasks: Sequence[str]) -> list[str]:
     """Each once, also a file that is given by two paths."""
-    found: dict[str, str] = {}
+    distinct: dict[str, str] = {}
     for name in tasks:
         # realpath takes any text, and makes no file of ~nobody.
         same = os.path.realpath(os.path.expanduser(name)) if _is_file(name) and "\0" not in name else name
-        found.setdefault(same, name)
-    return list(found.values())
+        distinct.setdefault(same, name)
+    return list(distinct.values())
 
 
 def _is_file(name: str) -> bool:
@@ -246,10 +225,8 @@ def _build(tasks: list[str]) -> dict[str, Any]:
     manager: Any = None
     built: dict[str, Any] = {}
     for name in tasks:
-        if name in SHIPPED:
-            built[name] = _from_file(name, Path(str(files("niwaki"))) / "data" / SHIPPED[name])
-        elif _is_file(name):
-            built[name] = _from_file(name, Path(name))
+        if name in SHIPPED or _is_file(name):
+            built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
         else:
             if manager is None:
                 from lm_eval.tasks import TaskManager
@@ -262,7 +239,7 @@ def _build(tasks: list[str]) -> dict[str, Any]:
                 built.update(manager.load([name])["tasks"])
             except Exception as error:  # of the hub, httpx, datasets, the OS, or the task's own code
                 raise TaskError(
-                    f"the questions of {name} could not be had ({first_line(error)}); where there is no network, "
+                    f"the questions of {name} are not available ({first_line(error)}); where there is no network, "
                     "give a file of questions (docs/tasks.md) or which-follows"
                 ) from error
     for task in built.values():
@@ -276,10 +253,8 @@ def _from_file(name: str, path: Path) -> Any:
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
-    questions, path = read_questions(path), path.expanduser()
-    accuracies = [
-        {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in (_ACCURACY, "acc_norm")
-    ]
+    questions, content = read_questions(path), path.expanduser().read_bytes()
+    usual = {"aggregation": "mean", "higher_is_better": True}
     return ConfigurableTask(
         config={
             "task": name,
@@ -289,8 +264,8 @@ def _from_file(name: str, path: Path) -> Any:
             "doc_to_text": "context",
             "doc_to_choice": "choices",
             "doc_to_target": "answer",
-            "metric_list": accuracies,
-            "metadata": {"version": hashlib.sha256(path.read_bytes()).hexdigest()[:8]},
+            "metric_list": [{"metric": metric, **usual} for metric in (_ACCURACY, "acc_norm")],
+            "metadata": {"version": hashlib.sha256(content).hexdigest()[:8]},
         }
     )
 
@@ -302,26 +277,21 @@ def _load(model: str, device: str, dtype: str) -> Any:
 
     checkpoint = open_checkpoint(locate_model(model))
     place = find_device(device)
-    tokenizer = load_tokenizer(checkpoint.path)
+    tokenizer, number = load_tokenizer(checkpoint.path), find_dtype(dtype, place, checkpoint)
+    whole: Any = load(checkpoint.path, device, dtype) if isinstance(checkpoint, PackedCheckpoint) else None
     try:
-        if isinstance(checkpoint, PackedCheckpoint):
-            whole: Any = load(checkpoint.path, device, dtype)
-        else:
-            whole = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path, dtype=find_dtype(dtype, place, checkpoint), trust_remote_code=False
-            )
-            whole.to(place)
+        if whole is None:
+            dense: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=number, trust_remote_code=False)
+            whole = dense.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
         return HFLM(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")
-    except NiwakiError:
-        raise
     except Exception as error:  # transformers raises nearly anything
         raise CheckpointError(f"transformers cannot load {checkpoint.path}: {first_line(error)}") from error
 
 
-def _scores(name: str, found: dict[str, Any]) -> Iterator[Score]:
+def _scores(name: str, results: dict[str, Any]) -> Iterator[Score]:
     """Of one task, accuracy first."""
-    values = found["results"][name]
+    values = results["results"][name]
     metrics = [key for key in values if "," in key and "_stderr," not in key]
     for key in sorted(metrics, key=lambda key: not key.startswith(f"{_ACCURACY},")):
         metric, _, kept = key.partition(",")
@@ -329,19 +299,18 @@ def _scores(name: str, found: dict[str, Any]) -> Iterator[Score]:
         if isinstance(values[key], int | float):
             yield Score(
                 name,
-                str(found["versions"].get(name)),
+                str(results["versions"].get(name)),
                 metric if kept == "none" else key,
                 float(values[key]),
                 float(error) if isinstance(error, int | float) else None,
-                int(found["n-samples"][name]["effective"]),
-                int(found["n-shot"].get(name) or 0),
+                int(results["n-samples"][name]["effective"]),
+                int(results["n-shot"].get(name) or 0),
             )
 
 
 @contextlib.contextmanager
-def _quiet(progress: bool) -> Iterator[None]:
-    """Without what the harness says about itself, and without its progress bars unless they are wanted."""
-    import datasets
+def _quiet(bars: bool) -> Iterator[None]:
+    """Without what the harness says about itself, and unless they are wanted without all progress bars."""
     from tqdm.std import tqdm
 
     log, begin = logging.getLogger("lm_eval"), tqdm.__init__
@@ -351,14 +320,10 @@ def _quiet(progress: bool) -> Iterator[None]:
         begin(self, *arguments, **{**options, "disable": True})
 
     log.setLevel(logging.ERROR)
-    shown = datasets.is_progress_bar_enabled()
-    if not progress:
+    if not bars:
         tqdm.__init__ = hidden
-        datasets.disable_progress_bars()
     try:
         yield
     finally:
         log.setLevel(level)
         tqdm.__init__ = begin
-        if shown:
-            datasets.enable_progress_bars()
