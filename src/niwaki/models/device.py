@@ -15,6 +15,8 @@ from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.processes import World
 from niwaki.records.wording import counted
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def find_device(name: str) -> torch.device:
     """The device called ``name``; "auto" is a GPU if there is one.
@@ -32,22 +34,17 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
     """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
 
     Raises:
         UsageError: a model cannot run in it.
     """
-    if name != "auto":
-        if name not in _DTYPES:
-            raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
-        return _DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32  # half precision is 100 times slower on a CPU without instructions for it
-    return stored_dtype(checkpoint)
+    if name == "auto":  # half precision is 100 times slower on a CPU without instructions for it
+        return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
+    if name not in _DTYPES:
+        raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
+    return _DTYPES[name]
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -86,8 +83,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 def device_name(device: torch.device, world: World) -> str:
     """``Record.device``."""
-    if device.type == "cuda":
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-    else:
-        name = f"{device} ({counted(torch.get_num_threads(), 'thread')})"
-    return name if world.size == 1 else f"{world.size} processes, the first on {name}"
+    gpu = device.type == "cuda"
+    detail = torch.cuda.get_device_name(device) if gpu else counted(torch.get_num_threads(), "thread")
+    first = f"{device} ({detail})"
+    return first if world.size == 1 else f"{world.size} processes, the first on {first}"

@@ -101,8 +101,8 @@ class Walk:
         clock.lap("plan")
         streams = self._embedded(windows, heldout)
         clock.lap("capture")
-        if model.budget.file.size:
-            log.note(f"{model.budget.file.size / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
+        if model.budget.spilled:
+            log.note(f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break
