@@ -98,7 +98,7 @@ def test_room_is_taken_until_none_is_left() -> None:
     assert budget.take(40)
     assert not budget.take(1)
     assert budget.take(0)
-    budget.limit(5)
+    budget.left = 5
     assert budget.take(5)
     assert not budget.take(1)
 

@@ -55,5 +55,5 @@ def evaluate(
         streamed.check(windows.tokens)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
-            budget.limit(max(0, compute.budget - resident() - 2 * streamed.block_size))
+            budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)
         return streamed.perplexity(windows, lambda done, count: progress.status("measuring, block", done, count))

@@ -32,7 +32,7 @@ class DecoderBlock:
     budget: MemoryBudget  # if it is limited, weights that can be read again are not kept
     device: torch.device
     dtype: torch.dtype  # what it runs in
-    _released: set[str] = field(default_factory=set)
+    released: set[str] = field(default_factory=set)  # paths of parameters whose weights are missing
     #: By path, the original weights of what was put since :meth:`keep_original`; None for those only in the checkpoint.
     _original: dict[str, Tensor | None] | None = None
 
@@ -118,14 +118,9 @@ class DecoderBlock:
         """(out, in) float32: its original weights."""
         return matrix.read(self.layout.checkpoint).to(self.device, torch.float32)
 
-    @property
-    def released(self) -> bool:
-        """Whether weights are missing."""
-        return bool(self._released)
-
     def release(self, matrices: Collection[Matrix]) -> None:
         """Frees the weights of ``matrices`` if memory is limited; :meth:`put` them back before the block runs."""
-        if not self.budget.limited:
+        if self.budget.left is None:
             return
         sizes: Counter[str] = Counter()
         for matrix in matrices:
@@ -133,7 +128,7 @@ class DecoderBlock:
         for name, size in sizes.items():
             parameter = self.module.get_parameter(name)
             if size == parameter.numel():  # nothing else is in it
-                self._released.add(name)
+                self.released.add(name)
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
 
     def stored_dtype(self, matrix: Matrix) -> torch.dtype:
@@ -160,10 +155,11 @@ class DecoderBlock:
         """From now on the block computes with ``stored``, in the layout of the checkpoint, as ``matrix``."""
         name, parameter = matrix.parameter, self.module.get_parameter(matrix.parameter)
         if self._original is not None and name not in self._original:
-            self._original[name] = None if self.budget.limited else parameter.data
-            if not self.budget.limited:
+            self._original[name] = None
+            if self.budget.left is None:
+                self._original[name] = parameter.data
                 parameter.data = parameter.data.clone()
-        if name in self._released:
-            self._released.remove(name)
+        if name in self.released:
+            self.released.remove(name)
             parameter.data = parameter.data.new_empty(parameter.shape)
         matrix.within(parameter).copy_(stored.T if matrix.transposed else stored)

@@ -6,9 +6,8 @@ experts in three-dimensional parameters, one at a time or all in one call.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,8 +69,7 @@ class InputGrams:
         With ``dense``, the inputs of the same tokens in the dense model, for their products with those of this pass.
         """
         self._dense = dict(dense or {})
-        with self._pass(run):
-            pass
+        self.inputs(run)
 
     @property
     def names(self) -> list[list[str]]:
@@ -81,12 +79,16 @@ class InputGrams:
     def inputs(self, run: Callable[[], object]) -> dict[str, Tensor]:
         """The inputs (tokens, in) in one forward pass, by the name of each matrix that it uses once.
 
-        Experts have none: another model can send them other tokens.
+        Experts have none: another model can send them other tokens. Nor are there any where Gram matrices are gathered.
 
         Raises:
             UnsupportedModelError: the block has written over one.
         """
-        with self._pass(run):
+        try:
+            # Each time: between two passes a parameter may have got other memory.
+            with Products(self.matrices, self.parameters, self._on_product):
+                run()
+            self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
             for name, (X, version) in self._inputs.items():
                 if X._version != version:
                     raise UnsupportedModelError(
@@ -94,15 +96,6 @@ class InputGrams:
                         "dense_targets=0"
                     )
             return {name: X for name, (X, _) in self._inputs.items() if self._uses[name] == 1}
-
-    @contextlib.contextmanager
-    def _pass(self, run: Callable[[], object]) -> Iterator[None]:
-        try:
-            # Each time: between two passes a parameter may have got other memory.
-            with Products(self.matrices, self.parameters, self._on_product):
-                run()
-            self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
-            yield
         finally:
             for values in (self._seen, self._uses, self._inputs, self._dense):
                 values.clear()
@@ -136,8 +129,8 @@ class InputGrams:
                 gram.cross.div_(max(1, gram.tokens))
             if not all(is_finite(M) for M in (gram.H, gram.cross) if M is not None):
                 raise NumericalError(
-                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; "
-                    "try --dtype float32, or another text"
+                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; try --dtype float32, "
+                    "or another text"
                 )
         return grams
 

@@ -27,39 +27,31 @@ class _Spilled(NamedTuple):
 
 
 class MemoryBudget:
-    """Bytes of memory that hidden states may take (None for no limit), and the temporary file for what exceeds them.
+    """Bytes of memory that hidden states may take, and the temporary file for what exceeds them.
 
     Attributes:
+        left: Bytes that may still be taken; None for no limit.
         spilled: Bytes in the file.
     """
 
     def __init__(self, size: int | None = None) -> None:
+        self.left = size
         self.spilled = 0
-        self._left = size
         self._file: BinaryIO | None = None
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit."""
-        return self._left is not None
-
-    def limit(self, size: int) -> None:
-        """From now on ``size`` bytes are left."""
-        self._left = size
 
     def take(self, size: int) -> bool:
         """Takes ``size`` bytes if that many are left; whether they were."""
-        if self._left is None:
+        if self.left is None:
             return True
-        if size > self._left:
+        if size > self.left:
             return False
-        self._left -= size
+        self.left -= size
         return True
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[MemoryBudget]:
         """A budget of what is left, with a file of its own that is freed at the end; this one stays as it is."""
-        with contextlib.closing(MemoryBudget(self._left)) as budget:
+        with contextlib.closing(MemoryBudget(self.left)) as budget:
             yield budget
 
     def spill(self, tensor: Tensor) -> _Spilled:

@@ -63,11 +63,7 @@ class Matrix:
 
 
 class Layout:
-    """The pieces of all parameters of a model.
-
-    Args:
-        model: Its structure; the parameters need no memory.
-        checkpoint: Where the weights are.
+    """The pieces of all parameters of a model, which need no memory.
 
     Raises:
         UnsupportedModelError: a parameter is made from tensors in a way that is unknown here.

@@ -91,11 +91,7 @@ class StreamedModel:
         self._ahead = self.device.type == "cuda"
 
     def window_length(self, asked: int | None) -> tuple[int, str]:
-        """(the sequence length to use, what to note if none was asked for).
-
-        Raises:
-            UsageError: it is more than the model has positions for.
-        """
+        """(the sequence length, what to note if none was ``asked`` for). UsageError beyond the model's positions."""
         positions = int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
         if asked is None:
             length = min(DEFAULT_LENGTH, positions)
@@ -163,7 +159,7 @@ class StreamedModel:
 
         with self._outer_weights():
             if self._answers_tuple is None:
-                self._answers_tuple = self._first_answers_tuple(tokens[:1, :1])
+                self._try_first(tokens[:1, :1])
             with self._replaced_blocks(record):
                 for batch in states.tokens:
                     self._decoder(input_ids=batch.to(self.device), use_cache=False)
@@ -174,30 +170,25 @@ class StreamedModel:
                     self._decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
-    def _first_answers_tuple(self, tokens: Tensor) -> bool:
-        """Whether blocks answer with a tuple around their hidden states, as those of some families do."""
+    def _try_first(self, tokens: Tensor) -> None:
+        """Finds out whether blocks answer with a tuple around their hidden states, as those of some families do."""
         block = self.blocks[0]
-        answers: list[bool] = []
 
         def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             answer = type(block).forward(block, hidden, *args, **kwargs)
-            answers.append(isinstance(answer, tuple | list))
+            self._answers_tuple = isinstance(answer, tuple | list)
             return answer
 
-        def other(hidden: Tensor, *_: Any, **__: Any) -> Any:
-            return (hidden,) if answers[0] else hidden
-
         try:
-            with _holding(block, self._read(0)), self._replaced_blocks(lambda index: other if index else first):
+            with _holding(block, self._read(0)), self._replaced_blocks(lambda i: self._answer if i else first):
                 self._decoder(input_ids=tokens.to(self.device), use_cache=False)
         except Exception as error:
             if self._known or isinstance(error, NiwakiError):
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UnsupportedModelError(f"{self.checkpoint.path} cannot be run a block at a time: {reason}") from error
-        return answers[0]
 
-    def _answer(self, hidden: Tensor) -> Any:
+    def _answer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return (hidden,) if self._answers_tuple else hidden
 
     @torch.no_grad()
@@ -247,18 +238,16 @@ class StreamedModel:
         For a GPU, those of the next block are read and copied meanwhile.
         """
         order = range(len(self.blocks))[:: -1 if backwards else 1]
+        coming: Future[dict[str, Tensor]] | None = None
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
-            coming: Future[dict[str, Tensor]] | None = None
             for index, after in zip_longest(order, order[1:]):
                 weights = coming.result() if coming else self._read(index)
                 if reader and after is not None:
                     coming = reader.submit(self._read, after)
-                module, matrices, prefix = self.blocks[index], self._matrices[index], self._prefix(index)
+                module, matrices, path = self.blocks[index], self._matrices[index], self._prefix(index)
+                block = DecoderBlock(index, module, matrices, path, self.layout, self.budget, self.device, self.dtype)
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    block = DecoderBlock(
-                        index, module, matrices, prefix, self.layout, self.budget, self.device, self.dtype
-                    )
                     try:
                         yield block
                     finally:
