@@ -19,7 +19,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def find_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is a GPU if there is one. UsageError if it cannot be used."""
+    """The device called ``name``; "auto" is a GPU if there is one. Raises UsageError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -31,7 +31,7 @@ def find_device(name: str) -> torch.device:
 
 
 def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype called ``name``; "auto" is float32 on a CPU, the checkpoint's on a GPU. UsageError for others."""
+    """The dtype called ``name``; "auto": float32 on a CPU, else the checkpoint's. Raises UsageError for others."""
     if name == "auto":  # half precision is 100 times slower on a CPU without instructions for it
         return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
     if name not in _DTYPES:

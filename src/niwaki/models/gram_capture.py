@@ -85,7 +85,7 @@ class InputGrams:
             UnsupportedModelError: the block has written over one.
         """
         try:
-            # Each time: between two passes a parameter may have got other memory.
+            # Each time: between two passes a parameter can move to other memory.
             with Products(self.matrices, self.parameters, self._on_product):
                 run()
             self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
@@ -135,7 +135,7 @@ class InputGrams:
         return grams
 
     def _summed(self, world: World) -> list[InputGram]:
-        """All Gram matrices, summed over the processes, in the first one's order: others may see experts in another."""
+        """Sums over the processes, in the first one's order: others may see experts in another."""
         order = world.told(self.names)
         grams = [self._grams[names[0]] for names in order]
         world.sum([t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None])

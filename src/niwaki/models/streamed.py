@@ -91,7 +91,7 @@ class StreamedModel:
         self._ahead = self.device.type == "cuda"
 
     def window_length(self, asked: int | None) -> tuple[int, str]:
-        """(the sequence length, what to note if none was ``asked`` for). UsageError beyond the model's positions."""
+        """(sequence length, what to note if none was ``asked`` for). Raises UsageError beyond the model's positions."""
         positions = int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
         if asked is None:
             length = min(DEFAULT_LENGTH, positions)

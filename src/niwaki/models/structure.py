@@ -42,7 +42,7 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
     except UnsupportedModelError:
         raise
-    except Exception as error:  # transformers checks some values and fails anyhow on others
+    except Exception as error:  # transformers checks some values and fails on others in any way
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason.split(" Model type should be one of ")[0]  # and a list of them all
         raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
