@@ -44,7 +44,7 @@ def matrices(family: str) -> list[str]:
 def table() -> str:
     """The table in Markdown."""
     rows = ["| `model_type` | pruned in each block | remark |", "|---|---|---|"]
-    rows += [f"| `{name}` | {'; '.join(matrices(name))} | {family.remark} |" for name, family in FAMILIES.items()]
+    rows += [f"| `{name}` | {'; '.join(matrices(name))} | {remark} |" for name, remark in FAMILIES.items()]
     return "\n".join(rows)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import Tensor
 from transformers import AutoTokenizer
 
 import niwaki
@@ -26,7 +27,7 @@ from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models.hidden_states import SpillFile
+from niwaki.models.hidden_states import MemoryBudget
 from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
 from niwaki.records.progress import Progress
@@ -206,13 +207,13 @@ def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
 
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = SpillFile.reserve
+    real = MemoryBudget.spill
 
-    def reserve(file: SpillFile, size: int) -> int:
-        sizes.append(size)
-        return real(file, size)
+    def spill(budget: MemoryBudget, tensor: Tensor) -> Any:
+        sizes.append(tensor.nbytes)
+        return real(budget, tensor)
 
-    monkeypatch.setattr(SpillFile, "reserve", reserve)
+    monkeypatch.setattr(MemoryBudget, "spill", spill)
     assert values(run(model, None, ["wanda"], memory=1)).items() <= values(whole).items()
     # All hidden states, 32 numbers of 4 bytes: of the dense model, of the calibration text, of the pruned model.
     assert sum(sizes) == (3 + 4 + 3) * 32 * (32 * 4)

@@ -13,7 +13,6 @@ from niwaki.errors import CalibrationError, CheckpointError, NumericalError, Usa
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.evaluation.inspect import inspect
 from niwaki.models.checkpoint import Checkpoint
-from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
 from niwaki.options import Measurement
@@ -81,7 +80,7 @@ def test_the_embedded_model_is_the_default_of_demo() -> None:
 def test_perplexity_of_tokens(tmp_path: Path, case: str) -> None:
     path = save_model(tmp_path / "model", case, dtype=torch.bfloat16, shards=True)
     tokens = random_tokens(7, 30)
-    found = perplexity(StreamedModel(Checkpoint(path), "cpu"), Windows(tokens, "given"))
+    found = StreamedModel(Checkpoint(path), "cpu").perplexity(Windows(tokens, "given"))
     loss = reference(path)(tokens, labels=tokens).loss
     assert found.value == pytest.approx(loss.exp().item(), rel=1e-4)
 

@@ -87,7 +87,7 @@ def test_sizes_that_are_none(text: str) -> None:
 def test_room_for_everything() -> None:
     budget = MemoryBudget()
     assert all(budget.take(2**60) for _ in range(3))
-    assert budget.file.size == 0
+    assert budget.spilled == 0
     budget.close()
 
 
@@ -98,15 +98,17 @@ def test_room_is_taken_until_none_is_left() -> None:
     assert budget.take(40)
     assert not budget.take(1)
     assert budget.take(0)
-    budget.limit(5)
+    budget.left = 5
     assert budget.take(5)
     assert not budget.take(1)
 
 
 def test_places_in_the_file_do_not_overlap() -> None:
     budget = MemoryBudget(0)
-    assert [budget.file.reserve(size) for size in (10, 0, 7)] == [0, 10, 10]
-    assert budget.file.size == 17
+    places = [budget.spill(torch.zeros(size, dtype=torch.uint8)) for size in (10, 0, 7)]
+    assert [place.start for place in places] == [0, 10, 10]
+    assert budget.spilled == 17
+    budget.close()
 
 
 # SpillList
@@ -132,7 +134,7 @@ def test_batches_are_what_was_put_in(dtype: torch.dtype, fits: int, temporary: P
     batches = SpillList(budget)
     append_all(batches, wanted)
     assert len(batches) == 4
-    assert budget.file.size == sum(sizes[fits:])
+    assert budget.spilled == sum(sizes[fits:])
     inside = [batches[i] is tensor for i, tensor in enumerate(wanted)]
     assert inside == [i < fits for i in range(4)]
 
@@ -160,7 +162,7 @@ def test_a_smaller_batch_fits_in_between() -> None:
     batches = SpillList(budget)
     wanted = [torch.arange(n, dtype=torch.float32) for n in (20, 10, 5, 1)]
     append_all(batches, wanted)
-    assert budget.file.size == 4 * (10 + 1)
+    assert budget.spilled == 4 * (10 + 1)
     assert all(torch.equal(a, b) for a, b in zip(batches, wanted, strict=True))
     budget.close()
 
@@ -171,7 +173,7 @@ def test_several_lists_share_a_room() -> None:
     for number in range(4):
         for which, batches in enumerate(lists):
             batches.append(torch.full((5, 2), float(10 * which + number)))
-    assert budget.file.size == 12 * 40 - 200
+    assert budget.spilled == 12 * 40 - 200
     lists[1][3] = torch.full((5, 2), -1.0)
     for which, batches in enumerate(lists):
         assert [float(b[0, 0]) for b in batches] == [
@@ -191,25 +193,24 @@ def test_tensors_that_are_not_contiguous() -> None:
     budget.close()
 
 
-def test_the_directory_of_the_file(tmp_path: Path, temporary: Path) -> None:
+def test_the_directory_of_the_file(temporary: Path) -> None:
     """On Linux the file has no name, but a place."""
-    (tmp_path / "elsewhere").mkdir()
-    for directory, where in ((None, temporary), (tmp_path / "elsewhere", tmp_path / "elsewhere")):
-        budget = MemoryBudget(0, directory)
-        SpillList(budget).append(torch.zeros(3))
-        if Path("/proc/self/fd").exists():
-            assert any(
-                os.readlink(path).startswith(str(where))
-                for path in Path("/proc/self/fd").iterdir()
-                if path.is_symlink()
-            )
-        assert list(where.iterdir()) == []
-        budget.close()
-        budget.close()  # once is enough, twice does no harm
+    budget = MemoryBudget(0)
+    SpillList(budget).append(torch.zeros(3))
+    if Path("/proc/self/fd").exists():
+        assert any(
+            os.readlink(path).startswith(str(temporary))
+            for path in Path("/proc/self/fd").iterdir()
+            if path.is_symlink()
+        )
+    assert list(temporary.iterdir()) == []
+    budget.close()
+    budget.close()  # once is enough, twice does no harm
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    budget = MemoryBudget(0, tmp_path / "nowhere")
+def test_a_directory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = MemoryBudget(0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(OutputError, match=r"cannot write .*nowhere: No such file"):
         SpillList(budget).append(torch.zeros(3))
 

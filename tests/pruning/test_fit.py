@@ -187,10 +187,10 @@ def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("niwaki.models.streamed.TOKENS_PER_BATCH", samples * LENGTH)
             if room is not None and samples > 1:
-                model.budget.limit(room)
+                model.budget.left = room
             tokens = random_tokens(22, LENGTH)
             states, targets = model.embed(tokens, LENGTH), model.embed(tokens, LENGTH)
-        assert (model.budget.file.size > 0) == (room == 0 and samples > 1)
+        assert (model.budget.spilled > 0) == (room == 0 and samples > 1)
         streams.append(model.stream())
         block = next(streams[-1])
         block.advance(targets)

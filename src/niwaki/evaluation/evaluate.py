@@ -10,7 +10,6 @@ from niwaki.layer.tf32 import products
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.perplexity import perplexity
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_heldout
 from niwaki.options import Compute, Measurement, Text
@@ -52,5 +51,5 @@ def evaluate(
         windows = read_heldout(streamed, text, measurement.length, measurement.samples)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
-            budget.limit(max(0, compute.budget - resident() - 2 * streamed.block_size))
-        return perplexity(streamed, windows, lambda done, count: progress.status("measuring, block", done, count))
+            budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)
+        return streamed.perplexity(windows, lambda done, count: progress.status("measuring, block", done, count))

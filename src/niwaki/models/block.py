@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +22,17 @@ from niwaki.options import TF32
 
 @dataclass(eq=False)
 class DecoderBlock:
-    """One decoder block with its weights in memory; :mod:`niwaki.models.training` changes them by gradients.
+    """One decoder block with its weights in memory; :mod:`niwaki.models.training` changes them by gradients."""
 
-    Attributes:
-        index: Its place, from 0.
-        module: The block itself.
-        matrices: What can be pruned in it.
-        path: Where it is in the model, with a dot at the end.
-        layout: The original weights.
-        budget: If it is limited, weights that can be read again are not kept.
-        device: Where it runs.
-        dtype: What it runs in.
-    """
-
-    index: int
+    index: int  # from 0
     module: nn.Module
-    matrices: list[Matrix]
-    path: str
-    layout: Layout
-    budget: MemoryBudget
+    matrices: list[Matrix]  # what can be pruned in it
+    path: str  # where it is in the model, with a dot at the end
+    layout: Layout  # has the original weights
+    budget: MemoryBudget  # if it is limited, weights that can be read again are not kept
     device: torch.device
-    dtype: torch.dtype
-    _released: set[str] = field(default_factory=set)
+    dtype: torch.dtype  # what it runs in
+    released: set[str] = field(default_factory=set)  # paths of parameters whose weights are missing
     #: By path, the original weights of what was put since :meth:`keep_original`; None for those only in the checkpoint.
     _original: dict[str, Tensor | None] | None = None
 
@@ -52,12 +43,8 @@ class DecoderBlock:
         return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
 
     def run(self, hidden: Tensor, states: HiddenStates) -> Tensor:
-        """Like :meth:`forward`, for gradients: of a model in half precision products are in bfloat16.
-
-        In float16 small gradients would be 0.
-        """
-        half = self.dtype != torch.float32
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+        """Like :meth:`forward`, for gradients: half precision is bfloat16, because in float16 small ones would be 0."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != torch.float32):
             return self.forward(hidden, states)
 
     @torch.no_grad()
@@ -77,16 +64,11 @@ class DecoderBlock:
         matrices: list[Matrix] | None = None,
         dense: HiddenStates | None = None,
     ) -> list[InputGram]:
-        """The Gram matrices of all distinct inputs, from one pass that leaves ``states`` alone.
+        """The Gram matrices of all distinct inputs over all processes, from one pass that leaves ``states`` alone.
 
-        Args:
-            states: The block's inputs.
-            done: Called after each batch.
-            world: The processes of which each has some of the states.
-            tf32: See :mod:`niwaki.layer.tf32`.
-            matrices: Those whose inputs are wanted; by default all that can be pruned.
-            dense: The block's inputs in the dense model, of the same tokens: for ``InputGram.cross``. Needs
-                :meth:`keep_original`; each batch takes another forward pass with the original weights.
+        Of the inputs of ``matrices``, by default of all that can be pruned; ``done`` is called after each batch. For
+        ``InputGram.cross``, ``dense`` are the block's inputs in the dense model, of the same tokens. That needs
+        :meth:`keep_original`, and for each batch another forward pass with the original weights.
 
         Raises:
             NumericalError: an activation is NaN or infinite.
@@ -99,8 +81,8 @@ class DecoderBlock:
             targets = None
             if dense is not None:
                 with self.original():
-                    targets = in_dense.inputs(lambda i=i: self.forward(dense.hidden[i], dense))  # type: ignore[misc]
-            grams.watch(lambda hidden=hidden: self.forward(hidden, states), targets)  # type: ignore[misc]
+                    targets = in_dense.inputs(partial(self.forward, dense.hidden[i], dense))
+            grams.watch(partial(self.forward, hidden, states), targets)
             done()
         try:
             return grams.finish(world or World())
@@ -110,10 +92,7 @@ class DecoderBlock:
             raise type(error)(f"block {self.index}: {error}") from error
 
     def keep_original(self) -> None:
-        """From now on :meth:`original` has the weights that :meth:`put` replaces.
-
-        They stay in memory; if that is limited they are read again each time.
-        """
+        """From now on :meth:`original` has what :meth:`put` replaces, read again each time if memory is limited."""
         self._original = {}
 
     def forget_original(self) -> None:
@@ -124,38 +103,32 @@ class DecoderBlock:
     def original(self) -> Iterator[None]:
         """The block with the weights that it had at :meth:`keep_original`."""
         original = self._original or {}
-        parameters = {name: self.module.get_parameter(name) for name in original}
-        pruned = {name: parameter.data for name, parameter in parameters.items()}
+        pruned = {name: self.module.get_parameter(name).data for name in original}
         try:
             for name, value in original.items():
                 if value is None:
                     value = self.layout.read(self.path + name).to(self.device)
-                parameters[name].data = value
+                self.module.get_parameter(name).data = value
             yield
         finally:
             for name, value in pruned.items():
-                parameters[name].data = value
+                self.module.get_parameter(name).data = value
 
     def weight(self, matrix: Matrix) -> Tensor:
         """(out, in) float32: its original weights."""
         return matrix.read(self.layout.checkpoint).to(self.device, torch.float32)
 
-    @property
-    def released(self) -> bool:
-        """Whether weights are missing."""
-        return bool(self._released)
-
     def release(self, matrices: Collection[Matrix]) -> None:
         """Frees the weights of ``matrices`` if memory is limited; :meth:`put` them back before the block runs."""
-        if not self.budget.limited:
+        if self.budget.left is None:
             return
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for matrix in matrices:
-            sizes[matrix.parameter] = sizes.get(matrix.parameter, 0) + matrix.shape[0] * matrix.shape[1]
+            sizes[matrix.parameter] += matrix.shape[0] * matrix.shape[1]
         for name, size in sizes.items():
             parameter = self.module.get_parameter(name)
             if size == parameter.numel():  # nothing else is in it
-                self._released.add(name)
+                self.released.add(name)
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
 
     def stored_dtype(self, matrix: Matrix) -> torch.dtype:
@@ -180,14 +153,13 @@ class DecoderBlock:
 
     def put(self, matrix: Matrix, stored: Tensor) -> None:
         """From now on the block computes with ``stored``, in the layout of the checkpoint, as ``matrix``."""
-        value = stored.T if matrix.transposed else stored
-        parameter = self.module.get_parameter(matrix.parameter)
-        if self._original is not None and matrix.parameter not in self._original:
-            limited = self.budget.limited
-            self._original[matrix.parameter] = None if limited else parameter.data
-            if not limited:
+        name, parameter = matrix.parameter, self.module.get_parameter(matrix.parameter)
+        if self._original is not None and name not in self._original:
+            self._original[name] = None
+            if self.budget.left is None:
+                self._original[name] = parameter.data
                 parameter.data = parameter.data.clone()
-        if matrix.parameter in self._released:
-            self._released.remove(matrix.parameter)
+        if name in self.released:
+            self.released.remove(name)
             parameter.data = parameter.data.new_empty(parameter.shape)
-        matrix.within(parameter).copy_(value)
+        matrix.within(parameter).copy_(stored.T if matrix.transposed else stored)

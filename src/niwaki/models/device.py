@@ -15,13 +15,11 @@ from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.processes import World
 from niwaki.records.wording import counted
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def find_device(name: str) -> torch.device:
-    """The device called ``name``; "auto" is a GPU if there is one.
-
-    Raises:
-        UsageError: there is no such device here.
-    """
+    """The device called ``name``; "auto" is a GPU if there is one. Raises UsageError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -32,22 +30,13 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype called ``name``; "auto" is float32 on a CPU and the checkpoint's on a GPU.
-
-    Raises:
-        UsageError: a model cannot run in it.
-    """
-    if name != "auto":
-        if name not in _DTYPES:
-            raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
-        return _DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32  # half precision is 100 times slower on a CPU without instructions for it
-    return stored_dtype(checkpoint)
+    """The dtype called ``name``; "auto": float32 on a CPU, else the checkpoint's. Raises UsageError for others."""
+    if name == "auto":  # half precision is 100 times slower on a CPU without instructions for it
+        return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
+    if name not in _DTYPES:
+        raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
+    return _DTYPES[name]
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -62,7 +51,7 @@ def resident() -> int:
 
 
 def most_resident() -> int:
-    """Bytes of memory that the process had at most so far."""
+    """Bytes of memory that the process has had at most."""
     with contextlib.suppress(OSError):
         # Its own: getrusage also counts what the parent had before it started this process.
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
@@ -86,8 +75,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 def device_name(device: torch.device, world: World) -> str:
     """``Record.device``."""
-    if device.type == "cuda":
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
-    else:
-        name = f"{device} ({counted(torch.get_num_threads(), 'thread')})"
-    return name if world.size == 1 else f"{world.size} processes, the first on {name}"
+    gpu = device.type == "cuda"
+    detail = torch.cuda.get_device_name(device) if gpu else counted(torch.get_num_threads(), "thread")
+    first = f"{device} ({detail})"
+    return first if world.size == 1 else f"{world.size} processes, the first on {first}"

@@ -6,10 +6,9 @@ experts in three-dimensional parameters, one at a time or all in one call.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,25 +25,17 @@ from niwaki.options import TF32
 _STRIP = 512
 
 
-@dataclass
+@dataclass(eq=False)
 class InputGram:
-    """The Gram matrix of an input that one or more matrices of a block share.
+    """The Gram matrix of an input that one or more matrices of a block share."""
 
-    Attributes:
-        names: The matrices' names in the block, in the order of computation.
-        H: (in, in) float32, X^T X / tokens.
-        mean: (in,) float32, the mean of the rows of X.
-        tokens: Number of rows of X.
-        borrowed: Number of tokens that stand in for missing ones: see :meth:`InputGrams.finish`.
-        cross: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, if given;
-            None for experts, which have other tokens there.
-    """
-
-    names: list[str]
-    H: Tensor
-    mean: Tensor
-    tokens: int = 0
-    borrowed: int = 0
+    names: list[str]  # of the matrices in the block, in the order of computation
+    H: Tensor  # (in, in) float32, X^T X / tokens
+    mean: Tensor  # (in,) float32, the mean of the rows of X
+    tokens: int = 0  # rows of X
+    borrowed: int = 0  # tokens that stand in for missing ones: see InputGrams.finish
+    #: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, if given; None for
+    #: experts, which have other tokens there.
     cross: Tensor | None = None
 
 
@@ -53,30 +44,24 @@ class InputGrams:
     """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
 
     After a pass that uses each of them once, the next one ends where the last of them has its input.
-
-    Attributes:
-        matrices: Those to watch.
-        parameters: Their parameters by path, with the memory that the forward passes use.
-        tf32: Where a GPU may use TF32, see :mod:`niwaki.layer.tf32`.
-        gather: Whether Gram matrices are wanted, and not only inputs.
     """
 
     matrices: list[Matrix]
-    parameters: Mapping[str, Tensor]
-    tf32: TF32 = "auto"
-    gather: bool = True
-    _grams: dict[str, InputGram] = field(default_factory=dict)  # by the name of each matrix
-    _seen: dict[object, InputGram] = field(default_factory=dict)  # inputs of this pass
-    _alive: list[Tensor] = field(default_factory=list)  # so that no other tensor takes their place
-    _uses: Counter[str] = field(default_factory=Counter)  # in this pass, by the name of each matrix
-    _inputs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # of this pass, with their versions
-    _dense: dict[str, Tensor] = field(default_factory=dict)
-    _once: bool = False  # whether the last pass used each matrix once
+    parameters: Mapping[str, Tensor]  # theirs by path, with the memory that the passes use
+    tf32: TF32 = "auto"  # see niwaki.layer.tf32
+    gather: bool = True  # whether Gram matrices are wanted, and not only inputs
 
     def __post_init__(self) -> None:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
         for matrix in self.matrices:
             self._by_expert.setdefault((matrix.parameter, matrix.expert), []).append(matrix)
+        self._grams: dict[str, InputGram] = {}  # by the name of each matrix, like all but the next one
+        #: Of this pass, with its input: while that stays, no other tensor takes its place in memory.
+        self._seen: dict[object, tuple[InputGram, Tensor]] = {}
+        self._uses: Counter[str] = Counter()  # in this pass
+        self._inputs: dict[str, tuple[Tensor, int]] = {}  # of this pass, with their versions
+        self._dense: dict[str, Tensor] = {}
+        self._once = False  # whether the last pass used each matrix once
 
     def watch(self, run: Callable[[], object], dense: dict[str, Tensor] | None = None) -> None:
         """Calls ``run``, which is one forward pass of the block.
@@ -84,23 +69,26 @@ class InputGrams:
         With ``dense``, the inputs of the same tokens in the dense model, for their products with those of this pass.
         """
         self._dense = dict(dense or {})
-        with self._pass(run):
-            pass
+        self.inputs(run)
 
     @property
     def names(self) -> list[list[str]]:
         """The matrices that have had inputs, those with the same one together, in the order of computation."""
-        return list({id(gram): gram.names for gram in self._grams.values()}.values())
+        return [gram.names for gram in dict.fromkeys(self._grams.values())]
 
     def inputs(self, run: Callable[[], object]) -> dict[str, Tensor]:
         """The inputs (tokens, in) in one forward pass, by the name of each matrix that it uses once.
 
-        Experts have none: another model can send them other tokens.
+        Experts have none: another model can send them other tokens. Nor are there any where Gram matrices are gathered.
 
         Raises:
             UnsupportedModelError: the block has written over one.
         """
-        with self._pass(run):
+        try:
+            # Each time: between two passes a parameter can move to other memory.
+            with Products(self.matrices, self.parameters, self._on_product):
+                run()
+            self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
             for name, (X, version) in self._inputs.items():
                 if X._version != version:
                     raise UnsupportedModelError(
@@ -108,17 +96,8 @@ class InputGrams:
                         "dense_targets=0"
                     )
             return {name: X for name, (X, _) in self._inputs.items() if self._uses[name] == 1}
-
-    @contextlib.contextmanager
-    def _pass(self, run: Callable[[], object]) -> Iterator[None]:
-        try:
-            # Each time: between two passes a parameter may have got other memory.
-            with Products(self.matrices, self.parameters, self._on_product):
-                run()
-            self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
-            yield
         finally:
-            for values in (self._seen, self._alive, self._uses, self._inputs, self._dense):
+            for values in (self._seen, self._uses, self._inputs, self._dense):
                 values.clear()
 
     def finish(self, world: World) -> list[InputGram]:
@@ -136,8 +115,7 @@ class InputGrams:
             if parameter not in used:
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
             if matrices[0].name not in self._grams:
-                names, width = [m.name for m in matrices], matrices[0].shape[1]
-                self._new(names, width, self.parameters[parameter].device)
+                self._new([m.name for m in matrices], matrices[0].shape[1], self.parameters[parameter].device)
         grams = self._summed(world)
         for parameter in dict.fromkeys(m.parameter for m in self.matrices if m.expert is not None):
             self._lend(parameter)
@@ -151,13 +129,13 @@ class InputGrams:
                 gram.cross.div_(max(1, gram.tokens))
             if not all(is_finite(M) for M in (gram.H, gram.cross) if M is not None):
                 raise NumericalError(
-                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; "
-                    "try --dtype float32, or another text"
+                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; try --dtype float32, "
+                    "or another text"
                 )
         return grams
 
     def _summed(self, world: World) -> list[InputGram]:
-        """All Gram matrices, summed over the processes, in the first one's order: others may see experts in another."""
+        """Sums over the processes, in the first one's order: others may see experts in another."""
         order = world.told(self.names)
         grams = [self._grams[names[0]] for names in order]
         world.sum([t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None])
@@ -182,8 +160,7 @@ class InputGrams:
 
     def _gather(self, names: list[str], X: Tensor, origin: Tensor) -> None:
         key = (origin.data_ptr(), origin.shape, origin.stride(), origin._version)
-        gram = self._seen.get(key)
-        if gram is None:
+        if key not in self._seen:
             gram = self._grams.get(names[0]) or self._new(names, X.shape[1], X.device)
             with products(gram_in_tf32(self.tf32, X.dtype)):
                 X = X.float()
@@ -196,11 +173,10 @@ class InputGrams:
                     gram.cross.addmm_(X.T, self._dense[names[0]].float())
             gram.mean += X.sum(dim=0)
             gram.tokens += X.shape[0]
-            self._seen[key] = gram
-            self._alive.append(origin)
+            self._seen[key] = gram, origin
+        gram, _ = self._seen[key]
         for name in names:
-            if name not in self._grams:
-                self._grams[name] = gram
+            self._grams.setdefault(name, gram)
             if name not in gram.names:
                 gram.names.append(name)
 
@@ -210,19 +186,14 @@ class InputGrams:
         return gram
 
     def _lend(self, parameter: str) -> None:
-        grams = {
-            id(gram): gram
-            for (path, _), matrices in self._by_expert.items()
-            if path == parameter
-            for gram in [self._grams[matrices[0].name]]
-        }.values()
+        grams = dict.fromkeys(self._grams[m.name] for m in self.matrices if m.parameter == parameter)
         poor = [gram for gram in grams if gram.tokens < gram.H.shape[0] and not gram.borrowed]
         total = sum(gram.tokens for gram in grams)
-        if not poor or not total:
+        if not (poor and total):
             return
-        first, *rest = grams
+        first, *others = grams
         H, mean = first.H.clone(), first.mean.clone()
-        for gram in rest:  # in place: these matrices are large
+        for gram in others:  # in place: these matrices are large
             H += gram.H
             mean += gram.mean
         H /= total

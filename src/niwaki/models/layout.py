@@ -8,7 +8,7 @@ one tensor at a time, so that a block can be read without the rest.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,49 +21,34 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint import Checkpoint
-from niwaki.models.families import ROUTERS, Family
+from niwaki.models.families import ROUTERS
+
+#: The operations of transformers that stack one matrix for each expert, or several below each other.
+_STACKING = [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of the checkpoint that a parameter is made from.
-
-    Attributes:
-        key: Its key.
-        expert: Its index in the parameter's first dimension; None if it is the whole parameter.
-        start: Its first row there.
-    """
+class _Piece:
+    """A tensor of the checkpoint that a parameter is made from."""
 
     key: str
-    expert: int | None = None
-    start: int = 0
+    expert: int | None = None  # its index in the parameter's first dimension; None if it is the whole parameter
+    start: int = 0  # its first row there
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that can be pruned.
+    """A matrix that can be pruned."""
 
-    Attributes:
-        block: Index of its block.
-        name: What it is called in the block, such as "mlp.experts.3.up_proj".
-        key: The checkpoint's key of the tensor that it is, or is in.
-        shape: (out, in).
-        parameter: Path in the block of the parameter that it is, or is in.
-        expert: Which expert's it is; None outside of experts.
-        start: Its first row in the parameter, or in the expert's matrix there.
-        index: Its index in the checkpoint's tensor, if that has all experts.
-        transposed: The checkpoint and the parameter have it as (in, out).
-    """
-
-    block: int
-    name: str
-    key: str
-    shape: tuple[int, int]
-    parameter: str
-    expert: int | None = None
-    start: int = 0
-    index: int | None = None
-    transposed: bool = False
+    block: int  # index of its block
+    name: str  # in the block, such as "mlp.experts.3.up_proj"
+    key: str  # the checkpoint's, of the tensor that it is, or is in
+    shape: tuple[int, int]  # (out, in)
+    parameter: str  # path in the block of the parameter that it is, or is in
+    expert: int | None = None  # which one's it is; None outside of experts
+    start: int = 0  # its first row in the parameter, or in the expert's matrix there
+    index: int | None = None  # in the checkpoint's tensor, if that has all experts
+    transposed: bool = False  # the checkpoint and the parameter have it as (in, out)
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """(out, in): it, as ``checkpoint`` has it."""
@@ -78,11 +63,7 @@ class Matrix:
 
 
 class Layout:
-    """The pieces of all parameters of a model.
-
-    Args:
-        model: Its structure; the parameters need no memory.
-        checkpoint: Where the weights are.
+    """The pieces of all parameters of a model, which need no memory.
 
     Raises:
         UnsupportedModelError: a parameter is made from tensors in a way that is unknown here.
@@ -93,7 +74,9 @@ class Layout:
         self.checkpoint = checkpoint
         self._parameters: dict[str, Tensor] = model.state_dict()
         self._pieces = self._find_pieces(model)
-        tied = set(model._tied_weights_keys or ()) if _ties(model) else set()
+        configs = (model.config, model.config.get_text_config())
+        ties = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        tied = set(model._tied_weights_keys or ()) if ties else set()
         head = model.get_output_embeddings()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in self._pieces:
@@ -109,19 +92,9 @@ class Layout:
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
 
-    def key(self, name: str) -> str:
-        """The checkpoint's key of a parameter that is a tensor of its own there."""
-        (piece,) = self._pieces[name]
-        return piece.key
-
     def keys(self, name: str) -> list[str]:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
         return [piece.key for piece in self._pieces.get(name, ())]
-
-    def vectors(self, prefix: str, block: nn.Module) -> dict[str, str]:
-        """The norms and biases of a block whose parameters' names start with ``prefix``: path in the block to key."""
-        named = block.named_parameters()
-        return {name: self.key(prefix + name) for name, value in named if value.ndim == 1}
 
     def read(self, name: str) -> Tensor:
         """The parameter or buffer called ``name`` in the model, on the CPU, in the dtype that the model has it in."""
@@ -134,21 +107,20 @@ class Layout:
             whole[piece.expert, piece.start : piece.start + len(value)] = value
         return whole
 
-    def matrices(self, index: int, prefix: str, block: nn.Module, family: Family) -> list[Matrix]:
-        """What can be pruned in a block whose parameters' names start with ``prefix``."""
+    def matrices(self, index: int, prefix: str, block: nn.Module, experts_transposed: bool) -> list[Matrix]:
+        """What can be pruned in block ``index``, whose parameters' names start with ``prefix``."""
         matrices: list[Matrix] = []
         for path, module in block.named_modules():
             if path.rpartition(".")[2] in ROUTERS:
                 continue
             if isinstance(module, nn.Linear | Conv1D):
-                weight, transposed = module.weight, isinstance(module, Conv1D)
-                rows, columns = weight.T.shape if transposed else weight.shape
-                name = f"{path}.weight"
-                key = self._pieces[prefix + name][0].key
+                transposed = isinstance(module, Conv1D)
+                rows, columns = module.weight.T.shape if transposed else module.weight.shape
+                (key,), name = self.keys(f"{prefix}{path}.weight"), f"{path}.weight"
                 matrices.append(Matrix(index, path, key, (rows, columns), name, transposed=transposed))
             for own, value in module.named_parameters(recurse=False):
                 if value.ndim == 3 and not isinstance(module, nn.Conv1d):
-                    transposed = getattr(module, "is_transposed", family.experts_transposed)
+                    transposed = getattr(module, "is_transposed", experts_transposed)
                     matrices += self._experts(index, prefix, f"{path}.{own}", value, transposed)
         return matrices
 
@@ -166,25 +138,23 @@ class Layout:
             rows, columns = self.checkpoint.entries[piece.key].shape
             yield Matrix(index, name, piece.key, (rows, columns), parameter, piece.expert, piece.start)
 
-    def _find_pieces(self, model: PreTrainedModel) -> dict[str, list[Piece]]:
+    def _find_pieces(self, model: PreTrainedModel) -> dict[str, list[_Piece]]:
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        where: dict[str, Any] = {
-            "base_model_prefix": model.base_model_prefix,
-            "meta_state_dict": self._parameters,
-        }
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[_Piece]] = {}
         sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for key in self.checkpoint.entries:
-            name, pattern = core_model_loading.rename_source_key(key, renamings, converters, **where)
+            name, pattern = core_model_loading.rename_source_key(
+                key, renamings, converters, model.base_model_prefix, self._parameters
+            )
             if name not in self._parameters and key in self._parameters:
                 name, pattern = key, None
             if name not in self._parameters:
                 continue
             if pattern is None:
-                pieces[name] = [Piece(key)]
+                pieces[name] = [_Piece(key)]
             else:
                 sources[name][pattern].append(key)
         for name, keys in sources.items():
@@ -192,50 +162,36 @@ class Layout:
                 pieces[name] = self._stacked(name, by_pattern[next(iter(keys))], keys)
         return pieces
 
-    def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[Piece]:
-        """The pieces of a parameter that has one matrix for each expert, or several below each other."""
-        operations = [type(operation).__name__ for operation in rule.operations]
-        dimensions = [getattr(operation, "dim", None) for operation in rule.operations]
-        if (operations, dimensions) not in (
-            (["MergeModulelist"], [0]),
-            (["MergeModulelist", "Concatenate"], [0, 1]),
-        ):
+    def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[_Piece]:
+        operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in rule.operations]
+        if operations not in (_STACKING[:1], _STACKING):
             raise UnsupportedModelError(
-                f"{name!r} is made from the tensors of {self.checkpoint.path} by {', '.join(operations)}, "
-                "which is not supported; load the model in transformers and save it again"
+                f"{name!r} is made from the tensors of {self.checkpoint.path} by "
+                f"{', '.join(kind for kind, _ in operations)}, which is not supported; load the model in transformers "
+                "and save it again"
             )
-        pieces, start = [], 0
+        pieces, start, experts = [], 0, len(self._parameters[name])
         for pattern in rule.source_patterns:
-            keys = sorted(sources.get(pattern, []), key=_natural)
-            if len(keys) != len(self._parameters[name]):
+            keys = sorted(sources.get(pattern, []), key=core_model_loading.dot_natural_key)
+            if len(keys) != experts:
                 raise CheckpointError(
                     f"{self.checkpoint.path} has {len(keys)} tensors like {pattern!r} for {name!r}, which is made "
-                    f"of {len(self._parameters[name])}"
+                    f"of {experts}"
                 )
-            pieces += [Piece(key, expert, start) for expert, key in enumerate(keys)]
+            pieces += [_Piece(key, expert, start) for expert, key in enumerate(keys)]
             start += self.checkpoint.entries[keys[0]].shape[0]
         return pieces
 
     def _check(self, name: str) -> None:
         wanted = tuple(self._parameters[name].shape)
-        heights: dict[int | None, int] = defaultdict(int)
-        for piece in self._pieces[name]:
+        shapes = [(piece, self.checkpoint.entries[piece.key].shape) for piece in self._pieces[name]]
+        heights: Counter[int] = Counter()
+        for piece, shape in shapes:
             if piece.expert is not None:
-                heights[piece.expert] += self.checkpoint.entries[piece.key].shape[0]
-        for piece in self._pieces[name]:
-            shape = self.checkpoint.entries[piece.key].shape
+                heights[piece.expert] += shape[0]
+        for piece, shape in shapes:
             if (shape if piece.expert is None else (wanted[0], heights[piece.expert], *shape[1:])) != wanted:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "
                     f"{wanted if piece.expert is None else f'a part of {wanted}'}"
                 )
-
-
-def _ties(model: PreTrainedModel) -> bool:
-    configs = (model.config, model.config.get_text_config())
-    return any(getattr(config, "tie_word_embeddings", False) for config in configs)
-
-
-def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts expert 10 after expert 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]

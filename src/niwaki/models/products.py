@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,6 @@ from niwaki.errors import UnsupportedModelError
 from niwaki.models.layout import Matrix
 
 _ATEN = torch.ops.aten
-
 
 #: Where the first of the two factors is among the arguments.
 _PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
@@ -28,7 +27,7 @@ class _StopError(Exception):
 
 
 class Products(TorchDispatchMode):
-    """A context in which products with known weights are seen: see ``on_product``.
+    """A context in which products with known weights are seen.
 
     In a forward pass the other factor is a matrix's inputs, in a backward pass the gradient with respect to its
     outputs.
@@ -43,11 +42,7 @@ class Products(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        matrices: Iterable[Matrix],
-        parameters: Mapping[str, Tensor],
-        on_product: OnProduct,
-        backward: bool = False,
+        self, matrices: list[Matrix], parameters: Mapping[str, Tensor], on_product: OnProduct, backward: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # In a backward pass weights are the transposes of what they were in the forward pass.
@@ -76,20 +71,16 @@ class Products(TorchDispatchMode):
         if parameter is None:
             return
         whole = self._parameters[parameter]
-        stacked = whole.ndim == 3
         transposed = weight.stride(inner) != whole.stride(-1)
         if transposed != self._transposed[parameter] and 1 not in weight.shape[-2:]:
             raise UnsupportedModelError(
                 f"{parameter} is used as the transpose of what its module suggests; please report this model"
             )
-        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0) if stacked else 0
-        if weight.ndim == 2 or weight.stride(0) == 0:
-            self._tell(parameter, first if stacked else None, X, False)
-            return
-        step = weight.stride(0) // whole.stride(0) if stacked else 0
-        for i, rows in enumerate(X):
-            self._tell(parameter, first + i * step if stacked else None, rows, True)
-
-    def _tell(self, parameter: str, expert: int | None, X: Tensor, together: bool) -> None:
-        if self._on_product(parameter, expert, X, together):
-            raise _StopError
+        expert, step = None, 0
+        if whole.ndim == 3:
+            expert = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+            step = weight.stride(0) // whole.stride(0)
+        together = weight.ndim == 3 and weight.stride(0) != 0
+        for i, rows in enumerate(X if together else [X]):
+            if self._on_product(parameter, expert if expert is None else expert + i * step, rows, together):
+                raise _StopError

@@ -18,19 +18,16 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from niwaki.errors import (
-    NiwakiError,
-    NumericalError,
-    UnsupportedModelError,
-    UsageError,
-)
+from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.families import FAMILIES, Family
+from niwaki.models.families import EXPERTS_TRANSPOSED, FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.structure import check_supported, find_blocks, structure
+from niwaki.models.text import Windows
+from niwaki.records.record import Perplexity
 
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
@@ -43,11 +40,7 @@ DEFAULT_LENGTH = 2048
 class StreamedModel:
     """A causal language model whose weights are in the checkpoint and not in memory.
 
-    Args:
-        checkpoint: Where the weights are.
-        device: See :func:`niwaki.models.device.find_device`.
-        dtype: See :func:`niwaki.models.device.find_dtype`.
-        budget: What memory hidden states may take.
+    ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``.
 
     Raises:
         UsageError: no such device or dtype.
@@ -69,8 +62,6 @@ class StreamedModel:
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(name, buffer.to(self.device), name not in module._non_persistent_buffers_set)
         kind = str(checkpoint.config.get("model_type"))
-        self.notes: list[str] = []
-        self._known = kind in FAMILIES
         if getattr(self.config, "num_kv_shared_layers", 0):
             raise UnsupportedModelError(
                 f"blocks of {checkpoint.path} ({kind}) use keys and values of earlier ones; models like this one "
@@ -81,12 +72,14 @@ class StreamedModel:
         #: Without the head: LLaMA 4 says that the whole model is its decoder.
         self._decoder = decoder if decoder is not self.model else self.model.get_submodule(self.path.rpartition(".")[0])
         self.layout = Layout(self.model, checkpoint)
-        family = FAMILIES.get(kind, Family())
+        transposed = kind in EXPERTS_TRANSPOSED
         self._matrices = [
-            self.layout.matrices(index, self._prefix(index), block, family) for index, block in enumerate(self.blocks)
+            self.layout.matrices(i, self._prefix(i), block, transposed) for i, block in enumerate(self.blocks)
         ]
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
+        self._known = kind in FAMILIES
+        self.notes: list[str] = []
         if not self._known:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             self.notes.append(
@@ -97,22 +90,14 @@ class StreamedModel:
         #: Whether to read the next block's weights while the present one is at work.
         self._ahead = self.device.type == "cuda"
 
-    @property
-    def max_length(self) -> int:
-        """Number of positions that the model was made for, or a usual one if it does not say."""
-        return int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
-
     def window_length(self, asked: int | None) -> tuple[int, str]:
-        """(the sequence length to use, what to note if none was asked for).
-
-        Raises:
-            UsageError: it is more than the model has positions for.
-        """
+        """(sequence length, what to note if none was ``asked`` for). Raises UsageError beyond the model's positions."""
+        positions = int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
         if asked is None:
-            length = min(DEFAULT_LENGTH, self.max_length)
+            length = min(DEFAULT_LENGTH, positions)
             return length, f"sequence length {length:,}, because none was asked for"
-        if asked > self.max_length:
-            raise UsageError(f"the sequence length {asked:,} is more than the model's {self.max_length:,} positions")
+        if asked > positions:
+            raise UsageError(f"the sequence length {asked:,} is more than the model's {positions:,} positions")
         return asked, ""
 
     def check(self, tokens: Tensor) -> None:
@@ -130,10 +115,6 @@ class StreamedModel:
         """The matrices that can be pruned, of one block or of all."""
         chosen = self._matrices if block is None else [self._matrices[block]]
         return [matrix for matrices in chosen for matrix in matrices]
-
-    def vectors(self, block: int) -> dict[str, str]:
-        """The norms and biases of a block: path in the block to key."""
-        return self.layout.vectors(self._prefix(block), self.blocks[block])
 
     def _prefix(self, block: int) -> str:
         return f"{self.path}.{block}."
@@ -153,10 +134,8 @@ class StreamedModel:
     ) -> HiddenStates:
         """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
-        Args:
-            tokens: The sequences.
-            tokens_per_minibatch: If blocks are to run on :meth:`HiddenStates.minibatches` too.
-            budget: For the inputs, by default the model's.
+        They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
+        :meth:`HiddenStates.minibatches`.
 
         Raises:
             UnsupportedModelError: blocks receive more from the tokens than their hidden states.
@@ -180,7 +159,7 @@ class StreamedModel:
 
         with self._outer_weights():
             if self._answers_tuple is None:
-                self._answers_tuple = self._try_first(tokens[:1, :1])
+                self._try_first(tokens[:1, :1])
             with self._replaced_blocks(record):
                 for batch in states.tokens:
                     self._decoder(input_ids=batch.to(self.device), use_cache=False)
@@ -191,60 +170,51 @@ class StreamedModel:
                     self._decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
-    def _try_first(self, tokens: Tensor) -> bool:
-        """:meth:`_first_answers_tuple`, with an error that says so if a model of an unknown family cannot be run."""
+    def _try_first(self, tokens: Tensor) -> None:
+        """Finds out whether blocks answer with a tuple around their hidden states, as those of some families do."""
+        block = self.blocks[0]
+
+        def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            answer = type(block).forward(block, hidden, *args, **kwargs)
+            self._answers_tuple = isinstance(answer, tuple | list)
+            return answer
+
         try:
-            return self._first_answers_tuple(tokens)
+            with _holding(block, self._read(0)), self._replaced_blocks(lambda i: self._answer if i else first):
+                self._decoder(input_ids=tokens.to(self.device), use_cache=False)
         except Exception as error:
             if self._known or isinstance(error, NiwakiError):
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UnsupportedModelError(f"{self.checkpoint.path} cannot be run a block at a time: {reason}") from error
 
-    def _first_answers_tuple(self, tokens: Tensor) -> bool:
-        """Whether blocks answer with a tuple around their hidden states, as those of some families do."""
-        answers: list[bool] = []
-
-        def let_through(index: int) -> Callable[..., Any]:
-            forward = type(self.blocks[index]).forward
-
-            def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                answer = forward(self.blocks[0], hidden, *args, **kwargs)
-                answers.append(isinstance(answer, tuple | list))
-                return answer
-
-            return first if index == 0 else lambda hidden, *_, **__: (hidden,) if answers[0] else hidden
-
-        weights = self._read(self.blocks[0], self._prefix(0))
-        with _holding(self.blocks[0], weights), self._replaced_blocks(let_through):
-            self._decoder(input_ids=tokens.to(self.device), use_cache=False)
-        return answers[0]
-
-    def _answer(self, hidden: Tensor) -> Any:
+    def _answer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return (hidden,) if self._answers_tuple else hidden
 
     @torch.no_grad()
     def losses(self, states: HiddenStates) -> Tensor:
-        """(samples, length - 1) float32 cross-entropies in nats, of each token given those before it.
-
-        ``states`` are those after the last block.
-        """
+        """(samples, length - 1) float32 cross-entropies in nats, by ``states`` after the last block."""
         losses = []
         with self.head() as head:
             for batch, ends in zip(states.tokens, states.hidden, strict=True):
                 samples = max(1, LOGITS_PER_BATCH // (batch.shape[1] * self.config.vocab_size))
                 for tokens, hidden in zip(batch.split(samples), ends.split(samples), strict=True):
                     logits = head(hidden, tokens)
-                    loss = nn.functional.cross_entropy(
-                        logits[:, :-1].flatten(0, 1).float(),
-                        tokens[:, 1:].flatten().to(self.device),
-                        reduction="none",
-                    )
+                    labels = tokens[:, 1:].flatten().to(self.device)
+                    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="none")
                     losses.append(loss.view(len(tokens), -1).cpu())
         joined = torch.cat(losses)
         if not torch.isfinite(joined).all():
             raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
         return joined
+
+    def perplexity(self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None) -> Perplexity:
+        """Of the model on ``windows``; ``done(blocks, of)`` is called after each block."""
+        states = self.embed(windows.tokens)
+        for block in self.stream():
+            block.advance(states)
+            done(block.index + 1, len(self.blocks))
+        return Perplexity.of(self.losses(states), windows.source, windows.origin)
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
@@ -254,8 +224,8 @@ class StreamedModel:
         """
 
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-            """``hidden`` (samples, length, width), ``tokens`` (samples, length)."""
-            with self._replaced_blocks(self._constant(hidden.to(dtype or hidden.dtype))):
+            answer = self._answer(hidden.to(dtype or hidden.dtype))
+            with self._replaced_blocks(lambda _: lambda *_, **__: answer):
                 values: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
             return values
 
@@ -268,25 +238,20 @@ class StreamedModel:
         For a GPU, those of the next block are read and copied meanwhile.
         """
         order = range(len(self.blocks))[:: -1 if backwards else 1]
+        coming: Future[dict[str, Tensor]] | None = None
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
-            coming: Future[dict[str, Tensor]] | None = None
             for index, after in zip_longest(order, order[1:]):
-                module = self.blocks[index]
-                weights = coming.result() if coming else self._read(module, self._prefix(index))
+                weights = coming.result() if coming else self._read(index)
                 if reader and after is not None:
-                    coming = reader.submit(self._read, self.blocks[after], self._prefix(after))
+                    coming = reader.submit(self._read, after)
+                module, matrices, path = self.blocks[index], self._matrices[index], self._prefix(index)
+                block = DecoderBlock(index, module, matrices, path, self.layout, self.budget, self.device, self.dtype)
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    block = self._block(index)
                     try:
                         yield block
                     finally:
                         block.forget_original()  # likewise
-
-    def _block(self, index: int) -> DecoderBlock:
-        matrices, prefix = self._matrices[index], self._prefix(index)
-        module = self.blocks[index]
-        return DecoderBlock(index, module, matrices, prefix, self.layout, self.budget, self.device, self.dtype)
 
     @property
     def size(self) -> int:
@@ -299,7 +264,7 @@ class StreamedModel:
         with contextlib.ExitStack() as held:
             held.enter_context(self._outer_weights())
             for index, block in enumerate(self.blocks):
-                held.enter_context(_holding(block, self._read(block, self._prefix(index))))
+                held.enter_context(_holding(block, self._read(index)))
             yield self.model
 
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
@@ -308,11 +273,8 @@ class StreamedModel:
         Parameters whose keys in the checkpoint are in ``skip`` have no weights.
         """
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
-        weights = {
-            name: self.layout.read(name).to(self.device)
-            for name in self.model.state_dict()
-            if name in self.layout and name not in left
-        }
+        names = [name for name in self.model.state_dict() if name in self.layout and name not in left]
+        weights = {name: self.layout.read(name).to(self.device) for name in names}
         self.model.load_state_dict(weights, strict=False, assign=True)
         if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
             self.model.tie_weights()
@@ -320,21 +282,20 @@ class StreamedModel:
             self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
 
-    def _read(self, module: nn.Module, prefix: str, skip: str | None = None) -> dict[str, Tensor]:
-        """The weights of ``module`` but for those under ``skip``, on the device."""
-        names = [
-            name
-            for name in module.state_dict()
-            if prefix + name in self.layout and not (skip and name.startswith(skip))
-        ]
+    def _read(self, block: int | None) -> dict[str, Tensor]:
+        """The weights of a block, or those outside the blocks, on the device."""
+        if block is None:
+            prefix, names = "", [name for name in self.model.state_dict() if not name.startswith(f"{self.path}.")]
+        else:
+            prefix, names = self._prefix(block), list(self.blocks[block].state_dict())
+        names = [name for name in names if prefix + name in self.layout]
         if self.device.type != "cuda":
             return {name: self.layout.read(prefix + name).to(self.device) for name in names}
         # On a stream of its own, so that copies and the present block's products run side by side.
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
-            weights = {
-                name: self.layout.read(prefix + name).pin_memory().to(self.device, non_blocking=True) for name in names
-            }
+            pinned = ((name, self.layout.read(prefix + name).pin_memory()) for name in names)
+            weights = {name: value.to(self.device, non_blocking=True) for name, value in pinned}
         stream.synchronize()
         for value in weights.values():  # their memory is not to be used again before the other stream is done
             value.record_stream(torch.cuda.default_stream(self.device))
@@ -343,7 +304,7 @@ class StreamedModel:
     @contextlib.contextmanager
     def _outer_weights(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """Everything outside the blocks: embeddings, last norm, head; in the model's dtype or another."""
-        weights = self._read(self.model, "", skip=self.path + ".")
+        weights = self._read(None)
         if dtype is not None:
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         with _holding(self.model, weights):
@@ -368,10 +329,6 @@ class StreamedModel:
         finally:
             for block in self.blocks:
                 block.__dict__.pop("forward", None)
-
-    def _constant(self, hidden: Tensor) -> Callable[[int], Callable[..., Any]]:
-        """Blocks that answer ``hidden``, whatever goes in."""
-        return lambda _: lambda *_, **__: self._answer(hidden)
 
 
 @contextlib.contextmanager

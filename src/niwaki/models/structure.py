@@ -40,13 +40,13 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         with init_empty_weights(include_buffers=False):
             # One expert after the other: the other ways of running them sort tokens into one large product.
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
-            assert isinstance(model, PreTrainedModel)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # transformers checks some values and fails anyhow on others
+    except Exception as error:  # transformers checks some values and fails on others in any way
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason.split(" Model type should be one of ")[0]  # and a list of them all
         raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
+    assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
     return model
 
@@ -58,8 +58,8 @@ def find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
         UnsupportedModelError: there is none.
     """
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    decoder = {id(module) for module in model.get_decoder().modules()}
+    decoder = set(model.get_decoder().modules())
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth and id(module) in decoder:
+        if isinstance(module, nn.ModuleList) and len(module) == depth and module in decoder:
             return path, module
     raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")

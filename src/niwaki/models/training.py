@@ -14,6 +14,11 @@ from niwaki.models.layout import Matrix
 from niwaki.models.products import OnProduct, Products
 
 
+def _trained(block: DecoderBlock) -> dict[str, nn.Parameter]:
+    """The parameters that ``block.matrices`` are in, by path."""
+    return {matrix.parameter: block.module.get_parameter(matrix.parameter) for matrix in block.matrices}
+
+
 @contextlib.contextmanager
 def trainable(block: DecoderBlock) -> Iterator[list[nn.Parameter]]:
     """The parameters that ``block.matrices`` are in, with gradients.
@@ -21,8 +26,7 @@ def trainable(block: DecoderBlock) -> Iterator[list[nn.Parameter]]:
     Meanwhile all parameters of the block are in float32. At the end it computes with what they have become, in its
     own dtype. What it computed with before is not changed in place.
     """
-    names = dict.fromkeys(matrix.parameter for matrix in block.matrices)
-    parameters = [block.module.get_parameter(name) for name in names]
+    parameters = list(_trained(block).values())
     dtypes = {value: value.dtype for value in block.module.parameters()}
     try:
         for value in dtypes:
@@ -47,7 +51,7 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
     if project is None:
         yield
         return
-    parameters = {m.parameter: block.module.get_parameter(m.parameter) for m in block.matrices}
+    parameters = _trained(block)
     before = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for parameter in parameters.values():
@@ -62,10 +66,7 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
 
 
 def trained_weights(block: DecoderBlock) -> Iterator[tuple[str, int | None, Tensor]]:
-    """(key, index, tensor) of each matrix, as the checkpoint has it.
-
-    From then on the block computes with what is stored.
-    """
+    """(key, index, tensor) of each matrix, as the checkpoint has it; from then on the block computes with that."""
     for matrix in block.matrices:
         stored = block.stored(matrix, matrix.within(block.module.get_parameter(matrix.parameter)))
         block.put(matrix, stored)
@@ -80,27 +81,17 @@ def smallest_weight(block: DecoderBlock) -> float:
 
 @torch.enable_grad()
 def input_gradient(
-    block: DecoderBlock,
-    hidden: Tensor,
-    gradient: Tensor,
-    states: HiddenStates,
-    on_input: OnProduct,
-    on_output_gradient: OnProduct,
+    block: DecoderBlock, hidden: Tensor, gradient: Tensor, states: HiddenStates, on_input: OnProduct, on_out: OnProduct
 ) -> Tensor:
     """(samples, length, width): the gradient with respect to ``hidden``, given that with respect to the outputs.
 
-    Args:
-        block: The block.
-        hidden: One of the batches of inputs of ``states``.
-        gradient: Likewise, in the same dtype.
-        states: For the block's other arguments.
-        on_input: Receives the inputs of each matrix, in the forward pass.
-        on_output_gradient: Receives the gradients with respect to the outputs of each matrix, in the backward pass.
+    ``hidden`` is one of the batches of ``states``, ``gradient`` has its shape and dtype. ``on_input`` receives the
+    inputs of each matrix, ``on_out`` the gradients with respect to its outputs, see :class:`Products`.
     """
     parameters = dict(block.module.named_parameters())
     hidden = hidden.detach().requires_grad_()
     with Products(block.matrices, parameters, on_input):
         out = block.forward(hidden, states)
-    with Products(block.matrices, parameters, on_output_gradient, backward=True):
+    with Products(block.matrices, parameters, on_out, backward=True):
         (pulled,) = torch.autograd.grad(out, hidden, gradient)
     return pulled

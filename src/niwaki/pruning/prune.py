@@ -127,7 +127,7 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
         chosen = request.chosen(len(model.blocks))
         model.limit(chosen)
         if request.compute.budget is not None:
-            budget.limit(max(0, request.compute.budget - _needed(model, request)))
+            budget.left = max(0, request.compute.budget - _needed(model, request))
         if request.grid:
             request.grid.check(matrix.shape[1] for matrix in model.matrices())
         pattern_of = patterns_of(request.pattern, request.mask_model, model)

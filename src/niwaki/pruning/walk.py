@@ -80,8 +80,8 @@ class Walk:
         clock.lap("plan")
         streams = self._embedded(tokens, heldout)
         clock.lap("capture")
-        if model.budget.file.size:
-            self._note(f"{model.budget.file.size / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
+        if model.budget.spilled:
+            self._note(f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break

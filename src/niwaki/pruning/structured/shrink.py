@@ -24,7 +24,6 @@ from niwaki.models.device import device_name, peak_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.model_config import write_config
 from niwaki.models.output import Workplace, carry_over, check_output, workplace
-from niwaki.models.perplexity import perplexity
 from niwaki.models.processes import World
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
@@ -272,7 +271,7 @@ class _Run:
             tensors[matrix.key] = block.stored(matrix, solution.W)
         block.put(matrix, tensors[matrix.key])
         for parameter in units.parameters:
-            key = self.model.layout.key(f"{self.model.path}.{block.index}.{parameter.name}")
+            (key,) = self.model.layout.keys(f"{self.model.path}.{block.index}.{parameter.name}")
             tensors[key] = parameter.without(tensors[key].cpu(), solution.kept)
         assert structure is not None
         removed = structure.heads if removal.kind == "heads" else structure.neurons
@@ -286,7 +285,7 @@ class _Run:
         self.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
-        measured = perplexity(model, held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
+        measured = model.perplexity(held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
         self.record.perplexity[name] = dataclasses.asdict(measured)
         self.clock.lap("perplexity")
 

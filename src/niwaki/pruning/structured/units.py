@@ -165,7 +165,7 @@ def _columns(matrix: Matrix, size: int) -> UnitParameter:
 def _rows(model: StreamedModel, matrix: Matrix, size: int, times: int = 1) -> Iterator[UnitParameter]:
     """The weight of ``matrix``, and its bias if it has one."""
     yield UnitParameter(matrix.parameter, 1 if matrix.transposed else 0, size, times)
-    if f"{matrix.name}.bias" in model.vectors(matrix.block):
+    if f"{matrix.name}.bias" in model.blocks[matrix.block].state_dict():
         yield UnitParameter(f"{matrix.name}.bias", 0, size, times)
 
 
