@@ -58,13 +58,11 @@ def keep_highest_of_each(scores: Tensor, n: int, m: int) -> Tensor:
     zeros = m - n
     grouped = scores.reshape(-1, m)
     if (n, m) == (2, 4):  # three times faster than the ranks below
-        mask = grouped >= _second_of_four(grouped)
+        mask = grouped >= torch.maximum(*_middle_of_four(grouped)).unsqueeze(1)
         if int(mask.count_nonzero()) == n * grouped.shape[0]:  # otherwise there are ties
             return mask.view(scores.shape)
     if m > 16:
-        order = grouped.argsort(dim=1, stable=True)[:, :zeros]
-        mask = torch.ones_like(grouped, dtype=torch.bool)
-        return mask.scatter_(1, order, False).view(scores.shape)
+        return keep_highest_per_row(grouped, zeros * grouped.shape[0]).view(scores.shape)
     # Ranks by m (m - 1) / 2 comparisons: many times faster than sorting many short rows.
     place = grouped.T.contiguous()  # (m, groups)
     rank = torch.zeros(place.shape, dtype=torch.uint8, device=scores.device)
@@ -80,10 +78,8 @@ def middle_of_each(scores: Tensor, n: int, m: int) -> Tensor:
     """In the shape of ``scores``: for every m of a row the middle between its n-th highest and the next one."""
     grouped = scores.reshape(-1, m)
     if (n, m) == (2, 4):  # six times faster than sorting at 2,048 x 2,048
-        a, b, c, d = grouped.unbind(dim=1)
-        least = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
-        most = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
-        middle = (least + most).mul_(0.5)  # the second and the third highest, in either order
+        one, other = _middle_of_four(grouped)
+        middle = (one + other).mul_(0.5)
     else:
         ordered = grouped.sort(dim=1).values
         middle = (ordered[:, m - n - 1] + ordered[:, m - n]).mul_(0.5)
@@ -174,11 +170,11 @@ def kth_smallest_per_row(scores: Tensor, k: int) -> Tensor:
     return scores.kthvalue(k, dim=1, keepdim=True).values
 
 
-def _second_of_four(grouped: Tensor) -> Tensor:
-    """(groups, 1): the second highest of each row of (groups, 4)."""
+def _middle_of_four(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    """(groups,) twice: the second and the third highest of each row of (groups, 4), in either order."""
     a, b, c, d = grouped.unbind(dim=1)
-    highest = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
-    return torch.maximum(highest, torch.maximum(torch.minimum(a, b), torch.minimum(c, d))).unsqueeze(1)
+    least_of_highest = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
+    return least_of_highest, torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
 
 
 def _squares(scores: Tensor, scale: float) -> Tensor:
