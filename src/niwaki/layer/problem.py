@@ -214,7 +214,7 @@ class Normalised:
         return M if self._order is None else torch.empty_like(M).index_copy_(1, self._order, M)
 
     def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
-        """Calls ``monitor``, if any, with the error of V on the mask for some 32 rows: a small part of a step's cost."""
+        """Calls ``monitor``, if any, with the error of V on the mask for some 32 rows, at little cost."""
         if monitor is not None:
             rows, some = self._some_rows
             monitor(step, steps, some.error(self.restore(V[rows] * mask[rows], rows)))

@@ -88,11 +88,10 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         ),
     ]
     for when, measured in record.perplexity.items():
-        spread = measured["standard_error"]
-        error = "" if spread is None else f" ± {spread:.2f}"
+        error = "" if measured.standard_error is None else f" ± {measured.standard_error:.2f}"
         lines.append(
-            f"| perplexity {when} | {measured['value']:.2f}{error} "
-            f"({measured['tokens']:,} tokens, context {measured['context']:,}, {Path(measured['text']).name}) |"
+            f"| perplexity {when} | {measured.value:.2f}{error} "
+            f"({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name}) |"
         )
     if not record.perplexity:
         lines.append("| perplexity | not measured |")

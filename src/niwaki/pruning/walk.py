@@ -260,8 +260,7 @@ class Walk:
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
                 losses = self._world.joined(model.losses(states))
-                perplexity = Perplexity.of(losses, heldout.source, heldout.origin)
-                log.record.perplexity[when] = dataclasses.asdict(perplexity)
+                log.record.perplexity[when] = Perplexity.of(losses, heldout.source, heldout.origin)
         log.clock.lap("perplexity")
         peaks = self._world.collected(peak_memory(model.device))
         log.record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}

@@ -287,7 +287,7 @@ class _Run:
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
         measured = perplexity(model, held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
-        self.record.perplexity[name] = dataclasses.asdict(measured)
+        self.record.perplexity[name] = measured
         self.clock.lap("perplexity")
 
 
