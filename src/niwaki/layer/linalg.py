@@ -18,12 +18,9 @@ _ROWS = 1024
 def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
     """(L, damping that was used): the lower Cholesky factor of H + damping I.
 
-    The damping is greater than asked for if H + damping I was not positive definite in floating point.
-
-    Args:
-        copy: Returns H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose memory
-            the factor takes. H is the largest tensor in memory for large models.
-        damping: What to add to the diagonal, at least 0.
+    The damping is greater than asked for (at least 0) if H + damping I was not positive definite in floating point.
+    ``copy`` returns H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose memory
+    the factor takes, because H is the largest tensor in memory for large models.
 
     Raises:
         NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.

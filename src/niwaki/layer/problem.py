@@ -118,7 +118,7 @@ class LayerProblem:
             raise UsageError(f"W is (out, in) and H is (in, in); got {tuple(self.W.shape)}, {tuple(H.shape)}")
         if not self.W.numel():
             raise UsageError(f"W is {tuple(self.W.shape)} and has no weights")
-        if not self.W.is_floating_point() or self.W.dtype not in (torch.float32, torch.float64):
+        if self.W.dtype not in (torch.float32, torch.float64):
             raise UsageError(f"W must be float32 or float64, not {self.W.dtype}; convert it first")
         if self.W.dtype != H.dtype or self.W.device != H.device:
             raise UsageError(

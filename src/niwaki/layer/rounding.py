@@ -50,14 +50,12 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     2024, arXiv 2401.02938, there for masks. GPTQ (arXiv 2210.17323) goes over the columns once instead, and SparseGPT
     (arXiv 2301.00774, section 3.5) prunes in the same pass.
 
-    Args:
-        problem: Its W are the targets. Not changed.
-        solution: A solver's. Not changed.
-        grid: UsageError if it does not fit the number of inputs.
-        dtype: What values and scales are rounded to.
-
     Returns:
-        The solution, with the solver's ``stats``, and (out, groups) the scales, in the dtype of W.
+        The solution, with the ``stats`` of the given one, and the scales (out, groups). Both are in the dtype of W,
+        with values that ``dtype`` has.
+
+    Raises:
+        UsageError: the grid does not fit the number of inputs.
     """
     gram, W = problem.gram, problem.W
     R = gram.derived("onto grid", lambda: _resolvent(gram))

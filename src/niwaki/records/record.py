@@ -57,8 +57,7 @@ class Perplexity:
     def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
         """From (windows, context - 1) cross-entropies in nats."""
         means = losses.double().mean(dim=1)
-        mean = means.mean().item()
-        value = math.exp(min(mean, 700.0))  # beyond it there is no float
+        value = math.exp(min(means.mean().item(), 700.0))  # beyond it there is no float
         error = value * means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
         return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin)
 
@@ -168,8 +167,8 @@ class Record:
             it how many more windows the dense model wrote, as "synthetic".
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
-        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
-            products of float32 matrices; "never", nothing, or a device that has none.
+        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all products of
+            float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
         sparsity: Fraction of zeros in all pruned matrices together.
@@ -269,10 +268,10 @@ def _update(values: dict[str, Any]) -> None:
     version = values.pop("format", 1)
     if not isinstance(version, int) or version > FORMAT:
         raise CheckpointError(f"it has format {version}, and this niwaki reads up to {FORMAT}; install a later one")
-    for name in ("solver", "effort"):
-        if isinstance(text := values.get(name), str):
-            method = str(values.get("method", "")).partition(":")[0] if name == "solver" else name
-            values[name] = from_repr(text, method) if text else {}
+    names = {"solver": str(values.get("method", "")).partition(":")[0], "effort": "effort"}
+    for key, name in names.items():
+        if isinstance(text := values.get(key), str):
+            values[key] = from_repr(text, name) if text else {}
 
 
 def _geometric_mean(values: list[float]) -> float:

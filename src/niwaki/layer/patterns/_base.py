@@ -29,9 +29,8 @@ class Pattern(abc.ABC):
     def mask(self, scores: Tensor) -> Tensor:
         """(out, in) bool, True where a weight is kept: the allowed mask that keeps the greatest sum of squared scores.
 
-        Args:
-            scores: (out, in), floating point, finite, at least 0: magnitudes such as |W|, and not squares, because
-                where weights are chosen together their sizes matter. Not changed.
+        ``scores`` (out, in) are floating point, finite, at least 0, and stay unchanged. They are magnitudes such as |W|
+        and not squares: where weights are chosen together their sizes matter.
 
         Raises:
             PatternError: the pattern does not fit the shape.
@@ -75,10 +74,9 @@ class Pattern(abc.ABC):
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """The thresholds between kept and dropped scores, broadcastable to ``scores``, for a choice by degrees.
+        """What, up to ties, kept scores are above; broadcastable to ``scores``, for a choice by degrees.
 
-        Up to ties ``mask(scores)`` is where a score is above it. None if scores do not decide one by one (blocks, given
-        masks), or if nothing is dropped.
+        None if scores do not decide one by one (blocks, given masks), or if nothing is dropped.
         """
         return None
 
@@ -117,7 +115,7 @@ class Pattern(abc.ABC):
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the columns of a matrix, with a mask of its scores as a pattern has it."""
+    """A run of columns of a matrix: ``mask(scores)`` is what a pattern allows there."""
 
     mask: Callable[[Tensor], Tensor]
 

@@ -34,10 +34,7 @@ def keep_highest(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
 
 
 def keep_highest_per_row(scores: Tensor, zeros: int, rows: Rows = ALL) -> Tensor:
-    """True except at ``zeros`` in total: the lowest of each row, the same number in each to within one.
-
-    The rows whose next score is the lowest have one more.
-    """
+    """True except at ``zeros`` in total: the lowest of each row, one more in those whose next score is the lowest."""
     here, columns = scores.shape
     each, extra = divmod(zeros, rows.of(here))
     mask = torch.ones_like(scores, dtype=torch.bool)
@@ -100,9 +97,9 @@ def keep_highest_blocks(scores: Tensor, shape: tuple[int, int], zeros: int) -> T
 
 
 def keep_best_tiles(scores: Tensor, n: int, m: int) -> Tensor:
-    """True at n weights of each row and each column of every m x m tile: the choice with the most squares.
+    """True at n weights of each row and each column of every m x m tile: the choice with the greatest sum of squares.
 
-    Of choices with equal sums it is the first one in the order of :func:`tile_choices`.
+    Of equal sums it is the first one in the order of :func:`tile_choices`.
     """
     rows, columns = scores.shape
     scale = _scale(scores)
