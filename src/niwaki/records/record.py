@@ -173,7 +173,6 @@ class Record:
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
-        fits: One entry for each block that was fitted.
         perplexity: :class:`Perplexity` "before" and "after", where measured.
         seconds: By stage, and in total.
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.

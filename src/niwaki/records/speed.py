@@ -21,8 +21,7 @@ class Speed:
         load: Seconds until the model was loaded, from files that may be in the system's cache.
         first_token: Seconds from the prompt to the first token, the median.
         tokens_per_second: After that, one sequence, the median.
-        slowest: The lowest of the rates that this is the median of.
-        fastest: The highest of them.
+        slowest: The lowest of the rates that this is the median of; ``fastest`` is the highest.
     """
 
     weights: str

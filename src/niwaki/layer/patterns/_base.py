@@ -184,6 +184,8 @@ class Counted(ByRows):
 class Tiled(Pattern):
     """Weights of several rows and columns are chosen together, tile by tile."""
 
+    single = False
+
     @property
     @abc.abstractmethod
     def tile(self) -> tuple[int, int]:
@@ -191,10 +193,6 @@ class Tiled(Pattern):
 
     def exchange(self, columns: int) -> int:
         return 0
-
-    @property
-    def single(self) -> bool:
-        return False
 
     def check(self, shape: tuple[int, int]) -> None:
         height, width = self.tile
