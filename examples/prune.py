@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as scratch:
         measurement=niwaki.Measurement("demo-held", samples=8),
     )
     for when, perplexity in record.perplexity.items():
-        print(f"perplexity {when} {perplexity['value']:.2f} ± {perplexity['standard_error']:.2f}")
+        print(f"perplexity {when} {perplexity.value:.2f} ± {perplexity.standard_error:.2f}")
     print(f"{100 * record.sparsity:.2f} % zeros, mean error {record.mean_error:.3g}")
     # The result is a model directory that transformers and others load like the original.
     print(niwaki.evaluate(out, niwaki.Measurement("demo-held", samples=8, length=64)))

@@ -90,7 +90,7 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert (record.calibration["samples"], record.calibration["sequence_length"]) == (3, 24)
     assert record.dtype == "bfloat16"
     for measured in record.perplexity.values():
-        assert (measured["windows"], measured["context"], measured["text"]) == (5, 24, "demo-held")
+        assert (measured.windows, measured.context, measured.text) == (5, 24, "demo-held")
 
 
 def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None:

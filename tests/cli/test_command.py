@@ -75,7 +75,7 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
     assert record.method == "wanda"
     assert record.calibration["sequence_length"] == 64
     assert record.sparsity == 0.5
-    before, after = (record.perplexity[name]["value"] for name in ("before", "after"))
+    before, after = (record.perplexity[name].value for name in ("before", "after"))
     assert 30 < before < after < 2 * before
     # Wanda's are the two products that measure the error.
     flops = sum(2 * 2 * rows * columns**2 for rows, columns in (matrix.shape for matrix in record.matrices))

@@ -14,7 +14,7 @@ from niwaki.cli import display as module
 from niwaki.cli.display import Display
 from niwaki.cli.tables import summary
 from niwaki.pruning.effort import EFFORTS, describe
-from niwaki.records.record import FitRecord, MatrixRecord, Record
+from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record
 from niwaki.records.wording import duration, operations
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -111,14 +111,7 @@ def play(display: Display, clock: Clock, finished: Record, blocks: int = 3) -> N
     finished.sparsity = 0.5
     finished.seconds = {"capture": 9.0, "solve": 15.0, "check": 0.01, "total": 26.0}
     finished.peak_memory = {"resident": 300 * 2**20}
-    finished.perplexity["after"] = {
-        "value": 12.345,
-        "standard_error": 0.678,
-        "tokens": 12345,
-        "context": 2048,
-        "windows": 6,
-        "text": "some.txt",
-    }
+    finished.perplexity["after"] = Perplexity(12.345, 0.678, 12345, 2048, 6, "some.txt")
     display.end(finished)
 
 
@@ -311,14 +304,7 @@ def test_names_are_shown_as_they_are(clock: Clock, odd: str, terminal: bool) -> 
         display.begin(run, 1, 1)
         display.stage(0, "solve", 1)
         display.solving(NAMES[0], 1, 1, 0.5)
-        run.perplexity["before"] = {
-            "value": 2.0,
-            "standard_error": 0.1,
-            "tokens": 10,
-            "context": 8,
-            "windows": 2,
-            "text": odd,
-        }
+        run.perplexity["before"] = Perplexity(2.0, 0.1, 10, 8, 2, odd)
         run.seconds = {"total": 1.0}
         display.end(run)
     shown = text(where)
@@ -391,14 +377,7 @@ def test_the_summary() -> None:
     run.seconds = {"prepare": 0.01, "solve": 1.25, "total": 1.5}
     run.peak_memory = {"resident": 300 * 2**20, "device": 5 * 2**30}
     for when, value in (("before", 10.0), ("after", 11.5)):
-        run.perplexity[when] = {
-            "value": value,
-            "standard_error": 0.25,
-            "tokens": 1234567,
-            "context": 2048,
-            "windows": 6,
-            "text": "held",
-        }
+        run.perplexity[when] = Perplexity(value, 0.25, 1234567, 2048, 6, "held")
     where = console(False, width=160)
     where.print(summary(run))
     rows = [re.split(" {2,}", line.strip()) for line in text(where).splitlines()]

@@ -171,8 +171,8 @@ def compare(found: Record, expected: Record, out: Path, alone: Path, case: str =
             assert int(((value != 0) ^ masks[key]).sum()) <= 4, key
     for when, digits in {"before": 1e-5, "after": 1e-3}.items():
         one_, other_ = found.perplexity[when], expected.perplexity[when]
-        assert one_["value"] == pytest.approx(other_["value"], rel=digits)
-        assert (one_["tokens"], one_["windows"]) == (other_["tokens"], other_["windows"]) == (4 * (LENGTH - 1), 4)
+        assert one_.value == pytest.approx(other_.value, rel=digits)
+        assert (one_.tokens, one_.windows) == (other_.tokens, other_.windows) == (4 * (LENGTH - 1), 4)
 
 
 @pytest.fixture(scope="module")

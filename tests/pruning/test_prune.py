@@ -138,7 +138,7 @@ def test_every_family(tmp_path: Path, out: Path, case: str) -> None:
     for name, path in (("before", source), ("after", out)):
         logits = reference(path)(text).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-        assert record.perplexity[name]["value"] == pytest.approx(math.exp(float(loss)), rel=1e-4)
+        assert record.perplexity[name].value == pytest.approx(math.exp(float(loss)), rel=1e-4)
 
 
 def test_negative_zeros_of_the_source_are_gone(tmp_path: Path, out: Path) -> None:

@@ -258,7 +258,7 @@ def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], he
         for name, path in (("before", source), ("after", out)):
             logits = reference(path)(text).logits[:, :-1]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-            assert record.perplexity[name]["value"] == pytest.approx(math.exp(float(loss)), rel=1e-4)
+            assert record.perplexity[name].value == pytest.approx(math.exp(float(loss)), rel=1e-4)
     # What it says of itself
     assert record == Record.from_json((out / "niwaki.json").read_text())
     assert record.blocks == (None if every else [*blocks])

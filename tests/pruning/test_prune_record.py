@@ -105,7 +105,7 @@ def test_the_card(model: Path, out: Path) -> None:
     for part in ("admm-grad (iterations 20", "unstructured:0.6", "60.", "8 windows of 24 tokens"):
         assert part in written
     for name in ("before", "after"):
-        value = record.perplexity[name]["value"]
+        value = record.perplexity[name].value
         assert f"| perplexity {name} | {value:.2f} ± " in written
     assert "context 24" in written
     # The hub refuses a card that says "other" and no more.
@@ -222,11 +222,11 @@ def test_perplexities_are_those_of_transformers(tmp_path: Path, out: Path, dtype
         whole = reference(path)
         losses = torch.stack([whole(row[None], labels=row[None]).loss for row in text]).double()
         found = record.perplexity[name]
-        assert found["value"] == pytest.approx(losses.mean().exp().item(), rel=1e-4)
+        assert found.value == pytest.approx(losses.mean().exp().item(), rel=1e-4)
         error = losses.mean().exp() * losses.std() / math.sqrt(5)
-        assert found["standard_error"] == pytest.approx(error.item(), rel=1e-2)
-        assert (found["tokens"], found["context"], found["windows"]) == (5 * 23, 24, 5)
-    assert record.perplexity["before"]["value"] != pytest.approx(record.perplexity["after"]["value"], rel=1e-2)
+        assert found.standard_error == pytest.approx(error.item(), rel=1e-2)
+        assert (found.tokens, found.context, found.windows) == (5 * 23, 24, 5)
+    assert record.perplexity["before"].value != pytest.approx(record.perplexity["after"].value, rel=1e-2)
 
 
 def test_which_perplexities(model: Path, out: Path) -> None:
@@ -259,8 +259,8 @@ def test_texts(tmp_path: Path, out: Path) -> None:
     record = run(source, out / "1", calibration=str(text), samples=5, length=32, text_samples=4)
     same = run(source, out / "2", calibration=windows[:5], text=windows[5:])
     assert record.calibration["tokens_sha256"] == same.calibration["tokens_sha256"]
-    assert record.perplexity["before"]["value"] == pytest.approx(perplexity(windows[5:]), rel=1e-4)
-    assert record.perplexity["after"]["value"] == same.perplexity["after"]["value"]
+    assert record.perplexity["before"].value == pytest.approx(perplexity(windows[5:]), rel=1e-4)
+    assert record.perplexity["after"].value == same.perplexity["after"].value
     assert tensors(out / "1").keys() == tensors(out / "2").keys()
     for key, value in tensors(out / "1").items():
         assert torch.equal(value, tensors(out / "2")[key])
@@ -269,7 +269,7 @@ def test_texts(tmp_path: Path, out: Path) -> None:
     other.write_text(text.read_text()[2000:])
     start = torch.tensor(tokenizer(other.read_text(), add_special_tokens=False)["input_ids"])[:96]
     record = run(source, out / "3", calibration=str(text), samples=5, length=32, text=str(other), text_samples=3)
-    assert record.perplexity["before"]["value"] == pytest.approx(perplexity(start.view(3, 32)), rel=1e-4)
+    assert record.perplexity["before"].value == pytest.approx(perplexity(start.view(3, 32)), rel=1e-4)
     # None that is long enough for both.
     short = run(source, out / "4", calibration=str(text), samples=len(ids) // 32, length=32)
     assert short.perplexity == {}

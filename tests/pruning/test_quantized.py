@@ -171,7 +171,7 @@ def test_the_perplexity_is_that_of_what_is_written(tmp_path: Path) -> None:
     record = run(model, tmp_path / "out", text=text)
     whole: Any = reference(tmp_path / "out")
     loss = float(whole(text, labels=text).loss)
-    assert record.perplexity["after"]["value"] == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
+    assert record.perplexity["after"].value == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:

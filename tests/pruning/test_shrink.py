@@ -469,12 +469,12 @@ def test_perplexity_and_files(tmp_path: Path) -> None:
     record = niwaki.shrink(source, out, **arguments(neurons=0.5, text="demo-held", text_samples=3, **options))
     for when, directory in (("before", source), ("after", out)):
         found = evaluate(directory, Measurement("demo-held", length=32, samples=3), compute="cpu")
-        assert record.perplexity[when]["value"] == pytest.approx(found.value, rel=1e-6)
+        assert record.perplexity[when].value == pytest.approx(found.value, rel=1e-6)
     card = (out / "README.md").read_text()
     assert "license: mit" in card
     assert "50 % of the neurons of each block" in card
     assert "sparse" not in card
-    assert f"{record.perplexity['after']['value']:.2f}" in card
+    assert f"{record.perplexity['after'].value:.2f}" in card
     assert (out / "README.base.md").read_text().endswith("# dense\n")
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     none = niwaki.shrink(source, tmp_path / "none", **arguments(neurons=0.5, text_samples=0, **options))
@@ -503,7 +503,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     said = "1 of 3 blocks, 50 % of the heads of each block, 50 % of the neurons of each block"
     assert " ".join(rows["removed"]) == said
     assert str(record.structure) in out
-    assert f"perplexity after   {record.perplexity['after']['value']:.2f}" in out
+    assert f"perplexity after   {record.perplexity['after'].value:.2f}" in out
     assert out.rstrip().endswith(f"written to {tmp_path / 'out'}")
     assert record.command.startswith(f"niwaki shrink {source}")
     # And once more, over what is there.

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from niwaki.records.comparison import CAPTION, Comparison
-from niwaki.records.record import Perplexity, Record
+from niwaki.records.record import Record
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import counted, kind, short, size
 
@@ -53,7 +53,7 @@ def summary(record: Record) -> Table:
         before, after = (_mean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
     for when, measured in record.perplexity.items():
-        table.add_row(f"perplexity {when}", Text(str(Perplexity(**measured))))  # Text: no markup in paths
+        table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")

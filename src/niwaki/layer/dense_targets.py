@@ -26,7 +26,7 @@ def dense_targets(W: Tensor, gram: Gram, cross: Tensor, share: float, ridge: flo
 
     Args:
         W: (out, in), the original weights, or some of their rows. Not changed.
-        gram: H of the pruned model's inputs, (in, in).
+        gram: H = Xp^T Xp / tokens, (in, in).
         cross: (in, in), Xp^T X / tokens.
         share: From 0, W itself, to 1.
         ridge: Relative to the unit diagonal of H, above 0: it keeps W where the inputs say little.

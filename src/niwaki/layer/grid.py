@@ -21,7 +21,7 @@ class Grid:
     """The numbers q s with whole q from -2^(bits-1) to 2^(bits-1) - 1 and a scale s for each row and group of inputs.
 
     Scales are positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype.
-    Given s, q is the whole number next to q s / s. 0 is on the grid.
+    Given s, q is the whole number next to q s / s.
 
     Attributes:
         bits: From 2 to 8.
@@ -53,28 +53,25 @@ class Grid:
 
     def groups(self, columns: int) -> int:
         """The number of scales of a row with ``columns`` inputs, which must divide into groups (UsageError)."""
-        if self.group is None:
-            return 1
         self.check([columns])
-        return columns // self.group
+        return columns // self.group if self.group else 1
 
     def check(self, widths: Iterable[int]) -> None:
         """Raises UsageError unless matrices with these numbers of inputs can all be divided into groups."""
         widths = list(widths)
-        if self.group is None or not (odd := [columns for columns in widths if columns % self.group]):
-            return
-        common = math.gcd(*widths)
-        near = next(n for n in range(min(self.group, common), 0, -1) if common % n == 0)
-        raise UsageError(
-            f"{odd[0]} inputs cannot be divided into groups of {self.group} that share a scale; try "
-            f"int{self.bits}:{near}, or int{self.bits} for one scale for each row"
-        )
+        if self.group and (odd := [columns for columns in widths if columns % self.group]):
+            common = math.gcd(*widths)
+            near = next(n for n in range(min(self.group, common), 0, -1) if common % n == 0)
+            raise UsageError(
+                f"{odd[0]} inputs cannot be divided into groups of {self.group} that share a scale; try "
+                f"int{self.bits}:{near}, or int{self.bits} for one scale for each row"
+            )
 
     def scales(self, W: Tensor, importance: Tensor, dtype: torch.dtype) -> Tensor:
         """(out, groups) in the dtype of W: of some scales for each group the one with the least squared error.
 
-        The largest weight of a group is at the end of the grid, or up to twice outside, where it is cut off. The error
-        is that of rounding W (out, in), weighted by ``importance`` (in,). A group of zeros has the scale 1.
+        The error is that of rounding W (out, in), weighted by ``importance`` (in,). The largest weight of a group is at
+        the end of the grid, or up to twice outside, where it is cut off. A group of zeros has the scale 1.
         """
         grouped = W.unflatten(1, (self.groups(W.shape[1]), -1))
         widest = grouped.abs().amax(dim=2).div_((self.highest - self.lowest) / 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,16 +16,11 @@ _ROWS = 1024
 
 
 def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
-    """The lower Cholesky factor of H + damping I, with more damping where that is not enough.
+    """(L, damping that was used): the lower Cholesky factor of H + damping I.
 
-    Args:
-        copy: Returns H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose memory
-            the factor takes. H is the largest tensor in memory for large models.
-        damping: What to add to the diagonal, at least 0.
-
-    Returns:
-        (L, damping that was used), which is greater than asked for if H + damping I was not positive definite in
-        floating point.
+    The damping is greater than asked for (at least 0) if H + damping I was not positive definite in floating point.
+    ``copy`` returns H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose memory
+    the factor takes, because H is the largest tensor in memory for large models.
 
     Raises:
         NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.
@@ -71,21 +66,18 @@ def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
 
 
 def masked_conjugate_gradients(
-    H: Tensor,  # (in, in), positive definite
-    target: Tensor,  # (out, in)
-    start: Tensor,  # (out, in), zero off the mask
-    mask: Tensor,  # (out, in) bool
-    steps: int,
+    H: Tensor, target: Tensor, start: Tensor, mask: Tensor, steps: int
 ) -> tuple[Tensor, float]:
     """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
 
-    The rows are independent problems, each with its own step lengths; a row that has converged stops. Callers pass H of
-    unit diagonal, which needs no preconditioner. Cost: one (out, in) x (in, in) product a step.
+    H is (in, in), positive definite, of unit diagonal, which needs no preconditioner; all others are (out, in), and
+    ``start`` is zero off the mask. The rows are independent problems, each with its own step lengths; a row that has
+    converged stops. Cost: one (out, in) x (in, in) product a step.
 
     Returns:
-        (Z, residual): Z is (out, in), zero off the mask, never worse than ``start`` in any row, up to rounding. The
-        residual is the norm of the gradient on the mask relative to that at the start, 0 if that is 0; as the
-        recurrence has it, so that near rounding errors the true one is greater.
+        (Z, residual): Z is zero off the mask and never worse than ``start`` in any row, up to rounding. The residual is
+        the norm of the gradient on the mask relative to that at the start, 0 if that is 0; as the recurrence has it, so
+        that near rounding errors the true one is greater.
     """
     solved = start.clone()
     before = after = 0.0
@@ -112,12 +104,10 @@ def masked_conjugate_gradients(
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
     """tr(D H D^T) with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
-    others = B.split(_ROWS) if B is not None else None
-    parts = []
-    for i, rows in enumerate(A.split(_ROWS)):
-        D = rows - others[i] if others else rows
-        parts.append(float((D @ H).mul_(D).sum(dtype=torch.float64)))
-    return math.fsum(parts)
+    strips: Iterable[Tensor] = A.split(_ROWS)
+    if B is not None:
+        strips = (rows - others for rows, others in zip(A.split(_ROWS), B.split(_ROWS), strict=True))
+    return math.fsum(float((D @ H).mul_(D).sum(dtype=torch.float64)) for D in strips)
 
 
 def is_finite(A: Tensor) -> bool:

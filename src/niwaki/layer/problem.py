@@ -49,9 +49,7 @@ class Gram:
             raise NumericalError("the Gram matrix has NaN or infinite entries; look at the activations")
         if mean is not None and (mean.shape != H.shape[:1] or mean.dtype != H.dtype):
             raise UsageError(f"the mean of the inputs is ({H.shape[0]},) {H.dtype}; got {mean.shape} {mean.dtype}")
-        self.H = H
-        self.mean = mean
-        self.shared = shared
+        self.H, self.mean, self.shared = H, mean, shared
         self._memo: dict[Any, Any] = {}
 
     @cached_property
@@ -67,7 +65,7 @@ class Gram:
     def live(self) -> Tensor:
         """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then.
 
-        Their rows are otherwise 0 and so are their normalised weights: that changes nothing else.
+        That changes nothing else: the rest of their rows is 0, and so are their normalised weights.
         """
         H = self.unit()
         H.diagonal().add_(self.norm == 0)
@@ -75,11 +73,9 @@ class Gram:
 
     def derived(self, key: object, compute: Callable[[], T]) -> T:
         """``compute()``, once for each key, so that matrices share a factorisation."""
-        if not self.shared:
-            return compute()
-        if key not in self._memo:
-            self._memo[key] = compute()
-        value: T = self._memo[key]
+        value: T = self._memo[key] if key in self._memo else compute()
+        if self.shared:
+            self._memo[key] = value
         return value
 
 
@@ -122,7 +118,7 @@ class LayerProblem:
             raise UsageError(f"W is (out, in) and H is (in, in); got {tuple(self.W.shape)}, {tuple(H.shape)}")
         if not self.W.numel():
             raise UsageError(f"W is {tuple(self.W.shape)} and has no weights")
-        if not self.W.is_floating_point() or self.W.dtype not in (torch.float32, torch.float64):
+        if self.W.dtype not in (torch.float32, torch.float64):
             raise UsageError(f"W must be float32 or float64, not {self.W.dtype}; convert it first")
         if self.W.dtype != H.dtype or self.W.device != H.device:
             raise UsageError(
@@ -145,7 +141,7 @@ class LayerProblem:
         return quadratic_form(self.W, self.gram.H, What)
 
     def error(self, What: Tensor) -> float:
-        """tr((W - What) H (W - What)^T) / tr(W H W^T); cost of one (out, in) x (in, in) product."""
+        """The loss relative to the power."""
         return relative(self.loss(What), self.power)
 
     def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
@@ -168,24 +164,21 @@ class Normalised:
     preconditioner (Boza 2024, section 3.1).
 
     Args:
-        problem: The problem.
+        problem: Its ``gram`` is kept, for factorisations.
         metric: (in,) positive, factors of the weights in addition to the norms.
         order: (in,) a new order of the columns.
 
     Attributes:
         W: (out, in), the weights times the norms of their inputs (and the metric).
-        gram: The problem's, which keeps factorisations.
     """
 
     def __init__(self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None) -> None:
-        self._problem = problem
-        self._order = order
+        self._problem, self._metric, self._order = problem, metric, order
         self.gram = problem.gram
         # One factor, and not one after the other: a weight that comes back has been rounded only twice.
         self._scale = self.gram.norm if metric is None else self.gram.norm * metric
-        self.W = self._reordered(problem.W * self._scale)
-        self._metric = metric
-        self._power_of_some_rows = 0.0
+        W = problem.W * self._scale
+        self.W = W if order is None else W[:, order]
 
     @cached_property
     def H(self) -> Tensor:  # noqa: N802 - as the papers call it
@@ -220,17 +213,16 @@ class Normalised:
         """``M`` (out, in) with its columns in the problem's order: for masks."""
         return M if self._order is None else torch.empty_like(M).index_copy_(1, self._order, M)
 
-    def _reordered(self, M: Tensor) -> Tensor:
-        return M if self._order is None else M[:, self._order]
-
     def report(self, monitor: Monitor | None, step: int, steps: int, V: Tensor, mask: Tensor) -> None:
-        """Calls ``monitor``, if any, with the error of M * V on some 32 rows, which costs a small part of a step."""
+        """Calls ``monitor``, if any, with the error of V on the mask for some 32 rows, at little cost."""
         if monitor is not None:
-            rows = slice(None, None, max(1, self.W.shape[0] // 32))
-            H, W0 = self.gram.H, self._problem.W[rows]
-            W = self.restore(V[rows] * mask[rows], rows)
-            power = self._power_of_some_rows = self._power_of_some_rows or quadratic_form(W0, H)
-            monitor(step, steps, quadratic_form(W, H, W0) / power if power > 0 else 0.0)
+            rows, some = self._some_rows
+            monitor(step, steps, some.error(self.restore(V[rows] * mask[rows], rows)))
+
+    @cached_property
+    def _some_rows(self) -> tuple[slice, LayerProblem]:
+        rows = slice(None, None, max(1, self.W.shape[0] // 32))
+        return rows, LayerProblem(self._problem.W[rows], self.gram)
 
 
 def relative(loss: float, power: float) -> float:

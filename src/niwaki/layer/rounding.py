@@ -14,9 +14,8 @@ from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.tf32 import products
 
 _SWEEPS = 20
-#: The penalty of the choice of grid points, in the first and the last sweep.
+#: The penalty of the choice of grid points, in the first and the last sweep; and the weights' own.
 _PENALTIES = (0.3, 0.7)
-#: The weights' own.
 _RHO = math.sqrt(_PENALTIES[0] * _PENALTIES[1])
 #: Of the least squares for scales, relative to the squared output of each group.
 _RIDGE = 1e-3
@@ -42,8 +41,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     scales of a row minimise (w - q s) H (w - q s)^T + ridge |...|^2, one small system of equations for each row; the
     ridge keeps them near the old ones.
 
-    A kept weight may be 0 on the grid. Weights of inputs that are never active are rounded to the nearest. Rows are
-    independent problems.
+    A kept weight may be 0 on the grid. Weights of inputs that are never active are rounded to the nearest.
 
     Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
@@ -52,14 +50,9 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     2024, arXiv 2401.02938, there for masks. GPTQ (arXiv 2210.17323) goes over the columns once instead, and SparseGPT
     (arXiv 2301.00774, section 3.5) prunes in the same pass.
 
-    Args:
-        problem: The layer problem; its W are the targets. Not changed.
-        solution: A solver's. Not changed.
-        grid: The grid.
-        dtype: What values and scales are rounded to.
-
     Returns:
-        The solution, whose ``stats`` are the solver's, and (out, groups) the scales, in the dtype of W.
+        The solution, with the ``stats`` of the given one, and the scales (out, groups). Both are in the dtype of W,
+        with values that ``dtype`` has.
 
     Raises:
         UsageError: the grid does not fit the number of inputs.
@@ -81,8 +74,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         swept[:, dead] = rounded[:, dead]
         codes = grid.codes(swept, first)
         fitted = _fitted_scales(target, codes, first, gram.H, dtype)
-        best, least = rounded, _losses(target, rounded, gram.H)
-        chosen = first
+        best, chosen, least = rounded, first, _losses(target, rounded, gram.H)
         for candidate, s in ((swept, first), (grid.values(codes, fitted, dtype), fitted)):
             losses = _losses(target, candidate, gram.H)
             better = (losses < least).unsqueeze(1)

@@ -19,7 +19,7 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def gram_in_tf32(tf32: TF32, dtype: torch.dtype) -> bool:
-    """Whether to use it for the Gram matrix of activations of ``dtype``; see :data:`TF32`.
+    """Whether to use it for the Gram matrix of activations of ``dtype``.
 
     A bfloat16 or float16 number is a TF32 number too: no factor changes, and sums are in float32.
     """

@@ -237,7 +237,7 @@ class Walk:
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
                 losses = self.world.joined(model.losses(states))
-                record.perplexity[when] = dataclasses.asdict(Perplexity.of(losses, heldout.source, heldout.origin))
+                record.perplexity[when] = Perplexity.of(losses, heldout.source, heldout.origin)
         self.clock.lap("perplexity")
         peaks = self.world.collected(peak_memory(model.device))
         record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}

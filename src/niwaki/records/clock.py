@@ -7,7 +7,7 @@ from collections import defaultdict
 
 
 class Clock:
-    """Seconds by stage."""
+    """A stopwatch: each lap counts as time of a stage."""
 
     def __init__(self) -> None:
         self._began = self._last = time.perf_counter()

@@ -13,9 +13,8 @@ from niwaki.files import write_json
 from niwaki.records import data
 from niwaki.records.record import Perplexity
 
-#: The methods of Boza 2024, table 1, and niwaki's solver, alone and as it is by default.
+#: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
-#: Its columns.
 PATTERNS = ("50 %", "60 %", "70 %", "80 %", "2:4")
 
 
@@ -121,15 +120,12 @@ class Comparison:
         first = [Entry("dense"), Entry(shown(dense.perplexity[text])), *[Entry("")] * len(patterns)]
         rows = [first[: len(patterns) + 2]]
         for method in dict.fromkeys(method for method, _ in done):
+            cells = {pattern: cell for (other, pattern), cell in done.items() if other == method}
             row = [Entry(method)]
             for pattern in patterns:
-                if cell := done.get((method, pattern)):
-                    measured = cell.perplexity[text]
-                    row.append(Entry(shown(measured), best=measured.value == best[pattern]))
-                else:
-                    row.append(Entry(""))
-            times = [cell.seconds for (other, _), cell in done.items() if other == method]
-            rows.append([*row, Entry(f"{sum(times) / len(times):.1f}")])
+                measured = cells[pattern].perplexity[text] if pattern in cells else None
+                row.append(Entry(shown(measured), measured.value == best[pattern]) if measured else Entry(""))
+            rows.append([*row, Entry(f"{sum(cell.seconds for cell in cells.values()) / len(cells):.1f}")])
         return ["method", *patterns, "seconds"], rows
 
     def to_json(self) -> str:
@@ -138,11 +134,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            CheckpointError: it is not the text of a comparison.
-        """
+        """The inverse of :meth:`to_json`; CheckpointError if it is not the text of a comparison."""
         return data.from_text(text, cls)
 
     def to_csv(self) -> str:
@@ -161,11 +153,8 @@ class Comparison:
             rows = [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in entries]
             table = (f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
             lines += [f"{self.heading(text)}:", "", *table, ""]
-        calibration = self.calibration
-        lines.append(
-            f"Model {self.model}, calibrated on {calibration['samples']} x {calibration['sequence_length']} tokens of "
-            f"{calibration['source']}. {CAPTION}"
-        )
+        source = "{samples} x {sequence_length} tokens of {source}".format(**self.calibration)
+        lines.append(f"Model {self.model}, calibrated on {source}. {CAPTION}")
         if self.missing:
             lines += ["", f"Not done yet: {listed(self.missing)}."]
         return "\n".join(lines) + "\n"
@@ -176,22 +165,14 @@ class Comparison:
         return f"Perplexity on {dense.tokens:,} tokens of {dense.text}, context {dense.context:,}"
 
     def save(self, directory: Path) -> None:
-        """Writes ``compare.json``, ``.csv`` and ``.md``, each whole or not at all.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Writes ``compare.json``, ``.csv`` and ``.md``, each whole or not at all (OutputError)."""
         write_json(directory / "compare.json", self.to_json(), sync=True)
         write_json(directory / "compare.csv", self.to_csv())
         write_json(directory / "compare.md", self.to_markdown())
 
     @classmethod
     def load(cls, directory: str | Path) -> Comparison:
-        """From a directory that ``niwaki compare`` wrote, whether all is done or not.
-
-        Raises:
-            CheckpointError: it has no comparison that can be read.
-        """
+        """From a directory that ``niwaki compare`` wrote, all done or not (if not, CheckpointError)."""
         return data.load(Path(directory) / "compare.json", cls.from_json)
 
 
@@ -204,11 +185,9 @@ CAPTION = (
 
 def shown(measured: Perplexity) -> str:
     """A perplexity with its standard error."""
-    value = f"{measured.value:.2f}" if measured.value < 1e6 else f"{measured.value:.3g}"
-    if measured.standard_error is None:
-        return value
-    error = measured.standard_error
-    return f"{value} ±{error:.2f}" if measured.value < 1e6 else f"{value} ±{error:.2g}"
+    value, error = measured.value, measured.standard_error
+    text, digits = (f"{value:.2f}", ".2f") if value < 1e6 else (f"{value:.3g}", ".2g")
+    return text if error is None else f"{text} ±{error:{digits}}"
 
 
 def listed(cells: Iterable[tuple[str, str]]) -> str:

@@ -21,12 +21,9 @@ def to_text(value: Any, **first: Any) -> str:
 
 
 def from_text(text: str, kind: type[T], update: Callable[[dict[str, Any]], None] | None = None) -> T:
-    """The inverse of :func:`to_text`.
+    """The dataclass ``kind`` from its text; values that a later version added are ignored.
 
-    Args:
-        text: What was written; a later version may have added values, which are ignored.
-        kind: The dataclass.
-        update: Changes what an earlier version wrote into what this one reads.
+    ``update`` changes what an earlier version wrote into what this one reads.
 
     Raises:
         CheckpointError: it is not JSON, or not of this dataclass.

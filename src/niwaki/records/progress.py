@@ -9,12 +9,9 @@ from niwaki.records.record import MatrixRecord, Record
 
 
 class Progress:
-    """Receives how anything that takes its time goes. This one ignores it; the command line has some that draw.
+    """Receives how anything that takes its time goes. This one ignores it; the command line has some that draw."""
 
-    Attributes:
-        wants_steps: Whether to call ``solving``, for which solvers have to estimate their error.
-    """
-
+    #: Whether to call ``solving``, for which solvers have to estimate their error.
     wants_steps = False
 
     def status(self, what: str, done: int = 0, count: int = 0) -> None:
@@ -32,8 +29,7 @@ class Progress:
         """A part of a block begins: "capture", "solve", "fit" or "advance", in ``steps`` steps.
 
         Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block and a
-        "synthesis", and of structured pruning an "influence" for each block; also there, a "perplexity" for each
-        block, before and after all others.
+        "synthesis"; with structured pruning an "influence" for each block and, also after all others, a "perplexity".
         """
 
     def step(self) -> None:

@@ -23,29 +23,24 @@ if TYPE_CHECKING:
 
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
 FORMAT = 2
-#: What `niwaki report` writes into a directory by default.
-REPORT_NAME = "report.html"
-#: What `niwaki bench` writes there, where a report finds it.
-SPEED_NAME = "niwaki-bench.json"
-#: What was found out about a directory, which says nothing about what is made from it.
-FINDINGS = (REPORT_NAME, SPEED_NAME)
+#: What `niwaki report` and `niwaki bench` write into a directory: about it, and not about what is made from it.
+FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """exp of the mean cross-entropy, and what it is the perplexity of.
 
-    Non-overlapping windows of the running text, in each the first token is given and the others are
-    predicted; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
+    Non-overlapping windows of the running text, in each the first token is given and the others are predicted; this is
+    the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
 
     Attributes:
         value: The perplexity.
-        standard_error: Of ``value``, from the spread of the windows' mean losses. It says how another
-            text of this kind would differ, not how two models on the same text compare: that is tighter.
-            None where there is one window only.
+        standard_error: Of ``value``, from the spread of the windows' mean losses; None where there is one window only.
+            It says how another text of this kind would differ. Two models on the same text compare more tightly.
         tokens: Tokens that were predicted.
         context: Tokens in a window. Perplexities of different contexts do not compare.
-        windows: Number of windows.
+        windows: Their number.
         text: Which text.
         origin: Where it is from and how it became windows, in words; "" where that is not known.
     """
@@ -62,8 +57,7 @@ class Perplexity:
     def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
         """From (windows, context - 1) cross-entropies in nats."""
         means = losses.double().mean(dim=1)
-        mean = means.mean().item()
-        value = math.exp(min(mean, 700.0))  # beyond it there is no float
+        value = math.exp(min(means.mean().item(), 700.0))  # beyond it there is no float
         error = value * means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
         return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin)
 
@@ -89,12 +83,12 @@ class MatrixRecord:
         name: Its path in the block.
         shape: (out, in).
         sparsity: Fraction of zeros in the tensor that was written.
-        error: Squared output error relative to the squared output, on the calibration text; with dense targets of
-            those, and in any case before the block is fitted. On a grid, ``stats["error_before_rounding"]`` is the
-            solver's, and ``stats["rounded_to_zero"]`` the number of weights that the solver kept and the grid did not.
+        error: Squared output error relative to the squared output, on the calibration text, before the block is
+            fitted; with dense targets of those.
         seconds: That the solver took.
         tokens: Tokens in its Gram matrix.
-        stats: The solver's own, such as the damping that was used.
+        stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
+            solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not.
     """
 
     block: int
@@ -116,7 +110,6 @@ class FitRecord:
         before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
         after: The same in the end.
         epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
-        seconds: That it took.
     """
 
     block: int
@@ -152,9 +145,8 @@ class StructureRecord:
         return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
 
     def __str__(self) -> str:
-        before, after = self.parameters["before"], self.parameters["after"]
-        share = f"{self.share} fewer, of those in blocks {100 * self.removed:.1f} %"
-        return f"{after:,} of {before:,} ({share})"
+        numbers = "{after:,} of {before:,}".format(**self.parameters)
+        return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
 
 
 @dataclass
@@ -175,14 +167,13 @@ class Record:
             it how many more windows the dense model wrote, as "synthetic".
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
-        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all
-            products of float32 matrices; "never", nothing, or a device that has none.
+        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all products of
+            float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
-        fits: One entry for each block that was fitted.
-        perplexity: "before" and "after", where measured.
+        perplexity: :class:`Perplexity` "before" and "after", where measured.
         seconds: By stage, and in total.
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
         notes: What a careful reader should know: damping raised, text left out, files not carried over.
@@ -205,7 +196,7 @@ class Record:
     sparsity: float = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
     fits: list[FitRecord] = field(default_factory=list)
-    perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    perplexity: dict[str, Perplexity] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -253,11 +244,7 @@ class Record:
         return data.to_text(self, format=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a JSON file, whole or not at all.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Writes it to a JSON file, whole or not at all (OutputError)."""
         write_json(Path(path).expanduser(), self.to_json())
 
     @classmethod
@@ -271,11 +258,7 @@ class Record:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Record:
-        """From a file ``niwaki.json``, or one that :meth:`save` wrote.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """From a file ``niwaki.json``, or one that :meth:`save` wrote (CheckpointError if it cannot be read)."""
         return data.load(Path(path).expanduser(), cls.from_json)
 
 
@@ -284,9 +267,10 @@ def _update(values: dict[str, Any]) -> None:
     version = values.pop("format", 1)
     if not isinstance(version, int) or version > FORMAT:
         raise CheckpointError(f"it has format {version}, and this niwaki reads up to {FORMAT}; install a later one")
-    for name in ("solver", "effort"):
-        if isinstance(text := values.get(name), str):
-            values[name] = from_repr(text, str(values.get("method", ""))) if text else {}
+    names = {"solver": str(values.get("method", "")).partition(":")[0], "effort": "effort"}
+    for key, name in names.items():
+        if isinstance(text := values.get(key), str):
+            values[key] = from_repr(text, name) if text else {}
 
 
 def _geometric_mean(values: list[float]) -> float:

@@ -21,8 +21,7 @@ class Speed:
         load: Seconds until the model was loaded, from files that may be in the system's cache.
         first_token: Seconds from the prompt to the first token, the median.
         tokens_per_second: After that, one sequence, the median.
-        slowest: The lowest of the rates that this is the median of.
-        fastest: The highest of them.
+        slowest: The lowest of the rates that this is the median of; ``fastest`` is the highest.
     """
 
     weights: str
@@ -39,19 +38,15 @@ class Speed:
 
 @dataclass(frozen=True)
 class SpeedRecord:
-    """What ``niwaki bench`` measured.
+    """What ``niwaki bench`` measured, where and with which libraries.
 
     Attributes:
         model: As it was asked for.
         prompt: Tokens of the prompt.
-        tokens: Tokens that were generated after it, each time.
-        repeats: How often.
-        device: Where.
+        tokens: Tokens that were generated after it, ``repeats`` times.
         threads: Of torch, on a CPU.
         kernels: What packed weights were computed with on a CPU.
         command: As it was typed.
-        speeds: What was measured.
-        versions: Of the libraries.
     """
 
     model: str
@@ -67,20 +62,12 @@ class SpeedRecord:
 
     def table(self) -> list[list[str]]:
         """For people: the heading, then a row for each form of the model."""
-        head = ["weights", "computed in", "on disk", "in memory", "peak", "loaded in", "first token", "tokens/s"]
-        return [head] + [
-            [
-                speed.weights,
-                speed.dtype,
-                size(speed.disk),
-                size(speed.resident),
-                size(speed.peak),
-                f"{speed.load:.2f} s",
-                f"{speed.first_token * 1000:,.1f} ms",
-                f"{speed.tokens_per_second:,.2f}",
-            ]
-            for speed in self.speeds
-        ]
+        table = [["weights", "computed in", "on disk", "in memory", "peak", "loaded in", "first token", "tokens/s"]]
+        for speed in self.speeds:
+            sizes = [size(count) for count in (speed.disk, speed.resident, speed.peak)]
+            times = [f"{speed.load:.2f} s", f"{speed.first_token * 1000:,.1f} ms", f"{speed.tokens_per_second:,.2f}"]
+            table.append([speed.weights, speed.dtype, *sizes, *times])
+        return table
 
     def conditions(self) -> str:
         """For people: what was measured where."""
@@ -98,9 +85,5 @@ class SpeedRecord:
 
     @classmethod
     def from_json(cls, text: str) -> SpeedRecord:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            CheckpointError: the text is not that of a file from ``niwaki bench``.
-        """
+        """The inverse of :meth:`to_json`; CheckpointError if the text is not that of a file from ``niwaki bench``."""
         return data.from_text(text, cls)

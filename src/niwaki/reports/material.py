@@ -146,8 +146,7 @@ def load(directory: str | Path) -> Material:
 
 def _pruned(text: str, speed: SpeedRecord | None) -> Material:
     record = Record.from_json(text)
-    measured = {when: Perplexity(**values) for when, values in record.perplexity.items()}
-    before, after = ({one.text: one} if (one := measured.get(when)) else {} for when in ("before", "after"))
+    before, after = ({one.text: one} if (one := record.perplexity.get(when)) else {} for when in ("before", "after"))
     stages = dict(record.seconds)
     total = stages.pop("total", sum(stages.values()))
     run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
+from niwaki.layer.patterns.selection import keep_highest
 
 
 class Pattern(abc.ABC):
@@ -24,35 +27,30 @@ class Pattern(abc.ABC):
 
     @abc.abstractmethod
     def mask(self, scores: Tensor) -> Tensor:
-        """The allowed mask with the greatest sum of squares of the scores that it keeps.
+        """(out, in) bool, True where a weight is kept: the allowed mask that keeps the greatest sum of squared scores.
 
-        Scores are magnitudes, not squares: where several weights are chosen together their sizes matter.
-
-        Args:
-            scores: (out, in), floating point, finite, at least 0, such as |W|. Not changed.
-
-        Returns:
-            (out, in) bool, True where a weight is kept.
+        ``scores`` (out, in) are floating point, finite, at least 0, and stay unchanged. They are magnitudes such as |W|
+        and not squares: where weights are chosen together their sizes matter.
 
         Raises:
             PatternError: the pattern does not fit the shape.
         """
 
-    @abc.abstractmethod
     def partial(self, fraction: float) -> Pattern:
         """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep.
 
         A given mask (``Fixed``) stays as it is.
         """
+        return _Partial(self, fraction)
 
     @abc.abstractmethod
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
         """Cuts a matrix of ``shape`` into runs of columns, for solvers that go from left to right.
 
         Yields:
-            (start, stop, pattern of columns start..stop), in order; their counts add up to that of the whole. Runs are
-            about ``width`` wide, or the pattern's own group, and never cross a multiple of ``width`` that is a multiple
-            of ``group``.
+            (start, stop, what has the ``mask`` of columns start..stop), in order; counts add up to that of the whole.
+            Runs are about ``width`` wide, or the pattern's own group, and never cross a multiple of ``width`` that is
+            a multiple of ``group``.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
@@ -76,17 +74,16 @@ class Pattern(abc.ABC):
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """The thresholds between kept and dropped scores, broadcastable to ``scores``, for a choice by degrees.
+        """What, up to ties, kept scores are above; broadcastable to ``scores``, for a choice by degrees.
 
-        Up to ties ``mask(scores)`` is where a score is above it. None if scores do not decide one by one (blocks, given
-        masks), or if nothing is dropped.
+        None if scores do not decide one by one (blocks, given masks), or if nothing is dropped.
         """
         return None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
-        """A pattern for each run of columns, in whole groups, which together keep what this one keeps.
+        """A pattern for each run of columns with these ``scores``, in whole groups; together they keep as this one.
 
-        ``scores`` are those of each run. None if runs cannot choose on their own.
+        None if runs cannot choose on their own.
         """
         return None
 
@@ -117,6 +114,42 @@ class Pattern(abc.ABC):
 
 
 @dataclass(frozen=True)
+class Run:
+    """A run of columns of a matrix: ``mask(scores)`` is what a pattern allows there."""
+
+    mask: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Partial(Pattern):
+    """Keeps what ``final`` keeps; of the other weights a ``fraction``, the lowest, are zero.
+
+    For n:m that is Boza 2024, section 3.2: "we always keep the two highest elements from each group of four and then
+    prune 2 s_t weights from the remaining ones".
+    """
+
+    final: Pattern
+    fraction: float
+
+    @property
+    def sparsity(self) -> float:
+        return self.final.sparsity * self.fraction
+
+    def check(self, shape: tuple[int, int]) -> None:
+        self.final.check(shape)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        safe, rows = self.final.mask(scores), self.final.rows
+        # The count comes from the final mask, so that fraction 1 is that mask to the weight.
+        zeros_at_end = rows.total(safe.numel() - int(safe.count_nonzero()))
+        zeros = round(self.fraction * zeros_at_end)
+        return safe if zeros == zeros_at_end else keep_highest(scores.masked_fill(safe, math.inf), zeros, rows)
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+        raise NotImplementedError("gradual solvers do not go column by column")
+
+
+@dataclass(frozen=True)
 class ByRows(Pattern):
     """A pattern that can be restricted to some ``rows`` of a matrix."""
 
@@ -126,8 +159,32 @@ class ByRows(Pattern):
         return replace(self, rows=rows)
 
 
+class Counted(ByRows):
+    """A pattern with a number of zeros, of which each run of columns has its share."""
+
+    @abc.abstractmethod
+    def keep(self, scores: Tensor, zeros: int) -> Tensor:
+        """The mask with this number of zeros in all rows of the matrix."""
+
+    def zeros(self, scores: Tensor) -> int:
+        """The number of zeros in all rows of the matrix."""
+        return zeros_of(self.sparsity, self.weights(scores))
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return self.keep(scores, self.zeros(scores))
+
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+        self.check(shape)
+        rows = self.rows.of(shape[0])
+        for start, stop in runs(shape[1], width, self.group):
+            zeros = zeros_of(self.sparsity, rows * stop) - zeros_of(self.sparsity, rows * start)
+            yield start, stop, Run(functools.partial(self.keep, zeros=zeros))
+
+
 class Tiled(Pattern):
     """Weights of several rows and columns are chosen together, tile by tile."""
+
+    single = False
 
     @property
     @abc.abstractmethod
@@ -137,13 +194,6 @@ class Tiled(Pattern):
     def exchange(self, columns: int) -> int:
         return 0
 
-    def for_rows(self, rows: Rows) -> Pattern | None:
-        return None  # also of a pattern n:m
-
-    @property
-    def single(self) -> bool:
-        return False
-
     def check(self, shape: tuple[int, int]) -> None:
         height, width = self.tile
         if shape[0] % height or shape[1] % width:
@@ -151,6 +201,16 @@ class Tiled(Pattern):
                 f"the pattern {self} cuts a matrix into tiles of {height} x {width}, which must divide its rows "
                 f"and columns; this matrix is {shape[0]} x {shape[1]}"
             )
+
+
+def runs(columns: int, width: int, group: int = 1) -> Iterator[tuple[int, int]]:
+    """Runs that end at the multiples of ``width``, or at the last multiple of ``group`` before."""
+    start = 0
+    for end in range(width, columns + width, width):
+        stop = min(end, columns) // group * group
+        if stop > start:
+            yield start, stop
+            start = stop
 
 
 def check_sparsity(sparsity: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,8 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import Pattern, Tiled, check_sparsity, short_number, zeros_of
-from niwaki.layer.patterns._derived import BlockCount, runs
+from niwaki.layer.patterns._base import Pattern, Run, Tiled, check_sparsity, runs, short_number, zeros_of
 from niwaki.layer.patterns.selection import keep_highest_blocks
 
 
@@ -46,18 +46,20 @@ class Block(Tiled):
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check((scores.shape[0], scores.shape[1]))
-        blocks = scores.numel() // math.prod(self.shape)
-        return keep_highest_blocks(scores, self.shape, zeros_of(self.sparsity, blocks))
+        return keep_highest_blocks(scores, self.shape, self._zeros(scores.numel()))
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, sparsity=sparsity)
 
     def partial(self, fraction: float) -> Pattern:
-        return Block(self.sparsity * fraction, self.shape)
+        return replace(self, sparsity=self.sparsity * fraction)
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
         self.check(shape)
         for start, stop in runs(shape[1], width, self.group):
-            blocks = (shape[0] * end // math.prod(self.shape) for end in (start, stop))
-            before, after = (zeros_of(self.sparsity, number) for number in blocks)
-            yield start, stop, BlockCount(after - before, self.shape)
+            zeros = self._zeros(shape[0] * stop) - self._zeros(shape[0] * start)
+            yield start, stop, Run(functools.partial(keep_highest_blocks, shape=self.shape, zeros=zeros))
+
+    def _zeros(self, weights: int) -> int:
+        """The number of blocks of zeros among so many weights."""
+        return zeros_of(self.sparsity, weights // math.prod(self.shape))

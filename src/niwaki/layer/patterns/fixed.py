@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Pattern
-from niwaki.layer.patterns._derived import runs
+from niwaki.layer.patterns._base import ByRows, Pattern, Run, runs
 from niwaki.layer.patterns.rows import Rows
 
 
@@ -52,7 +51,7 @@ class Fixed(ByRows):
     def partial(self, fraction: float) -> Pattern:
         return self
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
         self.check(shape)
         for start, stop in runs(shape[1], width):
-            yield start, stop, Fixed(self.values[:, start:stop])
+            yield start, stop, Run(Fixed(self.values[:, start:stop]).mask)

@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Pattern, Tiled, short_number
-from niwaki.layer.patterns._derived import Count, Partial, left_by, runs, shares
+from niwaki.layer.patterns._base import ByRows, Counted, Pattern, Run, Tiled, runs, short_number
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 
 @dataclass(frozen=True)
-class _NOfM(ByRows):
+class _NOfM(Pattern):
     """``n`` of ``m`` weights are kept in each group."""
 
     n: int
@@ -35,17 +34,14 @@ class _NOfM(ByRows):
     def group(self) -> int:
         return self.m
 
-    def partial(self, fraction: float) -> Pattern:
-        return Partial(self, fraction)
-
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
+    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
         self.check(shape)
         for start, stop in runs(shape[1], self.m):
-            yield start, stop, self
+            yield start, stop, Run(self.mask)
 
 
 @dataclass(frozen=True)
-class NM(_NOfM):
+class NM(_NOfM, ByRows):
     """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
 
     def __str__(self) -> str:
@@ -118,7 +114,7 @@ class TransposableNM(Tiled, _NOfM):
 
 
 @dataclass(frozen=True)
-class Quota(ByRows):
+class Quota(Counted):
     """n:m with more zeros: at most n of every m, and a sparsity above 1 - n/m.
 
     The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That is optimal:
@@ -160,17 +156,8 @@ class Quota(ByRows):
     def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, quota=replace(self.quota, rows=rows), rows=rows)
 
-    def mask(self, scores: Tensor) -> Tensor:
-        return self.quota.mask(left_by(self.within, scores))
+    def keep(self, scores: Tensor, zeros: int) -> Tensor:
+        return self.quota.keep(scores.masked_fill(~self.within.mask(scores), -math.inf), zeros)
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, quota=replace(self.quota, sparsity=max(sparsity, self.within.sparsity)))
-
-    def partial(self, fraction: float) -> Pattern:
-        return Partial(self, fraction)
-
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Pattern]]:
-        self.check(shape)
-        per_row = isinstance(self.quota, PerRow)
-        for start, stop, zeros in shares(self, shape, width):
-            yield start, stop, Count(zeros, per_row, self.within, rows=self.rows)

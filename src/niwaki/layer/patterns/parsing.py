@@ -36,10 +36,7 @@ def fraction(given: float | str) -> Decimal | None:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """A pattern from what its ``str`` is.
-
-    ``"2:4"``, ``"unstructured:0.6"``, ``"per-row:0.6"``, ``"transposable-2:4"``, ``"mixed-2:4"``,
-    ``"block-4x4:0.5"``, ``"2:4+per-row:0.6"`` or ``"2:4+unstructured:0.6"``.
+    """A pattern from its ``str``, such as ``"2:4"``, ``"block-4x4:0.5"`` or ``"2:4+unstructured:0.6"``.
 
     Raises:
         PatternError: the text is not valid, or a number is out of range.

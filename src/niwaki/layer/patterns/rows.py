@@ -1,7 +1,4 @@
-"""Some rows of a matrix whose other rows are in other processes, which exchange counts and no weights.
-
-Counts and thresholds of patterns are those of the whole matrix.
-"""
+"""Some rows of a matrix whose other rows are in other processes, which exchange counts and no weights."""
 
 from __future__ import annotations
 

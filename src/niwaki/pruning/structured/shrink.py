@@ -285,8 +285,9 @@ class _Run:
         self.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
-        measured = model.perplexity(held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1))
-        self.record.perplexity[name] = dataclasses.asdict(measured)
+        self.record.perplexity[name] = model.perplexity(
+            held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1)
+        )
         self.clock.lap("perplexity")
 
 
