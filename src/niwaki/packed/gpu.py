@@ -35,23 +35,17 @@ _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32
 
 
 def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
-    """(n, rows) in the dtype of x (n, columns): x W^T, added up in float32.
+    """(n, rows) in the dtype of x (n, columns): x W^T, added up in float32, on the GPU that both are on.
 
-    Args:
-        W: Of bfloat16, float16 or float32, or with scales; on a GPU.
-        x: Of one of these dtypes, on the same GPU. Right for any n, and meant for 1 to 16.
-
-    Raises:
-        RuntimeError: Triton cannot compile here; it needs a C compiler.
+    Right for any n, and meant for 1 to 16. Without a C compiler Triton raises RuntimeError.
     """
     rows, columns = W.shape
-    vectors = len(x)
+    vectors, groups = len(x), 1 if W.scales is None else W.scales.shape[1]
     assert vectors > 0
     assert x.shape[1:] == (columns,)
     assert {W.dtype, x.dtype} <= _DTYPES.keys()
     y = torch.empty(vectors, rows, dtype=x.dtype, device=x.device)
     words = W.mask.shape[1] // 4
-    groups = 1 if W.scales is None else W.scales.shape[1]
     tensors = (W.mask.view(torch.uint32), W.values, W.starts, W.scales, x.contiguous(), y)
     if vectors > _FEW and W.dtype == x.dtype != torch.float32:
         batch, tile, length, warps = triton.next_power_of_2(vectors), 16, 16, 4
@@ -60,6 +54,7 @@ def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
         factors = tl.float32 if wrong else _DTYPES[x.dtype]
     else:
         tile, warps = _tile(rows)
+        # Each lane has 32 positions of a step.
         batch, length, factors = min(vectors, _FEW), 32 // tile * warps, None
     constants = {"BATCH": batch, "ROWS": tile, "WORDS": length, "FACTORS": factors, "DTYPE": _DTYPES[W.dtype]}
     # The fusion is said although it is what it was always: without it Triton warns.
@@ -74,8 +69,7 @@ def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
 def _tile(rows: int) -> tuple[int, int]:
     """How many rows at a time are taken for few vectors, and how many warps share them.
 
-    Four rows read x less often than two; with few rows there are then too few warps. The step is as long as gives each
-    lane 32 positions.
+    Four rows read x less often than two; with few rows there are then too few warps.
     """
     return 4 if rows >= 8192 else 2, 1 if rows >= 4096 else 2 if rows >= 2048 else 4
 
@@ -187,9 +181,6 @@ def _by_tiles(
         left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
         inside = whole * 32 + column < columns
         sums = _add(sums, left, right, tl.load(inputs + whole * 32, mask=inside, other=0.0), FACTORS)
-    if FACTORS is None:
-        sums = tl.sum(tl.reshape(sums, (BATCH, ROWS, WORDS * 16)), 2)
-    else:
-        sums = tl.trans(sums)
+    sums = tl.sum(tl.reshape(sums, (BATCH, ROWS, WORDS * 16)), 2) if FACTORS is None else tl.trans(sums)
     stored = (vector < vectors)[:, None] & (row < rows)[None, :]
     tl.store(y + vector[:, None] * rows + row[None, :], sums.to(y.dtype.element_ty), mask=stored)
