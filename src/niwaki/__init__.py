@@ -42,30 +42,20 @@ if TYPE_CHECKING:
     from niwaki.evaluation.generate import generate as generate
     from niwaki.evaluation.inspect import inspect as inspect
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
-    from niwaki.layer.patterns import NM as NM
-    from niwaki.layer.patterns import Pattern as Pattern
-    from niwaki.layer.patterns import PerRow as PerRow
-    from niwaki.layer.patterns import Unstructured as Unstructured
-    from niwaki.layer.problem import Gram as Gram
-    from niwaki.layer.problem import LayerProblem as LayerProblem
-    from niwaki.layer.problem import Solution as Solution
-    from niwaki.layer.solvers import Solver as Solver
-    from niwaki.layer.solvers import make_solver as make_solver
+    from niwaki.layer.patterns import NM as NM, Pattern as Pattern, PerRow as PerRow, Unstructured as Unstructured
+    from niwaki.layer.problem import Gram as Gram, LayerProblem as LayerProblem, Solution as Solution
+    from niwaki.layer.solvers import Solver as Solver, make_solver as make_solver
     from niwaki.models.text import Windows as Windows
-    from niwaki.options import Calibration as Calibration
-    from niwaki.options import Compute as Compute
-    from niwaki.options import Measurement as Measurement
+    from niwaki.options import Calibration as Calibration, Compute as Compute, Measurement as Measurement
     from niwaki.packed.compressed_tensors import export as export
     from niwaki.packed.load import load as load
-    from niwaki.packed.pack import pack as pack
-    from niwaki.packed.pack import unpack as unpack
+    from niwaki.packed.pack import pack as pack, unpack as unpack
     from niwaki.pruning.effort import Effort as Effort
     from niwaki.pruning.prune import prune as prune
     from niwaki.pruning.structured.shrink import shrink as shrink
     from niwaki.records.comparison import Comparison as Comparison
     from niwaki.records.progress import Progress as Progress
-    from niwaki.records.record import Perplexity as Perplexity
-    from niwaki.records.record import Record as Record
+    from niwaki.records.record import Perplexity as Perplexity, Record as Record
     from niwaki.reports.page import report as report
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import stored_dtype
 from niwaki.models.streamed import StreamedModel
-from niwaki.packed import kernels
-from niwaki.packed import two_four as semi_structured
+from niwaki.packed import kernels, two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PackedMatrix

@@ -27,14 +27,12 @@ from niwaki.models.checkpoint import (
 )
 from niwaki.models.layout import Matrix
 from niwaki.models.output import carry_over, check_output, new_directory
-from niwaki.models.scales import FILE as SCALES
-from niwaki.models.scales import read_scales
+from niwaki.models.scales import FILE as SCALES, read_scales
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, content_digest, dense, marked, raw
-from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
-from niwaki.packed.matrix import pack as pack_matrix
+from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 
 #: Files of the dense model whose text is in the index.
