@@ -80,14 +80,15 @@ def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
     matrices = {matrix.key: matrix for matrix in model.matrices()}
     for shard in checkpoint.shards:
         tensors: dict[str, Tensor] = {}
-        for key, entry in checkpoint.entries.items():
-            if entry.shard != shard:
+        for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
+            W = checkpoint.read(key)
+            if key not in matrices:
+                tensors[key] = W
                 continue
-            tensors[key] = checkpoint.read(key)
-            if key in matrices:
-                W, scales = tensors.pop(key), read_scales(checkpoint.path, matrices[key])
-                tensors[f"{key}_packed"] = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
-                tensors[f"{key}_scale"], tensors[f"{key}_shape"] = scales, torch.tensor(W.shape)
+            scales = read_scales(checkpoint.path, matrices[key])
+            tensors[f"{key}_packed"] = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
+            tensors[f"{key}_scale"] = scales
+            tensors[f"{key}_shape"] = torch.tensor(W.shape)
         shards.write(shard, tensors)
     shards.finish()
 
@@ -104,15 +105,13 @@ def _note(directory: Path, old: str) -> None:
 
 def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
     """``quantization_config`` of config.json."""
-    names = set()
-    for matrix in model.matrices():
-        name = f"{model.path}.{matrix.block}.{matrix.name}"
+    matrices = {f"{model.path}.{matrix.block}.{matrix.name}": matrix for matrix in model.matrices()}
+    for name, matrix in matrices.items():
         if matrix.transposed or matrix.expert is not None or matrix.key != f"{name}.weight":
             raise UnsupportedModelError(
                 f"{matrix.key!r} of {model.checkpoint.path} cannot be packed: it is not the weight of a linear layer "
                 "of its own; use the model as it is"
             )
-        names.add(name)
     linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
     groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
     weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, **groups, "dynamic": False}
@@ -121,5 +120,5 @@ def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": [name for name in linear if name not in names],
+        "ignore": [name for name in linear if name not in matrices],
     }

@@ -47,9 +47,12 @@ class Stored:
             return {key: (self.dtype, self.shape)}
         *outer, columns = self.untransposed
         rows = math.prod(outer)
-        mask = {f"{key}.mask": ("U8", (rows, stride(columns)))}
         scales = {f"{key}.scales": ("F32", (rows, self.groups))} if self.groups else {}
-        return mask | scales | {f"{key}.values": ("I8" if self.groups else self.dtype, (self.count + PADDING,))}
+        return {
+            f"{key}.mask": ("U8", (rows, stride(columns))),
+            **scales,
+            f"{key}.values": ("I8" if self.groups else self.dtype, (self.count + PADDING,)),
+        }
 
     @property
     def untransposed(self) -> tuple[int, ...]:
@@ -97,10 +100,9 @@ class Index:
         path = directory / INDEX
         try:
             values = json.loads(path.read_bytes())
-            digest = values.pop("sha256", None) if isinstance(values, dict) else None
             if not isinstance(values, dict) or values.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
-            if digest != digest_of(values):
+            if values.pop("sha256", None) != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
             if values["version"] != VERSION:
                 raise CheckpointError(
@@ -179,7 +181,7 @@ class PackedCheckpoint(Checkpoint):
         stored = self.index.tensors[key]
         file = self.path / stored.file
         tensors = [read_tensor(file, name, self._components[name]) for name in stored.components(key)]
-        if content_digest(tensors) != stored.sha256:
+        if sha256(map(raw, tensors)) != stored.sha256:
             raise CheckpointError(f"{file} is damaged: {key!r} is not what was written; download it again")
         return tensors
 
@@ -205,14 +207,14 @@ def raw(value: Tensor) -> memoryview:
     return value.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def content_digest(tensors: Iterable[Tensor]) -> str:
-    """The digest of their bytes, in this order."""
+def sha256(pieces: Iterable[bytes | memoryview]) -> str:
+    """The digest of all of them, in this order."""
     digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(raw(tensor))
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 
 def digest_of(values: dict[str, Any]) -> str:
     """The digest of an index, from its values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return sha256([json.dumps(values, sort_keys=True).encode()])

@@ -51,7 +51,6 @@ class SparseLinear(nn.Module):
         return PackedMatrix(**buffers, columns=self.in_features, dtype=self._dtype)
 
     def _dense(self) -> Tensor:
-        """The weight of the dense layer."""
         W = kernels.expand(self.packed)
         return W.T.contiguous() if self._transposed else W
 

@@ -19,7 +19,6 @@ from niwaki.models.checkpoint import (
     DTYPES,
     INDEX_NAME,
     Checkpoint,
-    Entry,
     header_bytes,
     locate_model,
     read_header,
@@ -31,7 +30,7 @@ from niwaki.models.scales import FILE as SCALES, read_scales
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
-from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, content_digest, dense, marked, raw
+from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw, sha256
 from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 
@@ -58,11 +57,7 @@ class Sizes:
 
     @classmethod
     def of(cls, checkpoint: PackedCheckpoint) -> Sizes:
-        """Those of a packed model, all of which is read and checked against its digests.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """Those of a packed model, all of which is read and checked against its digests (CheckpointError)."""
         sizes = cls()
         for key, entry in checkpoint.entries.items():
             tensors = checkpoint.components(key)
@@ -160,7 +155,7 @@ def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progre
                 file.write(raw(checkpoint.read(key)))
                 count += 1
                 progress.status("unpacking, tensor", count, len(checkpoint.entries))
-        if _sha256(path) != shard.sha256:
+        if _digest(path) != shard.sha256:
             raise OutputError(f"{path} is not what it was before packing; was the disk full?")
 
 
@@ -189,11 +184,11 @@ class _Packer:
             keys = sorted(entries, key=lambda key: entries[key].offset)
             written: dict[str, Tensor] = {}
             for key in keys:
-                tensors, dense_value = self._stored(file, key, entries[key])
+                tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
                 digest.update(raw(dense_value))
                 self._progress.status("packing, tensor", len(self.tensors), count)
-            if digest.hexdigest() != _sha256(self._path / name):
+            if digest.hexdigest() != _digest(self._path / name):
                 raise UnsupportedModelError(
                     f"{self._path / name} has bytes outside of its tensors, or overlapping tensors; load the model in "
                     "transformers and save it again"
@@ -202,20 +197,26 @@ class _Packer:
             writer.write(file, written)
         return shards
 
-    def _stored(self, file: str, key: str, entry: Entry) -> tuple[dict[str, Tensor], Tensor]:
+    def _stored(self, file: str, shard: str, key: str) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors that go to ``file`` for one of the dense checkpoint, and what a reader makes of them."""
+        entry = self._headers[shard][key]
         if key in self.tensors:
             raise UnsupportedModelError(f"{self._path} has the tensor {key!r} in two files")
         if entry.dtype not in DTYPES:
             raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
-        value, matrices = read_tensor(self._path / entry.shard, key, entry), self._matrices[key]
+        value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
         W = self._packed(value, matrices)
-        tensors, transposed, count, groups = [value], False, 0, 0
-        if W is not None:
-            tensors, transposed, count = _written(W), matrices[0].transposed, int(W.starts[-1])
-            groups = 0 if W.scales is None else W.scales.shape[1]
-        digest = content_digest(tensors)
-        stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, groups, digest)
+        tensors = [value] if W is None else _written(W)
+        stored = Stored(
+            file=file,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            packed=W is not None,
+            transposed=W is not None and matrices[0].transposed,
+            count=0 if W is None else int(W.starts[-1]),
+            groups=0 if W is None or W.scales is None else W.scales.shape[1],
+            sha256=sha256(map(raw, tensors)),
+        )
         self.tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
         for name in named:
@@ -273,9 +274,6 @@ def _carry_over(checkpoint: Checkpoint, directory: Path) -> None:
             shutil.copyfile(checkpoint.path / SCALES, directory / SCALES)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return sha256(iter(lambda: file.read(1 << 24), b""))
