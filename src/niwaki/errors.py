@@ -1,19 +1,5 @@
 """Everything that niwaki raises on purpose.
 
-::
-
-    NiwakiError                 something failed that the user can act on (exit code 1)
-    ├── UsageError              what was asked for makes no sense (exit code 2; also a ValueError)
-    │   ├── PatternError        a sparsity or an n:m that cannot be had, in general or for this matrix
-    │   └── UnknownNameError    no solver, parameter or option of that name
-    ├── CheckpointError         a model directory that cannot be read or trusted
-    ├── UnsupportedModelError   a sound model of a kind that niwaki does not know
-    ├── CalibrationError        a text that cannot be had, or is too short
-    ├── TaskError               a task whose questions cannot be had or asked
-    ├── NumericalError          NaN or infinity where a number should be, or a matrix beyond repair
-    ├── OutputError             the result cannot be written, or is not what was meant to be written
-    └── WorkerError             another process of the run has ended
-
 Each message is one line: what is wrong, which value or file, and what to try.
 """
 
@@ -24,23 +10,23 @@ from collections.abc import Iterable
 
 
 class NiwakiError(Exception):
-    """Base of the tree above."""
+    """Something failed that the user can act on: the base of all others."""
 
     exit_code = 1
 
 
 class UsageError(NiwakiError, ValueError):
-    """What was asked for makes no sense, whatever the model."""
+    """What was asked for makes no sense, whatever the model; the exit code is 2."""
 
     exit_code = 2
 
 
 class PatternError(UsageError):
-    """A sparsity pattern that cannot be had."""
+    """A sparsity or an n:m that is not possible, in general or for this matrix."""
 
 
 class UnknownNameError(UsageError):
-    """No such name; the message gives the nearest ones.
+    """No solver, parameter or option of that name; the message gives the nearest ones.
 
     Args:
         kind: What the name should have been, such as "solver".
@@ -65,11 +51,11 @@ class UnsupportedModelError(NiwakiError):
 
 
 class CalibrationError(NiwakiError):
-    """A text that cannot be had, or is too short."""
+    """A text that is not available, or is too short."""
 
 
 class TaskError(NiwakiError):
-    """A task whose questions cannot be had or asked."""
+    """A task whose questions are not available or cannot be asked."""
 
 
 class NumericalError(NiwakiError):

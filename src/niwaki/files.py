@@ -14,11 +14,7 @@ from niwaki.errors import OutputError, UsageError
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:
-    """Writes ``text`` to ``path``, all of it or nothing; with ``sync`` it is on disk when this returns.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Writes ``text`` to ``path``, all of it or nothing (OutputError); with ``sync`` it is on disk at the return."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -59,10 +55,9 @@ def output_errors(path: Path, hint: str = "the output is as large as the model")
 
 @contextlib.contextmanager
 def locked(directory: Path, out: Path) -> Iterator[None]:
-    """Locks ``directory`` against other processes; the lock ends with the process, however that ends.
+    """Locks ``directory`` against other processes, or raises UsageError where one has locked it, to write ``out``.
 
-    Raises:
-        UsageError: another process has locked it, to write ``out``.
+    The lock ends with the process, however that ends.
     """
     # Not filelock: that leaves a file behind, here in the output, and cannot lock the directory itself.
     try:

@@ -58,8 +58,7 @@ class Calibration:
         object.__setattr__(self, "text", _name_of(self.text))
         _check_choice("the order of windows", self.order, Order)
         _check_count("samples", self.samples, 1)
-        if self.length is not None:
-            _check_count("the length of windows", self.length, 2)
+        _check_count("the length of windows", self.length, 2, optional=True)
         _check_count("the seed", self.seed, 0)
 
     @classmethod
@@ -94,10 +93,8 @@ class Measurement:
     def __post_init__(self) -> None:
         text = tuple(dict.fromkeys(self.text)) if isinstance(self.text, list | tuple) else _name_of(self.text)
         object.__setattr__(self, "text", text)
-        if self.samples is not None:
-            _check_count("samples", self.samples, 0)
-        if self.length is not None:
-            _check_count("the length of windows", self.length, 2)
+        _check_count("samples", self.samples, 0, optional=True)
+        _check_count("the length of windows", self.length, 2, optional=True)
 
     @classmethod
     def of(cls, value: Measurement | Text | Sequence[str] | None) -> Measurement:
@@ -147,8 +144,7 @@ class Compute:
         _check_choice("tf32", self.tf32, TF32)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
-        elif self.memory is not None:
-            _check_count("memory", self.memory, 1)
+        _check_count("memory", self.memory, 1, optional=True)
 
     @classmethod
     def of(cls, value: Compute | str) -> Compute:
@@ -162,20 +158,16 @@ class Compute:
         return self.memory
 
     def only(self, caller: str, *names: str) -> None:
-        """Raises UsageError where something besides the fields ``names`` was chosen, which ``caller`` does not use."""
+        """Raises UsageError where another field than ``names`` was chosen, which ``caller`` does not use."""
         for field in dataclasses.fields(self):
             if field.name not in names and getattr(self, field.name) != field.default:
                 raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:
-    """The value of ``known`` that ``text`` names, with the parameters after the name changed.
+    """The dataclass of ``known`` that ``text`` names, with parameters changed as in ``adam:iterations=50``.
 
-    Args:
-        kind: What it is, for errors, such as "solver".
-        text: A name, with parameters as in ``adam:iterations=50``.
-        known: Dataclasses by name.
-        settings: More parameters, by name.
+    ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver".
 
     Raises:
         UnknownNameError: no such name or parameter.
@@ -189,13 +181,12 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
     if name not in known:
         raise UnknownNameError(kind, name, known)
     value: Any = known[name]
-    types = get_type_hints(type(value))
-    fields = [field.name for field in dataclasses.fields(value)]
+    types, fields = get_type_hints(type(value)), parameters(value)
     changes: dict[str, Any] = {}
     for key, given in settings.items():
+        if not fields:
+            raise UsageError(f"{name} has no parameters; got {key}")
         if key not in fields:
-            if not fields:
-                raise UsageError(f"{name} has no parameters; got {key}")
             raise UnknownNameError(f"parameter of {name}", key, fields)
         # A Literal's values are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
@@ -218,11 +209,9 @@ def name_of(value: object, known: Mapping[str, object]) -> str:
     A class that is not there goes by its own name in small letters.
     """
 
-    def changes(name: str) -> tuple[int, int]:
+    def changes(name: str) -> tuple[int, int]:  # a word changes more than a number
         changed = _changed(value, known[name])
-        return sum(isinstance(each, str) for each in changed.values()), len(
-            changed
-        )  # a word changes more than a number
+        return sum(isinstance(each, str) for each in changed.values()), len(changed)
 
     names = [name for name, other in known.items() if type(other) is type(value)]
     return min(names, key=changes, default=type(value).__name__.lower())
@@ -242,11 +231,7 @@ def _changed(value: object, usual: object) -> dict[str, Any]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "8GiB", "500 MB" or "4G".
-
-    Raises:
-        UsageError: it is not a size.
-    """
+    """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise UsageError(f"invalid memory size {text!r}; try 8GiB or 500MB")
@@ -255,11 +240,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Seconds of a time such as "2h", "90 min" or "1h30m".
-
-    Raises:
-        UsageError: it is not a time.
-    """
+    """Seconds of a time such as "2h", "90 min" or "1h30m"; UsageError where it is not one."""
     number = r"(\d+(?:\.\d+)?)"
     match = re.fullmatch(rf"(?:{number}h)?(?:{number}m(?:in)?)?(?:{number}s)?", text.lower().replace(" ", ""))
     parts = match.groups(default="0") if match else ()
@@ -270,11 +251,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """(first, last + 1) of a range such as "0:2", which is 0 and 1.
-
-    Raises:
-        UsageError: it is not a range.
-    """
+    """(first, last + 1) of a range such as "0:2", which is 0 and 1; UsageError where it is not one."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if match is None:
         raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
@@ -292,8 +269,8 @@ def _name_of(text: Any) -> Any:
     return os.fspath(text) if isinstance(text, os.PathLike) else text
 
 
-def _check_count(name: str, given: object, least: int) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+def _check_count(name: str, given: object, least: int, optional: bool = False) -> None:
+    if not (optional and given is None) and (type(given) is not int or given < least):
         raise UsageError(f"{name} must be {least} or more; got {given!r}")
 
 

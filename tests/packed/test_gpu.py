@@ -194,7 +194,7 @@ from niwaki.packed import gpu
 
 def build(kernel, **constants):
     pointers = {"mask": "*u32", "values": "*fp16", "starts": "*i64", "x": "*fp16", "y": "*fp16"}
-    constants = {"ROWS": 2, "DTYPE": tl.float16, "scales": None, "SCALED": False, **constants}
+    constants = {"ROWS": 2, "DTYPE": tl.float16, "scales": None, "SCALED": False, "FACTORS": None, **constants}
     types = {name: "i32" for name in kernel.arg_names} | pointers | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, places)
@@ -202,8 +202,8 @@ def build(kernel, **constants):
     assert len(built.asm["cubin"]) > 0
     return built.asm["ptx"]
 
-assert "popc.b32" in build(gpu._by_lanes, BATCH=1, WORDS=64)
-ptx = build(gpu._by_tensor_cores, BATCH=8, ROWS=16, WORDS=16, FACTORS=tl.float16)
+assert "popc.b32" in build(gpu._by_tiles, BATCH=1, WORDS=64)
+ptx = build(gpu._by_tiles, BATCH=8, ROWS=16, WORDS=16, FACTORS=tl.float16)
 assert "popc.b32" in ptx and "mma.sync" in ptx
 """
 

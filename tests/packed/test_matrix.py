@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -30,8 +29,8 @@ from support.covering import covered
 from support.sparse import sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: What this machine can do, from the plainest on; the one without a library first.
-PATHS: list[Instructions | None] = [None, *(p for p in Instructions if p <= (kernels.best_path() or -1))]
+#: What this machine can do, from the plainest on; none without a library.
+PATHS = [path for path in Instructions if path <= (kernels.best_path() or -1)]
 #: Of the mask: none, some, most and all of the weights; and rows of both extremes.
 SPARSITIES = (0.0, 0.5, 0.8, 1.0)
 
@@ -87,7 +86,7 @@ def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: floa
     W = sparse(9, columns, sparsity, dtype)
     W[0, 0] = -0.0
     packed = pack(W)
-    for path in PATHS[1:]:
+    for path in PATHS:
         assert same_bits(kernels.expand(packed, path=path), W)
         assert same_bits(kernels.expand(packed, 2, 7, path=path), W[2:7])
     assert same_bits(kernels._expanded(packed, 0, 9), W)
@@ -112,7 +111,7 @@ def test_whole_numbers_come_back_bit_for_bit(groups: int) -> None:
 
 
 @covered
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [8, 64, 100, 320])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
@@ -125,7 +124,7 @@ def test_product(path: Instructions, dtype: torch.dtype, columns: int, batch: in
         assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("groups", [1, 3])
 def test_product_with_whole_numbers(path: Instructions, groups: int) -> None:
     W, codes, scales = on_grid(37, 192, groups)
@@ -139,7 +138,7 @@ def test_product_with_whole_numbers(path: Instructions, groups: int) -> None:
 def test_all_of_float16(value: float) -> None:
     """The largest number, the smallest one, and those without a leading 1."""
     W = torch.full((4, 8), value, dtype=torch.float16)
-    for path in PATHS[1:]:
+    for path in PATHS:
         y = kernels.multiply(pack(W), torch.eye(8), path)
         assert torch.equal(y, W.float().T.contiguous())
 
@@ -148,7 +147,7 @@ def test_infinite_float16() -> None:
     for value in (torch.inf, -torch.inf, torch.nan):
         W = torch.eye(8, dtype=torch.float16)
         W[W != 0] = value
-        for path in PATHS[1:]:
+        for path in PATHS:
             y = kernels.multiply(pack(W), torch.ones(1, 8), path)
             assert torch.equal(y, torch.full((1, 8), value)) or (value != value and y.isnan().all())
 

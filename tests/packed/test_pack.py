@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -139,7 +138,7 @@ def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
     before = {key: value.nbytes for key, value in expected.items() if stored[key].packed}
     assert {key for key in expected if is_pruned(case, key) and expected[key].ndim > 1} == before.keys()
     after = {
-        key: math.prod(tensor.matrix_shape[:1]) * math.ceil(tensor.matrix_shape[1] / 64) * 8 + 2 * (tensor.count + 64)
+        key: math.prod(tensor.untransposed[:-1]) * math.ceil(tensor.untransposed[-1] / 64) * 8 + 2 * (tensor.count + 64)
         for key, tensor in stored.items()
         if tensor.packed
     }

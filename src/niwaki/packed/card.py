@@ -10,10 +10,8 @@ from niwaki.errors import UsageError
 from niwaki.files import output_errors
 from niwaki.models.model_card import top
 
-#: The dense model's card, in a packed directory.
-DENSE_CARD = "README.dense.md"
-#: Of a packed model's card, and of no other.
-_LIBRARY = "niwaki"
+_DENSE_CARD = "README.dense.md"
+_LIBRARY = "niwaki"  # the library_name of a packed model's card, and of no other
 
 _TEXT = """
 # {name}, packed
@@ -37,28 +35,27 @@ def write(directory: Path, name: str, sizes: str) -> None:
         UsageError: the dense model has a file of that name.
         OutputError: it cannot be written.
     """
-    readme, kept = directory / "README.md", directory / DENSE_CARD
+    readme, kept = directory / "README.md", directory / _DENSE_CARD
     dense = ""
     with output_errors(directory):
         if kept.exists():
-            raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md is to go; rename it")
+            raise UsageError(f"the model has a file {_DENSE_CARD}, where its README.md is to go; rename it")
         inherited = top(readme)
         if readme.exists():
             readme.replace(kept)
-            dense = f"\n[{DENSE_CARD}]({DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
-        tags = sorted({*inherited.get("tags", []), "niwaki", "packed"})
-        about = {**inherited, "library_name": _LIBRARY, "tags": tags}
+            dense = f"\n[{_DENSE_CARD}]({_DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
+        about = {
+            **inherited,
+            "library_name": _LIBRARY,
+            "tags": sorted({*inherited.get("tags", []), "niwaki", "packed"}),
+        }
         head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
         readme.write_text(f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8")
 
 
 def restore(directory: Path) -> None:
-    """The opposite. A README.md that :func:`write` did not write, as of a model packed without it, stays.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    readme, kept = directory / "README.md", directory / DENSE_CARD
+    """The opposite. A README.md that :func:`write` did not write, as of a model packed without it, stays."""
+    readme, kept = directory / "README.md", directory / _DENSE_CARD
     with output_errors(directory):
         if kept.exists() or top(readme).get("library_name") == _LIBRARY:
             readme.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.models.checkpoint import Checkpoint, locate_model
-from niwaki.models.layout import Matrix
 from niwaki.models.model_card import rewrite_notes
 from niwaki.models.output import carry_over, check_output, new_directory
 from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
@@ -26,8 +25,6 @@ _PACKED = (
     "weights are packed integers in the format `pack-quantized` of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
-#: The numbers of bits that kernels of other programs take.
-_BITS = (4, 8)
 
 
 def export(model: str | Path, out: str | Path) -> None:
@@ -53,18 +50,17 @@ def export(model: str | Path, out: str | Path) -> None:
     if "quantization" not in pruning:
         raise UsageError(f"{model} has no weights on a grid; prune the dense model with --quantize int4:128")
     grid = parse_grid(pruning["quantization"])
-    if grid.bits not in _BITS:
+    if grid.bits not in (4, 8):  # which kernels of other programs take
         raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
     streamed = StreamedModel(checkpoint, "cpu")
     if "blocks" in pruning:
         streamed.limit(range(*pruning["blocks"]))
-    matrices = {matrix.key: matrix for matrix in streamed.matrices()}
     verify_grid(path, streamed.matrices(), grid)
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
     with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
         if directory:
             carry_over(checkpoint, directory)
-            _write(checkpoint, matrices, grid, directory)
+            _write(streamed, grid, directory)
             _note(directory, stored_as_usual(grid))
             write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
@@ -78,15 +74,21 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
 
 
-def _write(checkpoint: Checkpoint, matrices: dict[str, Matrix], grid: Grid, directory: Path) -> None:
-    """Writes the shards, in which three tensors replace each of ``matrices``, and their index."""
-    shards = Shards(directory)
+def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
+    """Writes the shards, in which three tensors replace each matrix, and their index."""
+    shards, checkpoint = Shards(directory), model.checkpoint
+    matrices = {matrix.key: matrix for matrix in model.matrices()}
     for shard in checkpoint.shards:
         tensors: dict[str, Tensor] = {}
-        for key, entry in checkpoint.entries.items():
-            if entry.shard == shard:
-                W = checkpoint.read(key)
-                tensors |= _packed(checkpoint.path, matrices[key], W, grid) if key in matrices else {key: W}
+        for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
+            W = checkpoint.read(key)
+            if key not in matrices:
+                tensors[key] = W
+                continue
+            scales = read_scales(checkpoint.path, matrices[key])
+            tensors[f"{key}_packed"] = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
+            tensors[f"{key}_scale"] = scales
+            tensors[f"{key}_shape"] = torch.tensor(W.shape)
         shards.write(shard, tensors)
     shards.finish()
 
@@ -101,39 +103,22 @@ def _note(directory: Path, old: str) -> None:
         rewrite_notes(directory, record)
 
 
-def _packed(path: Path, matrix: Matrix, W: Tensor, grid: Grid) -> dict[str, Tensor]:
-    scales = read_scales(path, matrix)
-    return {
-        f"{matrix.key}_packed": packed_integers(grid.codes(W.float(), scales.float()), grid.bits),
-        f"{matrix.key}_scale": scales,
-        f"{matrix.key}_shape": torch.tensor(W.shape),
-    }
-
-
 def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
     """``quantization_config`` of config.json."""
-    names = set()
-    for matrix in model.matrices():
-        name = f"{model.path}.{matrix.block}.{matrix.name}"
+    matrices = {f"{model.path}.{matrix.block}.{matrix.name}": matrix for matrix in model.matrices()}
+    for name, matrix in matrices.items():
         if matrix.transposed or matrix.expert is not None or matrix.key != f"{name}.weight":
             raise UnsupportedModelError(
                 f"{matrix.key!r} of {model.checkpoint.path} cannot be packed: it is not the weight of a linear layer "
                 "of its own; use the model as it is"
             )
-        names.add(name)
     linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
-    weights = {
-        "num_bits": grid.bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group" if grid.group else "channel",
-        "group_size": grid.group,
-        "dynamic": False,
-    }
+    groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
+    weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, **groups, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": [name for name in linear if name not in names],
+        "ignore": [name for name in linear if name not in matrices],
     }

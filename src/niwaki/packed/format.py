@@ -30,80 +30,52 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the dense checkpoint, as the packed one has it.
-
-    Attributes:
-        file: The safetensors file that it is in.
-        dtype: Safetensors' name of its dtype.
-        shape: Its shape.
-        packed: Whether it is stored as a mask and values, or as it is.
-        transposed: Whether the packed rows run along its last dimension but one, and not the last.
-        count: The number of non-zero values if packed.
-        groups: Scales for each row, if its values are whole numbers of 8 bits; 0 otherwise.
-        sha256: The digest of its bytes in the file: of mask, scales and values in this order.
-    """
+    """A tensor of the dense checkpoint, as the packed one has it."""
 
     file: str
     dtype: str
     shape: tuple[Number, ...]
-    packed: bool
-    transposed: bool
-    count: Number
-    groups: Number
-    sha256: str
+    packed: bool  # as a mask and values, or else as it is
+    transposed: bool  # packed rows run along its last dimension but one, and not the last
+    count: Number  # of values, if it is packed
+    groups: Number  # scales for each row, if its values are whole numbers of 8 bits
+    sha256: str  # of its bytes in the file: of mask, scales and values in this order
 
     def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """(dtype, shape) of the tensors that it is stored as, by their keys in the file, in the order of its digest."""
         if not self.packed:
             return {key: (self.dtype, self.shape)}
-        rows, columns = self.matrix_shape
+        *outer, columns = self.untransposed
+        rows = math.prod(outer)
         scales = {f"{key}.scales": ("F32", (rows, self.groups))} if self.groups else {}
-        values = "I8" if self.groups else self.dtype
         return {
             f"{key}.mask": ("U8", (rows, stride(columns))),
             **scales,
-            f"{key}.values": (values, (self.count + PADDING,)),
+            f"{key}.values": ("I8" if self.groups else self.dtype, (self.count + PADDING,)),
         }
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(rows, columns) of the packed matrix."""
-        *outer, last = self.shape
-        if self.transposed:
-            *outer, last = *outer[:-1], last, outer[-1]
-        return math.prod(outer), last
+    def untransposed(self) -> tuple[int, ...]:
+        """Its shape with the packed columns last; all dimensions before are the packed rows."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of the dense checkpoint.
-
-    Attributes:
-        name: Its path in the model's directory.
-        header: The text of its header.
-        keys: The keys of its tensors, in the order of their bytes.
-        sha256: The digest of the file.
-    """
+    """A file of the dense checkpoint."""
 
     name: str
     header: str
-    keys: list[str]
+    keys: list[str]  # in the order of their bytes
     sha256: str
 
 
 @dataclass(frozen=True)
 class Index:
-    """What ``packed.json`` says.
-
-    Attributes:
-        config: The text of the dense checkpoint's ``config.json``.
-        index: That of its ``model.safetensors.index.json``; empty if there is none.
-        shards: Its files.
-        tensors: Its tensors by key.
-    """
+    """What ``packed.json`` says: the texts of the dense checkpoint's own files, its shards, and its tensors by key."""
 
     config: str
-    index: str
+    index: str  # empty if there is none
     shards: list[Shard]
     tensors: dict[str, Stored]
 
@@ -128,10 +100,9 @@ class Index:
         path = directory / INDEX
         try:
             values = json.loads(path.read_bytes())
-            digest = values.pop("sha256", None) if isinstance(values, dict) else None
             if not isinstance(values, dict) or values.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
-            if digest != digest_of(values):
+            if values.pop("sha256", None) != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
             if values["version"] != VERSION:
                 raise CheckpointError(
@@ -161,9 +132,6 @@ class Index:
 
 class PackedCheckpoint(Checkpoint):
     """A packed model directory, read as if it were the dense one.
-
-    Args:
-        path: What ``niwaki pack`` wrote.
 
     Raises:
         CheckpointError: a file is missing, damaged, or not of this format.
@@ -202,31 +170,18 @@ class PackedCheckpoint(Checkpoint):
         value = dense(self.packed(key), stored) if stored.packed else self.components(key)[0]
         return value if part is None else value[part]
 
-    def is_packed(self, key: str) -> bool:
-        """Whether the tensor is stored without its zeros."""
-        return self.index.tensors[key].packed
-
     def packed(self, key: str) -> PackedMatrix:
-        """The tensor without its zeros; those of more than two dimensions as one matrix.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """The tensor without its zeros, of more than two dimensions as one matrix; CheckpointError if damaged."""
         stored = self.index.tensors[key]
         mask, *scales, values = self.components(key)
-        _, columns = stored.matrix_shape
-        return unpacked(mask, values, columns, DTYPES[stored.dtype], scales[0] if scales else None)
+        return unpacked(mask, values, stored.untransposed[-1], DTYPES[stored.dtype], *scales)
 
     def components(self, key: str) -> list[Tensor]:
-        """The tensors that it is stored as, in the order of :meth:`Stored.components`.
-
-        Raises:
-            CheckpointError: they are damaged.
-        """
+        """The tensors that it is stored as, as in :meth:`Stored.components`; CheckpointError if damaged."""
         stored = self.index.tensors[key]
         file = self.path / stored.file
         tensors = [read_tensor(file, name, self._components[name]) for name in stored.components(key)]
-        if content_digest(tensors) != stored.sha256:
+        if sha256(map(raw, tensors)) != stored.sha256:
             raise CheckpointError(f"{file} is damaged: {key!r} is not what was written; download it again")
         return tensors
 
@@ -237,21 +192,14 @@ def marked(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The weights of a model directory, dense or packed.
-
-    Raises:
-        CheckpointError: see :class:`Checkpoint` and :class:`PackedCheckpoint`.
-    """
+    """The weights of a model directory, dense or packed, or the CheckpointError of their class."""
     return PackedCheckpoint(path) if (path / INDEX).exists() else Checkpoint(path)
 
 
 def dense(W: PackedMatrix, stored: Stored) -> Tensor:
     """The tensor as the dense checkpoint has it."""
-    matrix = expand(W)
-    if not stored.transposed:
-        return matrix.view(stored.shape)
-    *outer, last_but_one, last = stored.shape
-    return matrix.view(*outer, last, last_but_one).transpose(-1, -2).contiguous()
+    value = expand(W).view(stored.untransposed)
+    return value.transpose(-1, -2).contiguous() if stored.transposed else value
 
 
 def raw(value: Tensor) -> memoryview:
@@ -259,14 +207,14 @@ def raw(value: Tensor) -> memoryview:
     return value.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def content_digest(tensors: Iterable[Tensor]) -> str:
-    """The digest of their bytes, in this order."""
+def sha256(pieces: Iterable[bytes | memoryview]) -> str:
+    """The digest of all of them, in this order."""
     digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(raw(tensor))
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 
 def digest_of(values: dict[str, Any]) -> str:
     """The digest of an index, from its values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return sha256([json.dumps(values, sort_keys=True).encode()])

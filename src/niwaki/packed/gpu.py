@@ -1,25 +1,22 @@
-"""Products with packed matrices on a GPU, for a few vectors at a time: Triton kernels. Imports Triton.
+"""Products with packed matrices on a GPU, for a few vectors at a time: a Triton kernel. Imports Triton.
 
-What bounds them
-    To generate text, each weight is read once for at most 16 vectors, so the floor is bytes over bandwidth. A dense
-    half-precision weight is 2 bytes; a packed one is 1/8 byte of mask and 2 bytes for each value: at most 1.78 times
-    as fast as the dense product at 50 % zeros, 2.76 at 70 % and 3.81 at 80 %. What keeps a kernel from its floor is
-    decoding, because all positions are looked at, also those of zeros. So the kernels save instructions:
+To generate text, each weight is read once for at most 16 vectors, so the floor is bytes over bandwidth. What keeps the
+kernel from it is decoding, because all positions are looked at, also those of zeros (counted in docs/packed.md). So it
+saves instructions:
 
-    * A word of the mask is 32 columns. Where a column's value is follows from a count of the ones before it: in the
-      words before by one scan over the words of a step, in the word by a population count of the bits below.
-    * Two columns share a lane, their count and their address: the value of the second is the first or the second one
-      at that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
-    * A load without a condition is cheaper: after a zero the next value is read and not used, and there are always
-      values after the last one (PADDING).
-    * Nothing is added up over lanes, and nothing but the words' counts goes through shared memory, before a row ends.
-    * The words of the next step are read before this one is computed.
+* A word of the mask is 32 columns. Where a column's value is follows from a count of the ones before it: in the words
+  before by one scan over the words of a step, in the word by a population count of the bits below.
+* Two columns share a lane, their count and their address: the value of the second is the first or the second one at
+  that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
+* A load without a condition is cheaper: after a zero the next value is read and not used, and there are always values
+  after the last one (PADDING).
+* Nothing is added up over lanes, and nothing but the words' counts goes through shared memory, before a row ends.
+* The words of the next step are read before this one is computed.
 
-Two kernels
-    For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 the decoded values of 16 rows go to
-    the tensor cores, which add up in float32 too; that takes W and x in the same half precision. Everything else is
-    computed by the first one, 2 vectors at a time. A lane has 32 positions in flight in the first kernel, 64 in the
-    second, enough to hide the latency of memory. Their instructions are counted in docs/packed.md.
+For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 the decoded values of 16 rows go to the
+tensor cores, which add up in float32 too; that takes W and x in the same half precision. Everything else is computed
+the first way, 2 vectors at a time. A lane has 32 positions in flight the first way, 64 the second, enough to hide the
+latency of memory.
 """
 
 from __future__ import annotations
@@ -31,66 +28,48 @@ from torch import Tensor
 
 from niwaki.packed.matrix import PackedMatrix
 
-#: Vectors up to which the first of the two kernels is taken.
+#: Vectors up to which each product is a multiply-add.
 _FEW = 2
 
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
-    """(n, rows) in the dtype of x (n, columns): x W^T, added up in float32.
+    """(n, rows) in the dtype of x (n, columns): x W^T, added up in float32, on the GPU that both are on.
 
-    Args:
-        W: Of bfloat16, float16 or float32, or with scales; on a GPU.
-        x: Of one of these dtypes, on the same GPU. Right for any n, and meant for 1 to 16.
-
-    Raises:
-        RuntimeError: Triton cannot compile here; it needs a C compiler.
+    Right for any n, and meant for 1 to 16. Without a C compiler Triton raises RuntimeError.
     """
     rows, columns = W.shape
-    vectors = len(x)
+    vectors, groups = len(x), 1 if W.scales is None else W.scales.shape[1]
     assert vectors > 0
     assert x.shape[1:] == (columns,)
     assert {W.dtype, x.dtype} <= _DTYPES.keys()
     y = torch.empty(vectors, rows, dtype=x.dtype, device=x.device)
     words = W.mask.shape[1] // 4
-    groups = 1 if W.scales is None else W.scales.shape[1]
     tensors = (W.mask.view(torch.uint32), W.values, W.starts, W.scales, x.contiguous(), y)
-    sizes = (rows, columns, words, groups, vectors)
-    # Said although it is what it was always: without it Triton warns.
-    options = {"DTYPE": _DTYPES[W.dtype], "SCALED": W.scales is not None, "enable_fp_fusion": True}
+    if vectors > _FEW and W.dtype == x.dtype != torch.float32:
+        batch, tile, length, warps = triton.next_power_of_2(vectors), 16, 16, 4
+        # In Triton's interpreter tl.dot takes the bits of bfloat16 for whole numbers.
+        wrong = x.dtype == torch.bfloat16 and not isinstance(_by_tiles, triton.JITFunction)
+        factors = tl.float32 if wrong else _DTYPES[x.dtype]
+    else:
+        tile, warps = _tile(rows)
+        # Each lane has 32 positions of a step.
+        batch, length, factors = min(vectors, _FEW), 32 // tile * warps, None
+    constants = {"BATCH": batch, "ROWS": tile, "WORDS": length, "FACTORS": factors, "DTYPE": _DTYPES[W.dtype]}
+    # The fusion is said although it is what it was always: without it Triton warns.
+    options = {"enable_fp_fusion": True, "num_warps": warps, "num_stages": 2}
     with torch.cuda.device_of(x):
-        if vectors > _FEW and W.dtype == x.dtype != torch.float32:
-            batch = triton.next_power_of_2(vectors)
-            # In Triton's interpreter tl.dot takes the bits of bfloat16 for whole numbers.
-            wrong = x.dtype == torch.bfloat16 and not isinstance(_by_tensor_cores, triton.JITFunction)
-            factors = tl.float32 if wrong else _DTYPES[x.dtype]
-            _by_tensor_cores[(triton.cdiv(rows, 16),)](
-                *tensors,
-                *sizes,
-                BATCH=batch,
-                ROWS=16,
-                WORDS=16,
-                FACTORS=factors,
-                **options,
-                num_warps=4,
-                num_stages=2,
-            )
-        else:
-            batch = min(vectors, _FEW)
-            each, warps = _tile(rows)
-            grid = (triton.cdiv(rows, each), triton.cdiv(vectors, batch))
-            _by_lanes[grid](
-                *tensors, *sizes, BATCH=batch, ROWS=each, WORDS=32 // each * warps, **options, num_warps=warps
-            )
+        _by_tiles[(triton.cdiv(rows, tile), triton.cdiv(vectors, batch))](
+            *tensors, rows, columns, words, groups, vectors, SCALED=W.scales is not None, **constants, **options
+        )
     return y
 
 
 def _tile(rows: int) -> tuple[int, int]:
-    """How many rows at a time the first kernel takes, and how many warps share them.
+    """How many rows at a time are taken for few vectors, and how many warps share them.
 
-    Four rows read x less often than two; with few rows there are then too few warps. The step is as long as gives each
-    lane 32 positions.
+    Four rows read x less often than two; with few rows there are then too few warps.
     """
     return 4 if rows >= 8192 else 2, 1 if rows >= 4096 else 2 if rows >= 2048 else 4
 
@@ -142,57 +121,20 @@ def _read_words(mask, scales, row, rows, word, words, groups, SCALED: tl.constex
 
 
 @triton.jit
-def _by_lanes(
-    mask,
-    values,
-    starts,
-    scales,
-    x,
-    y,
-    rows,
-    columns,
-    words,
-    groups,
-    vectors,
-    BATCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """BATCH outputs of ROWS rows, by WORDS words of the mask at a time."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    start = tl.load(starts + tl.program_id(0) * ROWS)
-    base = values + start
-    at = (tl.load(starts + tl.minimum(row, rows - 1)) - start).to(tl.uint32)
-    word = tl.arange(0, WORDS)
-    column = tl.reshape(tl.arange(0, WORDS * 32), (WORDS, 16, 2))[None]
-    vector = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
-    # After the last vector the last one is taken again, and not stored.
-    inputs = x + tl.minimum(vector, vectors - 1)[:, None, None, None] * columns + column
-    sums = tl.zeros((BATCH, ROWS, WORDS, 16), tl.float32)
-    bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)
-    whole = columns // (32 * WORDS) * WORDS
-    for done in range(0, whole, WORDS):
-        bits_then, scale_then = _read_words(mask, scales, row, rows, done + WORDS + word, words, groups, SCALED)
-        left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
-        x_left, x_right = tl.split(tl.load(inputs + done * 32).to(tl.float32))
+def _add(sums, left, right, x, FACTORS: tl.constexpr):
+    """``sums`` and the products of one step's columns, even and odd, with ``x``; by tensor cores if in FACTORS."""
+    if FACTORS is None:
+        x_left, x_right = tl.split(x.to(tl.float32))
         sums += x_left[:, None] * left.to(tl.float32)[None]
         sums += x_right[:, None] * right.to(tl.float32)[None]
-        bits, scale = bits_then, scale_then
-    if whole < words:
-        left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
-        inside = whole * 32 + column < columns
-        x_left, x_right = tl.split(tl.load(inputs + whole * 32, mask=inside, other=0.0).to(tl.float32))
-        sums += x_left[:, None] * left.to(tl.float32)[None]
-        sums += x_right[:, None] * right.to(tl.float32)[None]
-    outputs = tl.sum(tl.reshape(sums, (BATCH, ROWS, WORDS * 16)), 2).to(y.dtype.element_ty)
-    stored = (vector < vectors)[:, None] & (row < rows)[None, :]
-    tl.store(y + vector[:, None] * rows + row[None, :], outputs, mask=stored)
+    else:
+        weights = tl.reshape(tl.join(left, right), (left.shape[0], left.shape[1] * 32))
+        sums = tl.dot(weights.to(FACTORS), x.to(FACTORS), sums)
+    return sums
 
 
 @triton.jit
-def _by_tensor_cores(
+def _by_tiles(
     mask,
     values,
     starts,
@@ -211,30 +153,34 @@ def _by_tensor_cores(
     SCALED: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """All outputs of ROWS rows, by WORDS words of the mask at a time."""
+    """BATCH outputs of ROWS rows, by WORDS words of the mask at a time; by tensor cores, in FACTORS, or by lanes."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.load(starts + tl.program_id(0) * ROWS)
     base = values + start
     at = (tl.load(starts + tl.minimum(row, rows - 1)) - start).to(tl.uint32)
     word = tl.arange(0, WORDS)
-    column = tl.arange(0, WORDS * 32)[:, None]
-    vector = tl.arange(0, BATCH)
-    inputs = x + tl.minimum(vector, vectors - 1)[None, :] * columns + column
-    sums = tl.zeros((ROWS, BATCH), tl.float32)
+    vector = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
+    # After the last vector the last one is taken again, and not stored.
+    taken = tl.minimum(vector, vectors - 1)
+    if FACTORS is None:
+        column = tl.reshape(tl.arange(0, WORDS * 32), (WORDS, 16, 2))[None]
+        inputs = x + taken[:, None, None, None] * columns + column
+        sums = tl.zeros((BATCH, ROWS, WORDS, 16), tl.float32)
+    else:
+        column = tl.arange(0, WORDS * 32)[:, None]
+        inputs = x + taken[None, :] * columns + column
+        sums = tl.zeros((ROWS, BATCH), tl.float32)
     bits, scale = _read_words(mask, scales, row, rows, word, words, groups, SCALED)
     whole = columns // (32 * WORDS) * WORDS
     for done in range(0, whole, WORDS):
         bits_then, scale_then = _read_words(mask, scales, row, rows, done + WORDS + word, words, groups, SCALED)
         left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
-        weights = tl.reshape(tl.join(left, right), (ROWS, WORDS * 32))
-        x_step = tl.load(inputs + done * 32)
-        sums = tl.dot(weights.to(FACTORS), x_step.to(FACTORS), sums)
+        sums = _add(sums, left, right, tl.load(inputs + done * 32), FACTORS)
         bits, scale = bits_then, scale_then
     if whole < words:
         left, right, at = _decode(bits, at, base, scale, DTYPE, SCALED)
-        weights = tl.reshape(tl.join(left, right), (ROWS, WORDS * 32))
         inside = whole * 32 + column < columns
-        x_step = tl.load(inputs + whole * 32, mask=inside, other=0.0)
-        sums = tl.dot(weights.to(FACTORS), x_step.to(FACTORS), sums)
-    stored = (row < rows)[:, None] & (vector < vectors)[None, :]
-    tl.store(y + vector[None, :] * rows + row[:, None], sums.to(y.dtype.element_ty), mask=stored)
+        sums = _add(sums, left, right, tl.load(inputs + whole * 32, mask=inside, other=0.0), FACTORS)
+    sums = tl.sum(tl.reshape(sums, (BATCH, ROWS, WORDS * 16)), 2) if FACTORS is None else tl.trans(sums)
+    stored = (vector < vectors)[:, None] & (row < rows)[None, :]
+    tl.store(y + vector[:, None] * rows + row[None, :], sums.to(y.dtype.element_ty), mask=stored)

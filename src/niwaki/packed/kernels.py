@@ -18,7 +18,6 @@ from niwaki.packed.matrix import PackedMatrix
 TILE = 1 << 20
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class Path(IntEnum):
@@ -30,12 +29,8 @@ class Path(IntEnum):
     AVX512_BF16 = 3
 
 
-_NAMES = {
-    Path.PORTABLE: "without vector instructions",
-    Path.AVX2: "AVX2",
-    Path.AVX512: "AVX-512",
-    Path.AVX512_BF16: "AVX-512 with bfloat16",
-}
+#: In words, by :class:`Path`.
+_NAMES = ("without vector instructions", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 
 
 @functools.cache
@@ -52,23 +47,14 @@ def library() -> ctypes.CDLL | None:
 
 
 def open_library(path: str) -> ctypes.CDLL:
-    """The native library in the file ``path``.
-
-    Raises:
-        OSError: it cannot be loaded.
-        AttributeError: it is another library.
-    """
+    """The native library in the file ``path``; OSError or AttributeError where it cannot be loaded, or is another."""
     native = ctypes.CDLL(path)
-    native.niwaki_best_path.restype = _INT
-    native.niwaki_multiply.argtypes = [
-        *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _POINTER, _SIZE),
-        *(_POINTER, _INT, _SIZE, _POINTER, _INT),
-    ]
-    native.niwaki_multiply.restype = None
-    native.niwaki_expand.argtypes = [
-        *(_INT, _INT, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT),
-    ]
-    native.niwaki_expand.restype = None
+    pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    matrix = (int_, int_, size, size, pointer, pointer, pointer)
+    native.niwaki_best_path.restype = int_
+    native.niwaki_multiply.argtypes = [*matrix, pointer, size, pointer, int_, size, pointer, int_]
+    native.niwaki_expand.argtypes = [*matrix, size, size, pointer, int_]
+    native.niwaki_multiply.restype = native.niwaki_expand.restype = None
     return native
 
 
@@ -80,22 +66,18 @@ def best_path() -> Path | None:
 
 def describe() -> str:
     """Which kernels are used, in words."""
-    path = best_path()
-    if path is None:
-        return (
-            "pure torch, because the native kernels are not built: products with packed weights are slower than with "
-            "dense ones; install a C++ compiler (Debian: apt install g++) and install niwaki again"
-        )
-    return f"native, {_NAMES[path]}"
+    if (path := best_path()) is not None:
+        return f"native, {_NAMES[path]}"
+    return (
+        "pure torch, because the native kernels are not built: products with packed weights are slower than with "
+        "dense ones; install a C++ compiler (Debian: apt install g++) and install niwaki again"
+    )
 
 
-def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
-    """(n, rows) float32: x W^T for x (n, columns) on the CPU, added up in float32. Reads W as it is.
+def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tensor:
+    """(n, rows) float32: x W^T for x (n, columns) of any float dtype, added up in float32; all on the CPU.
 
-    Args:
-        W: In bfloat16, float16 or float32, or with scales; on the CPU.
-        x: Any float dtype.
-        path: The best instructions to use; by default the best of this machine.
+    Reads W as it is, by the instructions of ``path`` or the best ones below that this machine has.
 
     Raises:
         RuntimeError: there is no native library, or a tensor has another device, dtype or shape.
@@ -103,7 +85,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
     native = library()
     if native is None:
         raise RuntimeError("niwaki's native kernels are not built")
-    _check(W)
+    matrix = _pointers(W)
     rows, columns = W.shape
     if x.device.type != "cpu" or not x.is_floating_point() or x.shape[1:] != (columns,):
         raise RuntimeError(
@@ -113,27 +95,16 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path | None = None) -> Tensor:
     wide = x.detach().to(torch.float32).contiguous()
     if columns != 8 * stride:
         wide = torch.nn.functional.pad(wide, (0, 8 * stride - columns))
+    scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
     y = torch.empty(len(x), rows)
+    vectors = (wide.data_ptr(), x.dtype == torch.bfloat16, len(x), y.data_ptr())
     native.niwaki_multiply(
-        Path.AVX512_BF16 if path is None else path,
-        _DTYPES[W.values.dtype],
-        rows,
-        stride,
-        W.mask.data_ptr(),
-        W.values.data_ptr(),
-        W.starts.data_ptr(),
-        None if W.scales is None else W.scales.data_ptr(),
-        1 if W.scales is None else W.scales.shape[1],
-        wide.data_ptr(),
-        x.dtype == torch.bfloat16,
-        len(x),
-        y.data_ptr(),
-        torch.get_num_threads(),
+        path, _DTYPES[W.values.dtype], rows, stride, *matrix, scales, groups, *vectors, torch.get_num_threads()
     )
     return y
 
 
-def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path | None = None) -> Tensor:
+def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path = Path.AVX512_BF16) -> Tensor:
     """(last - first, columns): rows of W as they were, bit for bit, on the device of W.
 
     Raises:
@@ -146,21 +117,9 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     if native is None:
         raw = _expanded(W, first, last)
     else:
-        _check(W)
+        matrix = (W.values.itemsize, W.columns, W.mask.shape[1], *_pointers(W))
         raw = torch.empty(last - first, W.columns, dtype=W.values.dtype)
-        native.niwaki_expand(
-            Path.AVX512_BF16 if path is None else path,
-            W.values.itemsize,
-            W.columns,
-            W.mask.shape[1],
-            W.mask.data_ptr(),
-            W.values.data_ptr(),
-            W.starts.data_ptr(),
-            first,
-            last,
-            raw.data_ptr(),
-            torch.get_num_threads(),
-        )
+        native.niwaki_expand(path, *matrix, first, last, raw.data_ptr(), torch.get_num_threads())
     if W.scales is None:
         return raw
     scales = W.scales[first:last]
@@ -168,14 +127,15 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     return grouped.flatten(1).to(W.dtype)
 
 
-def _check(W: PackedMatrix) -> None:
-    """The library reads whatever lies where a pointer says: only these tensors reach it."""
+def _pointers(W: PackedMatrix) -> tuple[int, int, int]:
+    """To mask, values and starts, after a check: the library reads whatever lies where a pointer says."""
     dtypes = {"mask": (torch.uint8,), "values": _DTYPES, "starts": (torch.int64,), "scales": (torch.float32,)}
     for name, tensor in W.components.items():
         if tensor.device.type != "cpu" or tensor.dtype not in dtypes[name] or not tensor.is_contiguous():
             raise RuntimeError(
                 f"a packed matrix has its {name} in {tensor.dtype} on {tensor.device}; load the model again"
             )
+    return W.mask.data_ptr(), W.values.data_ptr(), W.starts.data_ptr()
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
@@ -190,7 +150,7 @@ def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:
 
 
 def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
-    """As the native library does it, by operations that all devices have."""
+    """As the native library does it, by operations that all devices have; without scales."""
     shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
     bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1
     nonzero = bits.flatten(1)[:, : W.columns].bool()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,10 @@ class SparseLinear(nn.Module):
     @property
     def packed(self) -> PackedMatrix:
         """W."""
-        # Attributes of modules are slow to find.
-        mask, values, starts, scales = (cast("Tensor", self._buffers[name]) for name in COMPONENTS)
-        return PackedMatrix(mask, values, self.in_features, self._dtype, starts, scales)
+        buffers = cast("dict[str, Any]", self._buffers)  # attributes of modules are slow to find
+        return PackedMatrix(**buffers, columns=self.in_features, dtype=self._dtype)
 
     def _dense(self) -> Tensor:
-        """The weight of the dense layer."""
         W = kernels.expand(self.packed)
         return W.T.contiguous() if self._transposed else W
 
@@ -84,11 +82,7 @@ class SparseLinear(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what compilers see of the library makes no sense
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), in the dtype of x.
-
-        Raises:
-            RuntimeError: W is on another device, x is not a float tensor, or this is to be traced.
-        """
+        """(..., in_features) to (..., out_features), in the dtype of x; RuntimeError where W and x do not fit."""
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError("layers with packed weights cannot be traced; unpack the model for that")
         kind = x.device.type
@@ -105,10 +99,9 @@ class SparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         sparsity = 1 - int(self.starts[-1]) / (self.out_features * self.in_features)
-        kind = "int8" if self.scales is not None else str(self._dtype).removeprefix("torch.")
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"sparsity={sparsity:.3f}, values={kind}"
+            f"sparsity={sparsity:.3f}, values={str(self.values.dtype).removeprefix('torch.')}"
         )
 
 
@@ -127,6 +120,5 @@ def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
 
 
 @functools.cache
-def _has_triton() -> bool:
-    """It comes with torch for GPUs."""
+def _has_triton() -> bool:  # which comes with torch for GPUs
     return importlib.util.find_spec("triton") is not None

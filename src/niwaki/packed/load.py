@@ -6,7 +6,7 @@ import logging
 import mmap
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from torch import Tensor
 from niwaki.models.checkpoint import locate_model
 from niwaki.models.device import stored_dtype
 from niwaki.models.streamed import StreamedModel
-from niwaki.packed import kernels
-from niwaki.packed import two_four as semi_structured
+from niwaki.packed import kernels, two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PackedMatrix
@@ -57,6 +56,7 @@ def load(
     if dtype == "auto" and stored_dtype(checkpoint) == torch.bfloat16:
         dtype = "bfloat16"
     streamed = StreamedModel(checkpoint, device, dtype)
+    on_cpu = streamed.device.type == "cpu"
     if two_four:
         semi_structured.check(streamed.device, streamed.dtype)
         loaded = streamed.load()
@@ -64,26 +64,25 @@ def load(
         return loaded
     if not isinstance(checkpoint, PackedCheckpoint):
         return streamed.load()
-    packed = [m for m in streamed.matrices() if m.expert is None and checkpoint.is_packed(m.key)]
-    if packed and streamed.device.type == "cpu" and kernels.library() is None:
+    packed = [m for m in streamed.matrices() if m.expert is None and checkpoint.index.tensors[m.key].packed]
+    if packed and on_cpu and kernels.library() is None:
         _log.warning("packed weights are computed with by %s", kernels.describe())
     whole = streamed.load(skip=[matrix.key for matrix in packed])
     # The model in memory has no such quantisation and can be saved like any other.
     vars(whole.config).pop("quantization_config", None)
     for matrix in packed:
-        parent, _, name = matrix.name.rpartition(".")
-        inside = streamed.blocks[matrix.block].get_submodule(parent)
-        weight = checkpoint.packed(matrix.key)
-        weight = in_large_pages(weight) if streamed.device.type == "cpu" else weight.to(streamed.device)
-        setattr(inside, name, SparseLinear(weight, getattr(inside, name).bias, matrix.transposed))
+        block, weight = streamed.blocks[matrix.block], checkpoint.packed(matrix.key)
+        weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
+        layer: Any = block.get_submodule(matrix.name)
+        block.set_submodule(matrix.name, SparseLinear(weight, layer.bias, matrix.transposed))
     return whole
 
 
 def in_large_pages(W: PackedMatrix) -> PackedMatrix:
     """``W``, on the CPU, with mask and values in memory for which the system is asked for large pages.
 
-    In small pages a stream of weights needs thousands of look-ups, each of which stops the hardware's reading ahead
-    (docs/log.md). Small tensors stay where they are, and so does everything on systems other than Linux.
+    In small pages each look-up stops the hardware's reading ahead (docs/log.md). Small tensors stay where they are, and
+    so does everything on systems other than Linux.
     """
     return replace(W, mask=_moved(W.mask), values=_moved(W.values))
 

@@ -59,11 +59,9 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return sum(value.nbytes for value in self.components.values())
 
     def to(self, device: torch.device) -> PackedMatrix:
-        """The same on another device."""
         moved = {name: value.to(device) for name, value in self.components.items()}
         return PackedMatrix(columns=self.columns, dtype=self.dtype, **moved)
 
@@ -99,11 +97,10 @@ def unpacked(
         raise CheckpointError(f"a mask of {int(starts[-1])} ones has {tuple(values.shape)} values")
     if values.dtype != (dtype if scales is None else torch.int8):
         raise CheckpointError(f"values of a packed {dtype} are {values.dtype}")
-    if scales is not None and (
-        scales.ndim != 2 or len(scales) != len(mask) or not groups_fit(columns, scales.shape[1])
-    ):
+    if scales is not None and (scales.shape[:-1] != mask.shape[:1] or not groups_fit(columns, scales.shape[-1])):
         raise CheckpointError(f"scales for {len(mask)} x {columns} have the shape {tuple(scales.shape)}")
-    if columns % WORD and bool(_last_bits(mask, columns).any()):
+    last = np.unpackbits(mask[:, -WORD // 8 :].numpy(), axis=1, bitorder="little")
+    if columns % WORD and last[:, columns % WORD :].any():
         raise CheckpointError(f"a mask has ones after column {columns}")
     return PackedMatrix(mask, values, columns, dtype, starts, scales)
 
@@ -121,9 +118,3 @@ def groups_fit(columns: int, groups: int) -> bool:
 def _starts(mask: Tensor) -> Tensor:
     counts = np.bitwise_count(mask.numpy()).sum(axis=1, dtype=np.int64)
     return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), counts.cumsum()]))
-
-
-def _last_bits(mask: Tensor, columns: int) -> Tensor:
-    """(rows, 64) bool, of the last word, with those of columns set to 0."""
-    bits = torch.from_numpy(np.unpackbits(mask[:, -WORD // 8 :].numpy(), axis=1, bitorder="little"))
-    return bits[:, columns % WORD :]

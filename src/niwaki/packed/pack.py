@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from niwaki.models.checkpoint import (
     DTYPES,
     INDEX_NAME,
     Checkpoint,
-    Entry,
     header_bytes,
     locate_model,
     read_header,
@@ -27,37 +26,27 @@ from niwaki.models.checkpoint import (
 )
 from niwaki.models.layout import Matrix
 from niwaki.models.output import carry_over, check_output, new_directory
-from niwaki.models.scales import FILE as SCALES
-from niwaki.models.scales import read_scales
+from niwaki.models.scales import FILE as SCALES, read_scales
 from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
-from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, content_digest, dense, marked, raw
-from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit
-from niwaki.packed.matrix import pack as pack_matrix
+from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw, sha256
+from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sizes:
-    """What packing saves, in bytes.
+    """What packing saves, in bytes."""
 
-    Attributes:
-        matrices: The packed matrices, before.
-        packed: The packed matrices, after.
-        dense: All weights, before.
-        total: All weights, after.
-        negative_zeros: The number of packed values that are -0.0, which other pruners leave: kept, and of no use.
-    """
-
-    matrices: int = 0
-    packed: int = 0
-    dense: int = 0
-    total: int = 0
-    negative_zeros: int = 0
+    matrices: int = 0  # the packed matrices, before
+    packed: int = 0  # the packed matrices, after
+    dense: int = 0  # all weights, before
+    total: int = 0  # all weights, after
+    negative_zeros: int = 0  # the number of values that are -0.0, which other pruners leave: kept, and of no use
 
     def __str__(self) -> str:
         return (
@@ -68,22 +57,17 @@ class Sizes:
 
     @classmethod
     def of(cls, checkpoint: PackedCheckpoint) -> Sizes:
-        """Those of a packed model, all of which is read and checked against its digests.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """Those of a packed model, all of which is read and checked against its digests (CheckpointError)."""
         sizes = cls()
         for key, entry in checkpoint.entries.items():
             tensors = checkpoint.components(key)
-            packed, size = checkpoint.is_packed(key), sum(tensor.nbytes for tensor in tensors)
-            sizes = cls(
-                sizes.matrices + packed * entry.size,
-                sizes.packed + packed * size,
-                sizes.dense + entry.size,
-                sizes.total + size,
-                sizes.negative_zeros + packed * int((tensors[-1][:-PADDING] == 0).sum()),
-            )
+            size = sum(tensor.nbytes for tensor in tensors)
+            sizes.dense += entry.size
+            sizes.total += size
+            if checkpoint.index.tensors[key].packed:
+                sizes.matrices += entry.size
+                sizes.packed += size
+                sizes.negative_zeros += int((tensors[-1][:-PADDING] == 0).sum())
         return sizes
 
 
@@ -151,31 +135,28 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
     with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
         if directory:
             _carry_over(checkpoint, directory)
-            _unpack(checkpoint, directory, progress)
-
-
-def _unpack(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
-    """Writes what is different in the dense model."""
-    (directory / INDEX).unlink()
-    card.restore(directory)
-    for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
-        if text:
+            (directory / INDEX).unlink()
+            card.restore(directory)
             with output_errors(directory):
-                (directory / name).write_bytes(text.encode())
+                for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
+                    if text:
+                        (directory / name).write_bytes(text.encode())
+            _write_dense(checkpoint, directory, progress)
+
+
+def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
+    """Writes the weight files, and compares them with their digests."""
     count = 0
     for shard in checkpoint.index.shards:
-        file = directory / shard.name
-        with output_errors(directory):
-            header = shard.header.encode()
-            file.write_bytes(len(header).to_bytes(8, "little") + header)
-        for key in shard.keys:
-            value = checkpoint.read(key)
-            with output_errors(directory), file.open("ab") as write:
-                write.write(raw(value))
-            count += 1
-            progress.status("unpacking, tensor", count, len(checkpoint.entries))
-        if _sha256(file) != shard.sha256:
-            raise OutputError(f"{file} is not what it was before packing; was the disk full?")
+        path, header = directory / shard.name, shard.header.encode()
+        with output_errors(directory), path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for key in shard.keys:
+                file.write(raw(checkpoint.read(key)))
+                count += 1
+                progress.status("unpacking, tensor", count, len(checkpoint.entries))
+        if _digest(path) != shard.sha256:
+            raise OutputError(f"{path} is not what it was before packing; was the disk full?")
 
 
 class _Packer:
@@ -183,18 +164,19 @@ class _Packer:
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         self.tensors: dict[str, Stored] = {}
+        self._names: set[str] = set()
         self._path, self._progress = checkpoint.path, progress
         self._headers = {shard: read_header(checkpoint.path / shard) for shard in checkpoint.shards}
-        self._matrices: dict[str, list[Matrix]] = {}
+        self._matrices: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in StreamedModel(checkpoint, "cpu").matrices():
-            self._matrices.setdefault(matrix.key, []).append(matrix)
+            self._matrices[matrix.key].append(matrix)
         grid = checkpoint.config.get("pruning_config", {}).get("quantization")
         self._grid = parse_grid(grid) if grid and (checkpoint.path / SCALES).exists() else None
 
     def write(self, directory: Path) -> list[Shard]:
         """Writes a packed file for each file; these are what it returns."""
-        shards = []
-        writer = Shards(directory)
+        shards, writer = [], Shards(directory)
+        count = sum(map(len, self._headers.values()))
         for number, (name, entries) in enumerate(self._headers.items()):
             file = f"packed-{number + 1:05d}-of-{len(self._headers):05d}.safetensors"
             header = header_bytes(self._path / name)
@@ -202,47 +184,54 @@ class _Packer:
             keys = sorted(entries, key=lambda key: entries[key].offset)
             written: dict[str, Tensor] = {}
             for key in keys:
-                tensors, dense_value = self._stored(file, key, entries[key])
+                tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
                 digest.update(raw(dense_value))
-                self._progress.status("packing, tensor", len(self.tensors), sum(map(len, self._headers.values())))
-            if digest.hexdigest() != _sha256(self._path / name):
+                self._progress.status("packing, tensor", len(self.tensors), count)
+            if digest.hexdigest() != _digest(self._path / name):
                 raise UnsupportedModelError(
                     f"{self._path / name} has bytes outside of its tensors, or overlapping tensors; load the model in "
                     "transformers and save it again"
                 )
             shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
             writer.write(file, written)
-        _check_names(self._path, self.tensors)
         return shards
 
-    def _stored(self, file: str, key: str, entry: Entry) -> tuple[dict[str, Tensor], Tensor]:
+    def _stored(self, file: str, shard: str, key: str) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors that go to ``file`` for one of the dense checkpoint, and what a reader makes of them."""
+        entry = self._headers[shard][key]
         if key in self.tensors:
             raise UnsupportedModelError(f"{self._path} has the tensor {key!r} in two files")
         if entry.dtype not in DTYPES:
             raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
-        value = read_tensor(self._path / entry.shard, key, entry)
-        W = self._packed(value, self._matrices.get(key, []))
+        value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
+        W = self._packed(value, matrices)
         tensors = [value] if W is None else _written(W)
         stored = Stored(
             file=file,
             dtype=entry.dtype,
             shape=entry.shape,
             packed=W is not None,
-            transposed=W is not None and self._matrices[key][0].transposed,
+            transposed=W is not None and matrices[0].transposed,
             count=0 if W is None else int(W.starts[-1]),
             groups=0 if W is None or W.scales is None else W.scales.shape[1],
-            sha256=content_digest(tensors),
+            sha256=sha256(map(raw, tensors)),
         )
         self.tensors[key] = stored
-        return dict(zip(stored.components(key), tensors, strict=True)), value if W is None else dense(W, stored)
+        named = dict(zip(stored.components(key), tensors, strict=True))
+        for name in named:
+            if name in self._names:
+                raise UnsupportedModelError(
+                    f"{self._path} has a tensor {name!r}, a name that packing gives too; rename it"
+                )
+            self._names.add(name)
+        return named, value if W is None else dense(W, stored)
 
     def _packed(self, value: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``value`` without its zeros; None if that is not smaller."""
         if not matrices or not value.is_floating_point() or value.itemsize not in (2, 4):  # float8 has no kernels
             return None
-        if any(matrix.transposed for matrix in matrices):
+        if matrices[0].transposed:
             value = value.transpose(-1, -2).contiguous()
         W = value.flatten(0, -2)
         packed = self._in_whole_numbers(W, matrices) or pack_matrix(W)
@@ -269,16 +258,6 @@ def _written(W: PackedMatrix) -> list[Tensor]:
     return [tensor for tensor in (W.mask, W.scales, W.values) if tensor is not None]
 
 
-def _check_names(path: Path, tensors: Mapping[str, Stored]) -> None:
-    """Raises UnsupportedModelError where two tensors would have the same name in the packed files."""
-    names: set[str] = set()
-    for key, stored in tensors.items():
-        for name in stored.components(key):
-            if name in names:
-                raise UnsupportedModelError(f"{path} has a tensor {name!r}, a name that packing gives too; rename it")
-            names.add(name)
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode() if path.exists() else ""
@@ -289,16 +268,12 @@ def _text(path: Path) -> str:
 def _carry_over(checkpoint: Checkpoint, directory: Path) -> None:
     """Copies everything but weights, and the scales of weights on a grid, which other runs leave out like weights."""
     carry_over(checkpoint, directory)
-    scales, target = checkpoint.path / SCALES, directory / SCALES
-    if scales.exists():
+    if (checkpoint.path / SCALES).exists():
         with output_errors(directory):
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(scales, target)
+            (directory / SCALES).parent.mkdir(exist_ok=True)
+            shutil.copyfile(checkpoint.path / SCALES, directory / SCALES)
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return sha256(iter(lambda: file.read(1 << 24), b""))

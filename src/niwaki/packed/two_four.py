@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.sparse import to_sparse_semi_structured
 
-from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.errors import UnsupportedModelError, UsageError, first_line
 from niwaki.models.streamed import StreamedModel
 
 
@@ -21,38 +21,32 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 
 def is_two_four(weight: Tensor) -> bool:
     """Whether of every four consecutive weights of a row (out, in) at least two are 0."""
-    if weight.shape[1] % 4:
-        return False
-    return bool(((weight != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all())
+    return weight.shape[1] % 4 == 0 and bool(((weight != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all())
 
 
-def convert(streamed: StreamedModel) -> int:
-    """Converts the linear layers of a loaded model that have the pattern, and says how many they are.
+def convert(streamed: StreamedModel) -> None:
+    """Converts the linear layers of a loaded model that have the pattern.
 
     Raises:
         UsageError: none has it.
         UnsupportedModelError: torch refuses one, for its size or on this GPU.
     """
-    count = 0
+    converted = False
     for matrix in streamed.matrices():
-        if matrix.expert is not None:
-            continue
-        layer = streamed.blocks[matrix.block].get_submodule(matrix.name)
+        layer = None if matrix.expert is not None else streamed.blocks[matrix.block].get_submodule(matrix.name)
         if not isinstance(layer, nn.Linear) or not is_two_four(layer.weight):
             continue
         try:
             weight = to_sparse_semi_structured(layer.weight.detach())
         except (RuntimeError, NotImplementedError) as error:
-            rows, columns = matrix.shape
             raise UnsupportedModelError(
-                f"torch cannot make a 2:4 tensor of {matrix.name} of block {matrix.block}, {rows} x {columns} "
-                f"({str(error).splitlines()[0]}); leave two_four out"
+                f"torch cannot make a 2:4 tensor of {matrix.name} of block {matrix.block}, "
+                f"{' x '.join(map(str, matrix.shape))} ({first_line(error)}); leave two_four out"
             ) from error
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        count += 1
-    if not count:
+        converted = True
+    if not converted:
         raise UsageError(
             f"no linear layer of {streamed.checkpoint.path} has two zeros in every four weights; "
             "prune with --pattern 2:4, or leave two_four out"
         )
-    return count
