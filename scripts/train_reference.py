@@ -37,8 +37,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers import get_cosine_schedule_with_warmup as cosine_schedule
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup as cosine_schedule,
+)
 
 PIECE = 1 << 16  # characters read at a time: what keeps memory bounded
 HELD = 200  # windows of the held-out loss

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
-from niwaki.models import gram_capture as inputs
-from niwaki.models import streamed as blocks
+from niwaki.models import gram_capture as inputs, streamed as blocks
 from niwaki.models.checkpoint import Checkpoint
 from niwaki.models.families import FAMILIES, ROUTERS
 from niwaki.models.gram_capture import InputGram, InputGrams

@@ -19,8 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, UsageError
-from niwaki.models import text as calibration
-from niwaki.models import text_sources
+from niwaki.models import text as calibration, text_sources
 from niwaki.models.text import load_tokenizer, read_windows
 from niwaki.models.text_sources import EXCERPTS
 from support.models import EMBEDDED

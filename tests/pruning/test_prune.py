@@ -16,8 +16,7 @@ import niwaki
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.layer.patterns import NM, PerRow
 from niwaki.layer.solvers import SOLVERS, SparseGPT
-from niwaki.pruning.effort import Effort
-from niwaki.pruning.effort import describe as describe_effort
+from niwaki.pruning.effort import Effort, describe as describe_effort
 from niwaki.pruning.prune import prune
 from support.models import (
     each_case,
@@ -30,8 +29,7 @@ from support.models import (
     save_model_with_tokenizer,
     weight,
 )
-from support.runs import Diary, Untouched, listing, raw, tensors, zeros
-from support.runs import run_magnitude as run
+from support.runs import Diary, Untouched, listing, raw, run_magnitude as run, tensors, zeros
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

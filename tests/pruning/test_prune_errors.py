@@ -35,8 +35,7 @@ from support.models import (
     save_model_with_tokenizer,
     weight,
 )
-from support.runs import Diary, listing
-from support.runs import run_magnitude as run
+from support.runs import Diary, listing, run_magnitude as run
 
 
 def finished(directory: Path) -> list[str]:

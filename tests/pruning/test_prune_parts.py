@@ -29,8 +29,7 @@ from support.models import (
     save_model,
     weight,
 )
-from support.runs import Diary, listing, raw, tensors, zeros
-from support.runs import run_magnitude as run
+from support.runs import Diary, listing, raw, run_magnitude as run, tensors, zeros
 
 
 @pytest.fixture

@@ -39,8 +39,7 @@ from support.models import (
     save_model_with_tokenizer,
     weight,
 )
-from support.runs import Untouched, listing, tensors
-from support.runs import run_magnitude as run
+from support.runs import Untouched, listing, run_magnitude as run, tensors
 
 
 def strict_json(text: str) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from precision import Rounding, cut, rounded  # benchmarks/precision.py
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -12,8 +12,7 @@ import pytest
 
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
-from niwaki.pruning.effort import EFFORTS
-from niwaki.pruning.effort import describe as describe_effort
+from niwaki.pruning.effort import EFFORTS, describe as describe_effort
 from niwaki.records.parameters import from_repr, in_words, plain
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord

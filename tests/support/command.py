@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from niwaki.cli import main as cli
-from niwaki.cli import screen
+from niwaki.cli import main as cli, screen
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from niwaki.errors import NumericalError
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
-from niwaki.pruning import prune as pipeline
-from niwaki.pruning import solve
+from niwaki.pruning import prune as pipeline, solve
 
 PATIENCE = 60.0
 

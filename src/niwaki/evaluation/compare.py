@@ -21,8 +21,7 @@ from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
-from niwaki.pruning.effort import PLAIN_EFFORT, Effort, make_effort
-from niwaki.pruning.effort import describe as describe_effort
+from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
 from niwaki.pruning.session import current_session
