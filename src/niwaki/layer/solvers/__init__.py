@@ -1,6 +1,11 @@
 """Layer solvers: one method, one file, one paper.
 
 ``SOLVERS`` holds each method with its default parameters; :func:`make_solver` makes one with others.
+
+In all formulas W0 (out, in) are the dense weights, What the result, M the mask, lambda the ``damping``, and * and ^2 are
+elementwise. "Unit diagonal" stands for the coordinates in which H has one, see :class:`~niwaki.layer.problem.Normalised`:
+there |W0| is Wanda's score, and lambda and penalties are relative to 1. A method that fits weights to a given mask takes
+Wanda's where a pattern leaves a choice.
 """
 
 from __future__ import annotations
@@ -50,8 +55,8 @@ __all__ = [
     "spec",
 ]
 
-#: By the name on the command line: those that choose a mask and leave the weights, those that do both,
-#: and those that fit the weights to a mask (Wanda's, where they are not given one).
+#: By the name on the command line: those that choose a mask and leave the weights, those that do both, and those that
+#: fit the weights to a mask.
 SOLVERS: dict[str, Solver] = {
     "magnitude": Magnitude(),
     "wanda": Wanda(),
