@@ -42,7 +42,7 @@ class Solver(abc.ABC):
     def flops(self, rows: int, columns: int) -> float:
         """Floating-point operations for a matrix of shape (out, in) = (rows, columns) with an H of its own.
 
-        Those of products and factorisations, with the two products that measure the error, which are all there are here.
+        Those of products and factorisations, with the two products that measure the error: here no more than these.
         """
         return 2 * product(rows, columns)
 
