@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -66,8 +65,12 @@ class ADMM(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        shift = self.damping + self.rho
-        R, used = scaled.gram.derived(("admm", self.damping, self.rho), lambda: self._resolvent(scaled.new_H, shift))
+
+        def resolvent() -> tuple[torch.Tensor, float]:
+            inverse, used = inverse_of_damped(scaled.new_H, self.damping + self.rho)
+            return inverse.mul_(self.rho), used
+
+        R, used = problem.gram.derived(("admm", self.damping, self.rho), resolvent)
         W0 = scaled.W
         # Three buffers for all steps, because fresh memory of that size costs page faults each time.
         V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)
@@ -88,7 +91,3 @@ class ADMM(Solver):
         """s_t / s_f."""
         t = step / self.sparsification_steps
         return {"constant": 1.0, "cubic": 1 - (1 - t) ** 3, "printed": t**3}[self.schedule]
-
-    def _resolvent(self, new_H: Callable[[], torch.Tensor], shift: float) -> tuple[torch.Tensor, float]:
-        inverse, used = inverse_of_damped(new_H, shift)
-        return inverse.mul_(self.rho), used

@@ -96,8 +96,9 @@ class Continuation(Solver):
         pattern.check((problem.W.shape[0], problem.W.shape[1]))
         unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
         metric = unexplained.pow(0.375) / typical**0.375
-        order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
-        order = order.to(problem.W.device)
+        order, widths = _interleaved(
+            torch.arange(problem.W.shape[1], device=problem.W.device), pattern.group, self.parts
+        )
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
@@ -210,8 +211,8 @@ def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:
     return [memory[: part.numel()].view(part.shape) for part in parts]
 
 
-def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
+def _interleaved(columns: Tensor, group: int, parts: int) -> tuple[Tensor, list[int]]:
     """(order of the columns, widths of the parts): part i has groups i, i + parts, i + 2 parts ..."""
-    groups = torch.arange(columns).split(group)
+    groups = columns.split(group)
     taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
     return torch.cat([torch.cat(part) for part in taken]), [sum(len(g) for g in part) for part in taken]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import Gram, LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, at_least, product
 
 
@@ -42,15 +42,15 @@ class OBSSaliency(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        diagonal, used = scaled.gram.derived(("obs", self.damping), lambda: self._diagonal(scaled.gram))
+
+        def compute() -> tuple[Tensor, float]:
+            inverse, used = inverse_of_damped(problem.gram.live, self.damping)
+            return inverse.diagonal().clone(), used
+
+        diagonal, used = problem.gram.derived(("obs", self.damping), compute)
         # A dead input has weight 0 in these coordinates, and so score 0.
         mask = pattern.mask(scaled.W.abs().div_(diagonal.sqrt()))
         return problem.solution(problem.W, mask, damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return columns**3 + 2 * product(rows, columns)
-
-    def _diagonal(self, gram: Gram) -> tuple[Tensor, float]:
-        """Of (H + lambda I)^-1, and the lambda that was used."""
-        inverse, used = inverse_of_damped(gram.live, self.damping)
-        return inverse.diagonal().clone(), used
