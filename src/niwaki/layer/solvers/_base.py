@@ -29,10 +29,7 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        """Prunes one matrix, and changes neither its W nor its H.
-
-        ``monitor`` is called after each step with (step, steps, estimated relative error), by solvers that go step by
-        step towards the solution.
+        """Prunes one matrix; changes neither W nor H. Solvers that go step by step call ``monitor`` after each step.
 
         Raises:
             PatternError: the pattern does not fit the shape of W.

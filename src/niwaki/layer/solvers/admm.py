@@ -40,8 +40,7 @@ class ADMM(Solver):
        R = rho (H + (lambda + rho) I)^-1: one product a step and none before the first, and what is rounded is the
        change of the weights rather than the weights.
     2. R comes from a Cholesky factorisation, shared by all matrices with the same input.
-    3. The default schedule is ``constant``, as in the published code, also for n:m, where that code is gradual. See
-       docs/methods.md for what each gives.
+    3. The default schedule is ``constant`` also for n:m, where the published code is gradual; see docs/methods.md.
     4. Dead inputs keep their weights unless the mask takes them.
 
     Cost: in^3 for R and 2 out in^2 for each of k steps, with one selection among the weights in each of the first k_s;

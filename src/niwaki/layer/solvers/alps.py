@@ -38,8 +38,8 @@ class ALPS(Solver):
     2. At most ``iterations`` steps; ``stats["converged"]`` says whether the support stayed.
     3. The damping is relative to the unit diagonal of H, and so an equal part of each input's own H_jj; in the
        published code it is 1 % of the mean of the diagonal before that is scaled.
-    4. The published code also does two other things: it starts over with rho / 5 while the first changes are small, and
-       after step 30 it stops at s < 0.0003 k. Its mask is that of W at the end, here it is the support of D.
+    4. The published code also starts over with rho / 5 while the first changes are small, and stops after step 30 at
+       s < 0.0003 k. Its mask is that of W at the end, here it is the support of D.
 
     Cost: about 9 in^3 for the eigendecomposition, which matrices with the same input share, 2 in^3 for each new rho,
     and 2 out in^2 a step with a selection among the weights; memory of the eigenvectors, of (H' + rho I)^-1, and six

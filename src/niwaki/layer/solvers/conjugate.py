@@ -27,10 +27,8 @@ class ConjugateGradients(Solver):
 
     Differences from the paper:
 
-    1. Hestenes and Stiefel know of no mask. With it the method is theirs for the rows and columns of H that a row of
-       weights keeps, which needs no copy of them.
-    2. Unit diagonal of H is what Jacobi's preconditioner would do; ALPS (arXiv 2406.07831, algorithm 2) uses the same
-       steps as its finish.
+    1. With a mask the method is theirs for the rows and columns of H that a row of weights keeps, without a copy.
+    2. Unit diagonal of H is what Jacobi's preconditioner would do; ALPS (algorithm 2) uses the same steps at its end.
 
     Cost: 2 out in^2 for each of k + 1 steps and no factorisation; memory of H + lambda I and six copies of W.
     Reference: Hestenes & Stiefel 1952, "Methods of conjugate gradients for solving linear systems".

@@ -53,12 +53,11 @@ class Continuation(Solver):
     part has a theta of its own where groups stand for themselves (n:m), and for unstructured sparsity, there with the
     share of zeros that the mask of |W0| gives it.
 
-    Differences from the paper: not published elsewhere. ADMM with the L0 constraint and one fixed penalty is what Boza
-    2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS (arXiv 2406.07831) is
-    the nearest published method. What each of these gives is in docs/log.md:
+    Differences from the paper: not published elsewhere. Boza 2024 (section 3.4) warns that ADMM with the L0 constraint
+    and one fixed penalty may cycle; the growing penalty and the refit mend it. ALPS (arXiv 2406.07831) is the nearest
+    published method. What each of these gives is in docs/log.md:
 
-    1. Only the choice of weights has a penalty that changes in every step, and that costs nothing; the weights
-       themselves need only two, hence two inverses.
+    1. Only the choice of weights has a penalty that changes in every step, at no cost; the weights need two inverses.
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
     3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both kept, in the
        same step. A sweep costs the same product, cut into pieces.
@@ -67,11 +66,6 @@ class Continuation(Solver):
     Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a selection among the
     weights in each sweep; memory of R and five copies of W, with the problem's.
     Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
-
-    Attributes:
-        parts: 1 is plain ADMM.
-        softness: Within which distance from theta, relative to it, weights are kept by degrees at first.
-        relaxation: Above 1 it is over-relaxation.
     """
 
     sweeps: int = at_least(1, 13)

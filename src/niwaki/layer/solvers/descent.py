@@ -35,8 +35,7 @@ class Descent(Solver):
 
     Differences from the paper, with figures in docs/log.md:
 
-    1. Full gradients from the Gram matrix, not those of batches of tokens: the same objective, a step costs no pass
-       over the tokens, and the steps have no noise.
+    1. Full gradients from the Gram matrix, not those of batches of tokens: no noise, and no pass over the tokens.
     2. Coordinates of unit diagonal, in which SGD needs half as many steps.
     3. eta is relative, see above.
 
@@ -69,7 +68,7 @@ class Descent(Solver):
             largest = scaled.gram.derived("largest eigenvalue", lambda: _largest_eigenvalue(H))
             rate = self.learning_rate / (largest or 1.0)
         else:
-            size = float(W0.square().mean().sqrt())
+            size = float(W0.square().mean().sqrt())  # rms(W0)
             rate = self.learning_rate * size
         G = ((Z - W0) @ H).mul_(mask)
         first = float(G.norm())
@@ -87,8 +86,8 @@ class Descent(Solver):
             scaled.report(monitor, step, self.iterations, Z, mask)
         residual = float(G.norm()) / first if first else 0.0
         if not math.isfinite(residual):
-            rate = self.learning_rate
-            raise NumericalError(f"{self.method} diverged to infinite weights; lower its learning rate ({rate:g})")
+            eta = self.learning_rate
+            raise NumericalError(f"{self.method} diverged to infinite weights; lower its learning rate ({eta:g})")
         return problem.solution(scaled.restore(Z), mask, residual=residual)
 
     def flops(self, rows: int, columns: int) -> float:

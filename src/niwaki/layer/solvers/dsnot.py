@@ -45,8 +45,7 @@ class DSnoT(Solver):
 
     Attributes:
         cycles: Exchanges in a row at most (the paper's T).
-        threshold: A row is done when |e_r| is below it, relative to the root of sum_k W_rk^2 E[A_k^2], which is the
-            output's root mean square for inputs that are independent of each other.
+        threshold: A row is done when |e_r| is below it, relative to the root of sum_k W_rk^2 E[A_k^2].
     """
 
     cycles: int = at_least(1, 50)

@@ -33,16 +33,14 @@ class Exact(Solver):
     same support, padded with the identity.
 
     Where H_SS + lambda I is not positive definite in floating point, the damping of that row grows tenfold until it is,
-    and ``stats["damping"]`` has the largest. A row or column of H that is zero (a dead input) needs none: its weights
-    stay, whatever stands on the diagonal. ``stats["residual"]`` is the norm of the differences of the equations above,
-    with the damping that was used, over all rows, relative to that of their right-hand sides.
+    and ``stats["damping"]`` has the largest. Weights of dead inputs stay. ``stats["residual"]`` is the norm of the
+    differences of the equations above, with the damping that was used, relative to that of their right-hand sides.
 
     Differences from a paper: none known; this is least squares. Solving for the change, rather than for the weights,
-    has smaller numbers to round. Iterative refinement gains nothing (docs/log.md).
+    has smaller numbers to round. Iterative refinement gains nothing (docs/log.md). The batches are this file's.
 
     Cost: sum over rows of k^3 / 3 for support k, at most out in^3 / 3, one product 2 out in^2, and up to as much for
     the residual; memory of one batch, two copies of W and one of H.
-    Reference: least squares; the batches are this file's.
 
     Attributes:
         damping: lambda; it holds on to the old weights.
@@ -77,8 +75,8 @@ class Exact(Solver):
             A.diagonal(dim1=1, dim2=2).add_(padding.to(W.dtype) + self.damping)
             b = B[batch].gather(1, support)
             change, used = self._solve(A, b, columns)
-            missed += _squares(torch.bmm(A, change.unsqueeze(2)).squeeze(2).sub_(b))
-            asked += _squares(b)
+            missed += torch.bmm(A, change.unsqueeze(2)).squeeze(2).sub_(b).square().sum(dtype=torch.float64)
+            asked += b.square().sum(dtype=torch.float64)
             V[batch] = V[batch].scatter_add_(1, support, change)
             largest = max(largest, used)
             if reported != (reported := _STEPS * stop // rows):
@@ -106,10 +104,7 @@ class Exact(Solver):
             start = stop
 
     def _solve(self, A: Tensor, b: Tensor, columns: int) -> tuple[Tensor, float]:
-        """(batch, k): A^-1 b, and the damping that it took; ``A`` (batch, k, k) has the one asked for.
-
-        Where it took more, ``A`` has that at the end.
-        """
+        """(batch, k): A^-1 b, and the damping that it took, which ``A`` (batch, k, k) has at the end."""
         L, info = torch.linalg.cholesky_ex(A)
         used = self.damping
         # The steps of linalg.damped_cholesky, for the rows that fail.
@@ -125,8 +120,3 @@ class Exact(Solver):
             used = step
             L[failed], info[failed] = torch.linalg.cholesky_ex(A[failed])
         return torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), used
-
-
-def _squares(x: Tensor) -> Tensor:
-    """In float64, like all sums that go into a record."""
-    return x.square().sum(dtype=torch.float64)

@@ -25,20 +25,19 @@ class OBC(Solver):
 
         p = argmin w_p^2 / C_pp,    w -= C_:p w_p / C_pp,    C -= C_:p C_p: / C_pp
 
-    w is then always the exact solution for the weights that remain. All rows go side by side. In each step the pattern
-    chooses a mask from sqrt(w^2 / C_ii), with removed weights below all others, and each row removes the cheapest of
-    the weights that it prunes and that remain, until all these are removed. This is, for
+    w is then always the exact solution for the weights that remain. In each step the pattern chooses a mask from
+    sqrt(w^2 / C_ii), with removed weights below all others, and each row, side by side, removes the cheapest of the
+    weights that it prunes and that remain, until all these are removed. This is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
-        unstructured     the global greedy choice over all rows, where removals make the other weights
-                         of a row no cheaper; otherwise near to it (docs/log.md)
+        unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
+                         make the other weights of a row no cheaper
         a given mask     the exact refit on it, as Exact
 
     Differences from the paper:
 
-    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, which is a
-       Cholesky factorisation of the inverse, pivoted differently in each row. Only its diagonal and one column per step
-       are needed. That is half the traffic or less, and k/in of the memory for k removals.
+    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, of which only
+       the diagonal and one column per step are needed: half the traffic or less, k/in of the memory for k removals.
     2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is removed than
        the pattern asks for, and patterns of every kind go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.

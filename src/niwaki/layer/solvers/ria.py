@@ -20,8 +20,7 @@ class RIA(Solver):
         (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
 
     with a the ``power`` and |X_j|_2 the norm of input j over the calibration tokens, sqrt(H_jj) up to a factor. By
-    default weights compete across the whole matrix, as in the published code, where the same number per output is an
-    option.
+    default weights compete across the whole matrix, as in the published code.
 
     Differences from the paper:
 

@@ -22,15 +22,13 @@ class SparseGPT(Solver):
         mask at the start of each group of columns: the pattern's of  |W_ij| / U_jj
         E_j = (W_j - M_j W_j) / U_jj,    W_k -= E_j U_jk  for k > j,    W_j = M_j W_j
 
-    which is algorithm 1 of the paper; U_jj^2 is the j-th diagonal entry of the inverse of the Hessian of the columns
-    from j on. Patterns square scores themselves, so they are given the root of the paper's W_ij^2 / U_jj^2. With
-    ``Fixed(mask)`` it is the weight update for a given mask.
+    U_jj^2 is the j-th diagonal entry of the inverse of the Hessian of the columns from j on. Patterns square scores
+    themselves, so they are given the root of the paper's W_ij^2 / U_jj^2.
 
     Differences from the paper:
 
     1. Counts are exact over the whole matrix; public code prunes one weight too many in each group.
-    2. U comes from one Cholesky factorisation of H with its order reversed, not from the Cholesky factor of an explicit
-       inverse: cheaper, and fewer digits lost.
+    2. U comes from one Cholesky factorisation of H with its order reversed, which is cheaper and loses fewer digits.
     3. Where H + damping is not positive definite, the damping grows tenfold until it is (``stats["damping"]``).
     4. Dead inputs keep their weights unless the mask takes them (score 0); public code zeroes them all.
 

@@ -33,11 +33,10 @@ class Swaps(Solver):
 
     1. Without structure, rows keep the numbers of zeros that they start with, which need not be equal.
     2. The coordinates are those where H has unit diagonal, so that all costs of a row are of one size.
-    3. An exchange must gain more than 16 rounding errors of the row's first loss, so that the loss falls in floating
-       point too.
+    3. An exchange must gain more than 16 rounding errors of the row's first loss: it falls in floating point too.
 
-    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m for n:m, a
-    few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
+    Cost: for each row and step a few operations for each pair, that is (pruned or kept, the fewer) x in, or in x m for
+    n:m; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
     Reference: Zimmer et al. 2025, arXiv 2512.10922.
     """
 
