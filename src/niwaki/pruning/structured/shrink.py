@@ -93,8 +93,7 @@ def shrink(
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
         raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
-    makers = ((head_removal, heads), (neuron_removal, neurons))
-    removals = [make(streamed, fraction) for make, fraction in makers if fraction]
+    removals = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
     progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
