@@ -217,14 +217,6 @@ def name_of(value: object, known: Mapping[str, object]) -> str:
     return min(names, key=changes, default=type(value).__name__.lower())
 
 
-def spelled(value: object, known: Mapping[str, object]) -> str:
-    """The text that :func:`choose` reads back as ``value``, such as ``adam:iterations=50``."""
-    name = name_of(value, known)
-    changed = _changed(value, known[name]) if name in known else {}
-    # Without the + of 1e+16, which stands between names.
-    return ":".join([name, *(f"{key}={each}".replace("e+", "e") for key, each in changed.items())])
-
-
 def _changed(value: object, usual: object) -> dict[str, Any]:
     """The parameters in which ``value`` differs from ``usual``, of the same class."""
     return {key: each for key, each in parameters(value).items() if each != getattr(usual, key)}

@@ -19,7 +19,6 @@ from niwaki.layer.solvers import (
     Wanda,
     describe,
     make_solver,
-    spec,
 )
 
 
@@ -31,8 +30,7 @@ class Mine(Magnitude):
 
 
 @pytest.mark.parametrize("name", [*SOLVERS, "wanda+exact", "wanda+swaps+exact"])
-def test_a_name_is_spelled_as_it_was_given(name: str) -> None:
-    assert spec(make_solver(name)) == name
+def test_a_name_is_what_it_was_given_as(name: str) -> None:
     assert describe(make_solver(name))["name"] == name
 
 
@@ -53,8 +51,8 @@ def test_a_name_is_spelled_as_it_was_given(name: str) -> None:
     ],
 )
 def test_text_that_is_read_back(solver: ADMM, text: str) -> None:
-    assert spec(solver) == text
     assert make_solver(text) == solver
+    assert describe(solver)["name"] == "+".join(part.split(":")[0] for part in text.split("+"))
 
 
 def test_parameters_as_data() -> None:
@@ -76,6 +74,5 @@ def test_parameters_as_data() -> None:
 
 
 def test_a_solver_of_another_class_goes_by_its_name() -> None:
-    assert spec(Mine()) == "mine"
     assert describe(Mine(3.0)) == {"name": "mine", "strength": 3.0}
-    assert spec(MaskThenUpdate(Mine(), Exact())) == "mine+exact"
+    assert describe(MaskThenUpdate(Mine(), Exact()))["name"] == "mine+exact"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from niwaki.layer import unit_removal as structured
-from niwaki.layer.problem import LayerProblem
-from niwaki.layer.unit_removal import Removal, remove_units
+from niwaki.layer.problem import LayerProblem, Solution
+from niwaki.layer.unit_removal import remove_units
 from support.models import message
 from support.problems import DEAD, gram, inputs, normal, squared_error
 
@@ -43,8 +43,8 @@ def one_by_one(X: Tensor, W: Tensor, size: int, count: int) -> list[int]:
     return sorted(gone)
 
 
-def removed(found: Removal) -> list[int]:
-    return (~found.kept).nonzero().flatten().tolist()
+def removed(found: Solution, size: int = 1) -> list[int]:
+    return (~found.mask[0, ::size]).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize(("size", "count"), SHAPES)
@@ -53,14 +53,15 @@ def test_the_rest_is_a_regression_with_a_ridge(kind: str, size: int, count: int)
     X, W = case(kind)
     H = gram(X)
     found = remove_units(LayerProblem(W, H), size, count)
-    assert len(removed(found)) == count
-    _, expected = without(X, W, removed(found), size)
+    assert len(removed(found, size)) == count
+    _, expected = without(X, W, removed(found, size), size)
     torch.testing.assert_close(found.W, expected, rtol=1e-7, atol=1e-7)
-    assert torch.equal((found.W != 0).any(dim=0), found.kept.repeat_interleave(size))
+    assert torch.equal((found.W != 0).any(dim=0), found.mask[0])
+    assert torch.equal(found.mask, found.mask[0, ::size].repeat_interleave(size).expand_as(W))
     assert not found.W.signbit()[found.W == 0].any()
     power = squared_error(W, torch.zeros_like(W), H)
     assert found.error == pytest.approx(squared_error(W, found.W, H) / power, rel=1e-9)
-    assert found.damping == RIDGE
+    assert found.stats == {"damping_asked": RIDGE, "damping": RIDGE}
 
 
 @pytest.mark.parametrize(("size", "count"), SHAPES)
@@ -68,7 +69,7 @@ def test_the_rest_is_a_regression_with_a_ridge(kind: str, size: int, count: int)
 def test_units_go_one_by_one(size: int, count: int, seed: int) -> None:
     X, W = case(seed=seed)
     found = remove_units(LayerProblem(W, gram(X)), size, count)
-    assert removed(found) == one_by_one(X, W, size, count)
+    assert removed(found, size) == one_by_one(X, W, size, count)
 
 
 def test_the_choice_is_near_the_best_of_all() -> None:
@@ -78,7 +79,7 @@ def test_the_choice_is_near_the_best_of_all() -> None:
         X, W = case(seed=seed)
         choices = itertools.combinations(range(COLUMNS // size), count)
         best = min(without(X, W, choice, size)[0] for choice in choices)
-        found = without(X, W, removed(remove_units(LayerProblem(W, gram(X)), size, count)), size)[0]
+        found = without(X, W, removed(remove_units(LayerProblem(W, gram(X)), size, count), size), size)[0]
         assert best * (1 - 1e-9) <= found <= 1.25 * best
         exact += found <= best * (1 + 1e-9)
     assert exact >= 7
@@ -93,10 +94,10 @@ def test_some_at_a_time_is_nearly_one_at_a_time(
     slow = remove_units(problem, size, count)
     monkeypatch.setattr(structured, "_STEPS", steps)  # no divisor of the count
     quick = remove_units(problem, size, count)
-    assert len(removed(quick)) == count
+    assert len(removed(quick, size)) == count
     assert quick.error <= 1.1 * slow.error
-    assert removed(quick) != removed(slow)
-    torch.testing.assert_close(quick.W, without(X, W, removed(quick), size)[1], rtol=1e-7, atol=1e-7)
+    assert removed(quick, size) != removed(slow, size)
+    torch.testing.assert_close(quick.W, without(X, W, removed(quick, size), size)[1], rtol=1e-7, atol=1e-7)
 
 
 def test_inputs_that_are_never_active_go_first() -> None:

@@ -1,6 +1,11 @@
 """Layer solvers: one method, one file, one paper.
 
 ``SOLVERS`` holds each method with its default parameters; :func:`make_solver` makes one with others.
+
+In all formulas W0 (out, in) are the dense weights, What the result, M the mask, lambda the ``damping``, and * and ^2
+are elementwise. "Unit diagonal" stands for the coordinates in which H has one
+(:class:`~niwaki.layer.problem.Normalised`): there |W0| is Wanda's score, and lambda and penalties are relative to 1.
+Methods that fit weights to a mask take Wanda's where the pattern leaves a choice.
 """
 
 from __future__ import annotations
@@ -24,34 +29,16 @@ from niwaki.layer.solvers.ria import RIA
 from niwaki.layer.solvers.sparsegpt import SparseGPT
 from niwaki.layer.solvers.swaps import Swaps
 from niwaki.layer.solvers.wanda import Wanda
-from niwaki.options import DEFAULT_SOLVER, choose, name_of, parameters, spelled
+from niwaki.options import DEFAULT_SOLVER, choose, name_of, parameters
 
 __all__ = [
-    "ADMM",
-    "ALPS",
-    "DEFAULT_SOLVER",
-    "OBC",
-    "RIA",
-    "SOLVERS",
-    "ConjugateGradients",
-    "Continuation",
-    "DSnoT",
-    "Descent",
-    "Exact",
-    "Magnitude",
-    "MaskThenUpdate",
-    "OBSSaliency",
-    "Solver",
-    "SparseGPT",
-    "Swaps",
-    "Wanda",
-    "describe",
+    "ADMM", "ALPS", "DEFAULT_SOLVER", "OBC", "RIA", "SOLVERS", "ConjugateGradients", "Continuation", "DSnoT", "Descent",
+    "Exact", "Magnitude", "MaskThenUpdate", "OBSSaliency", "Solver", "SparseGPT", "Swaps", "Wanda", "describe",
     "make_solver",
-    "spec",
-]
+]  # fmt: skip
 
-#: By the name on the command line: those that choose a mask and leave the weights, those that do both,
-#: and those that fit the weights to a mask (Wanda's, where they are not given one).
+#: By the name on the command line: those that choose a mask and leave the weights, those that do both, and those that
+#: fit the weights to a mask.
 SOLVERS: dict[str, Solver] = {
     "magnitude": Magnitude(),
     "wanda": Wanda(),
@@ -90,20 +77,11 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
     return choose("solver", name, SOLVERS, settings)
 
 
-def spec(solver: Solver) -> str:
-    """The text that :func:`make_solver` reads back: a name, and the parameters that differ from those in ``SOLVERS``.
-
-    A solver of another class goes by the name of its class in small letters, and is not read back.
-    """
-    if isinstance(solver, MaskThenUpdate):
-        return f"{spec(solver.mask)}+{spec(solver.update)}"
-    return spelled(solver, SOLVERS)
-
-
 def describe(solver: Solver) -> dict[str, Any]:
     """The solver as data, for records: its "name", as in ``SOLVERS`` or "wanda+exact", and all parameters by name.
 
-    Those of :class:`MaskThenUpdate` are two such descriptions, "mask" and "update".
+    Those of :class:`MaskThenUpdate` are two such descriptions. A class that is not in ``SOLVERS`` goes by its own name
+    in small letters.
     """
     if isinstance(solver, MaskThenUpdate):
         mask, update = describe(solver.mask), describe(solver.update)

@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from niwaki.errors import PatternError, UsageError
 from niwaki.layer.patterns import Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
 class Solver(abc.ABC):
     """A method with its hyper-parameters: a frozen dataclass that is called with a problem and a pattern.
 
-    The fields are the method's parameters and the command line's ``--set`` options; ``__post_init__``
-    checks them. A new solver is one file with one subclass and one line in ``SOLVERS``.
+    The fields are the method's parameters and the command line's ``--set`` options. A new solver is one file with one
+    subclass and one line in ``SOLVERS``.
     """
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if "range" in each.metadata:
+                self._require(each.name, each.metadata["accepts"](getattr(self, each.name)), each.metadata["range"])
 
     @abc.abstractmethod
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        """Prunes one matrix.
-
-        Args:
-            problem: W (out, in) and H (in, in); neither is changed.
-            pattern: What support is allowed.
-            monitor: Called after each step with (step, steps, estimated relative error), by solvers that
-                go step by step towards the solution.
-
-        Returns:
-            The new weights, exactly zero off the mask, and the mask with the pattern's exact count.
+        """Prunes one matrix; changes neither W nor H. Solvers that go step by step call ``monitor`` after each step.
 
         Raises:
             PatternError: the pattern does not fit the shape of W.
             NumericalError: H cannot be factorised or the result is not finite.
         """
 
-    @abc.abstractmethod
     def flops(self, rows: int, columns: int) -> float:
         """Floating-point operations for a matrix of shape (out, in) = (rows, columns) with an H of its own.
 
-        Those of products and factorisations, with the two products that measure the error.
+        Those of products and factorisations, with the two products that measure the error: here no more than these.
         """
+        return 2 * product(rows, columns)
 
     @property
     def separable_rows(self) -> bool:
@@ -66,12 +65,18 @@ class Solver(abc.ABC):
             raise UsageError(f"{name} must be {range_}; got {value!r}")
 
 
-def exchange_width(name: str, pattern: Pattern, columns: int) -> int:
-    """:meth:`Pattern.exchange`, for a solver that cannot do without.
+def at_least(least: int, default: N) -> N:
+    """The default of a parameter that must be ``least`` or more."""
+    return field(default=default, metadata={"range": f"{least} or more", "accepts": lambda value: value >= least})
 
-    Raises:
-        PatternError: it is 0.
-    """
+
+def above_0(default: float) -> float:
+    """The default of a parameter that must be above 0."""
+    return field(default=default, metadata={"range": "above 0", "accepts": lambda value: value > 0})
+
+
+def exchange_width(name: str, pattern: Pattern, columns: int) -> int:
+    """:meth:`Pattern.exchange`, for a solver that cannot do without: raises PatternError if it is 0."""
     width = pattern.exchange(columns)
     if width == 0:
         raise PatternError(

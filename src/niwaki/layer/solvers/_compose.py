@@ -13,13 +13,9 @@ from niwaki.layer.solvers._base import Solver
 class MaskThenUpdate(Solver):
     """``mask`` chooses which weights stay, ``update`` starts again from the dense ones and fits them.
 
-    This is the paper's table 2 (mask selection x weight update). Where ``update`` refines masks itself
-    (DSnoT, swaps), the pattern's freedom is still there for it as ``Fixed.within``. On the command line
-    it is written ``mask+update``, for more than two from left to right: ``wanda+swaps+exact``.
-
-    Attributes:
-        mask: The solver whose mask is used, and whose weights are not.
-        update: The solver that is given the mask as a ``Fixed`` pattern.
+    Where ``update`` refines masks itself (DSnoT, swaps), the pattern's freedom is still there for it as
+    ``Fixed.within``. On the command line it is written ``mask+update``, for more than two from left to right:
+    ``wanda+swaps+exact``.
     """
 
     mask: Solver

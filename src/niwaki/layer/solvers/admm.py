@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,7 +10,7 @@ import torch
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 Schedule = Literal["constant", "cubic", "printed"]
 
@@ -20,14 +19,14 @@ Schedule = Literal["constant", "cubic", "printed"]
 class ADMM(Solver):
     """The alternating direction method of multipliers on the layer problem, with its mask chosen on the way.
 
-    In coordinates where H has unit diagonal, with W0 the weights, V = W + U, and for step t = 1..k:
+    With unit diagonal, V = W + U, and for step t = 1..k of k = ``iterations``, k_s = ``sparsification_steps``:
 
         M = the pattern's mask of |V| at sparsity s_t     (while t <= k_s; then M stays)
         Z = M * V
         U = V - Z
         W = (H + (lambda + rho) I)^-1 ((H + lambda I) W0 + rho (Z - U))                         (eq. 7)
 
-    and What = M * (W + U) at the end (algorithm 1). Schedules of s_t over k_s steps, s_f the pattern's sparsity:
+    and What = M * (W + U) at the end (algorithm 1). ``schedule`` has s_t, with s_f the pattern's sparsity:
 
         printed    s_f (t / k_s)^3              as the paper prints it
         cubic      s_f (1 - (1 - t / k_s)^3)    Zhu & Gupta 2017, which the paper cites
@@ -37,50 +36,40 @@ class ADMM(Solver):
 
     Differences from the paper:
 
-    1. (H + lambda I) W0 = (H + (lambda + rho) I) W0 - rho W0, so the update is computed as
-       W = W0 + (Z - U - W0) R with R = rho (H + (lambda + rho) I)^-1: one product a step and none before
-       the first, and what is rounded is the change of the weights rather than the weights.
+    1. (H + lambda I) W0 = (H + (lambda + rho) I) W0 - rho W0, so the update is computed as W = W0 + (Z - U - W0) R with
+       R = rho (H + (lambda + rho) I)^-1: one product a step and none before the first, and what is rounded is the
+       change of the weights rather than the weights.
     2. R comes from a Cholesky factorisation, shared by all matrices with the same input.
-    3. The default schedule is ``constant``, as in the published code, also for n:m, where that code is
-       gradual. See docs/methods.md for what each gives.
+    3. The default schedule is ``constant`` also for n:m, where the published code is gradual; see docs/methods.md.
     4. Dead inputs keep their weights unless the mask takes them.
 
-    Cost: in^3 for R and 2 out in^2 for each of k steps, with one selection among the weights in each of
-    the first k_s; memory of R and four copies of W.
-
+    Cost: in^3 for R and 2 out in^2 for each of k steps, with one selection among the weights in each of the first k_s;
+    memory of R and four copies of W.
     Reference: Boza 2024, arXiv 2401.02938, algorithm 1 and eqs. 5-7.
-
-    Attributes:
-        iterations: k.
-        sparsification_steps: k_s, at most k.
-        schedule: How the sparsity grows over the k_s steps.
-        rho: The penalty, relative to the unit diagonal of H.
-        damping: lambda, likewise.
     """
 
-    iterations: int = 20
+    iterations: int = at_least(1, 20)
     sparsification_steps: int = 15
     schedule: Schedule = "constant"
-    rho: float = 1.0
-    damping: float = 0.1
+    rho: float = above_0(1.0)
+    damping: float = at_least(0, 0.1)
 
     separable_rows = True
 
     def __post_init__(self) -> None:
-        self._require("iterations", self.iterations >= 1, "1 or more")
-        self._require(
-            "sparsification_steps",
-            1 <= self.sparsification_steps <= self.iterations,
-            f"1 to iterations ({self.iterations})",
-        )
+        super().__post_init__()
+        steps, most = self.sparsification_steps, self.iterations
+        self._require("sparsification_steps", 1 <= steps <= most, f"1 to iterations ({most})")
         self._require("schedule", self.schedule in get_args(Schedule), ", ".join(get_args(Schedule)))
-        self._require("rho", self.rho > 0, "above 0")
-        self._require("damping", self.damping >= 0, "0 or more")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        shift = self.damping + self.rho
-        R, used = scaled.gram.derived(("admm", self.damping, self.rho), lambda: self._resolvent(scaled.new_H, shift))
+
+        def resolvent() -> tuple[torch.Tensor, float]:
+            inverse, used = inverse_of_damped(scaled.new_H, self.damping + self.rho)
+            return inverse.mul_(self.rho), used
+
+        R, used = problem.gram.derived(("admm", self.damping, self.rho), resolvent)
         W0 = scaled.W
         # Three buffers for all steps, because fresh memory of that size costs page faults each time.
         V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)
@@ -101,7 +90,3 @@ class ADMM(Solver):
         """s_t / s_f."""
         t = step / self.sparsification_steps
         return {"constant": 1.0, "cubic": 1 - (1 - t) ** 3, "printed": t**3}[self.schedule]
-
-    def _resolvent(self, new_H: Callable[[], torch.Tensor], shift: float) -> tuple[torch.Tensor, float]:
-        inverse, used = inverse_of_damped(new_H, shift)
-        return inverse.mul_(self.rho), used

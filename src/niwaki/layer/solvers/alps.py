@@ -9,7 +9,7 @@ import torch
 from niwaki.layer.linalg import masked_conjugate_gradients
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 #: Steps between two looks at the support.
 PERIOD = 3
@@ -21,51 +21,37 @@ FACTORS = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 class ALPS(Solver):
     """ADMM with the pattern as a constraint, until the support stays, then a refit.
 
-    In coordinates where H has unit diagonal, with W0 the weights, H' = H + lambda I, and V = 0, D = the
-    projection P(W0) of the weights onto the pattern at the start:
+    With unit diagonal, H' = H + lambda I, V = 0, and D = the projection P(W0) of the weights onto the pattern at first:
 
         W = (H' + rho I)^-1 (H' W0 - V + rho D),   D = P(W + V / rho),   V = V + rho (W - D)
 
-    Every 3 steps, s is the number of weights that are in the support of D now or were 3 steps ago but not
-    both, and k the number of kept weights:
+    Every 3 steps, s is the number of weights that are in the support of D now or were 3 steps ago but not both, and k
+    the number of kept weights:
 
         rho = 1.3 rho  if s >= 0.1 k,    1.2 rho  if s >= 0.005 k,    1.1 rho  if s >= 1
 
-    and s = 0 ends the loop. What = conjugate gradients from D on its support (algorithm 2).
+    and s = 0 ends the loop. What = ``finish`` steps of conjugate gradients from D on its support (algorithm 2).
 
     Differences from the paper:
 
     1. W = W0 + (H' + rho I)^-1 (rho (D - W0) - V): the same, one product a step, none before the first.
     2. At most ``iterations`` steps; ``stats["converged"]`` says whether the support stayed.
-    3. The damping is relative to the unit diagonal of H, and so an equal part of each input's own H_jj; in
-       the published code it is 1 % of the mean of the diagonal before that is scaled.
-    4. The published code also does two other things: it starts over with rho / 5 while the first changes are small, and
-       after step 30 it stops at s < 0.0003 k. Its mask is that of W at the end, here it is the support of D.
+    3. The damping is relative to the unit diagonal of H, and so an equal part of each input's own H_jj; in the
+       published code it is 1 % of the mean of the diagonal before that is scaled.
+    4. The published code also starts over with rho / 5 while the first changes are small, and stops after step 30 at
+       s < 0.0003 k. Its mask is that of W at the end, here it is the support of D.
 
-    Cost: about 9 in^3 for the eigendecomposition, which matrices with the same input share, 2 in^3 for
-    each new rho, and 2 out in^2 a step with a selection among the weights; memory of the eigenvectors, of
-    (H' + rho I)^-1, and six copies of W.
-
+    Cost: about 9 in^3 for the eigendecomposition, which matrices with the same input share, 2 in^3 for each new rho,
+    and 2 out in^2 a step with a selection among the weights; memory of the eigenvectors, of (H' + rho I)^-1, and six
+    copies of W.
     Reference: Meng et al. 2024, arXiv 2406.07831, algorithms 1 and 2, sections 3.2 and 3.3; the code is
     github.com/mazumder-lab/ALPS.
-
-    Attributes:
-        iterations: Steps of ADMM at most.
-        rho: The first penalty, relative to the unit diagonal of H.
-        damping: lambda, likewise.
-        finish: Steps of conjugate gradients on the final support.
     """
 
-    iterations: int = 300
-    rho: float = 0.1
-    damping: float = 0.01
-    finish: int = 10
-
-    def __post_init__(self) -> None:
-        self._require("iterations", self.iterations >= 1, "1 or more")
-        self._require("rho", self.rho > 0, "above 0")
-        self._require("damping", self.damping >= 0, "0 or more")
-        self._require("finish", self.finish >= 0, "0 or more")
+    iterations: int = at_least(1, 300)
+    rho: float = above_0(0.1)
+    damping: float = at_least(0, 0.01)
+    finish: int = at_least(0, 10)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
@@ -97,15 +83,8 @@ class ALPS(Solver):
         Z, _ = masked_conjugate_gradients(H, W0, D, mask, self.finish)
         if self.finish or step < steps:
             scaled.report(monitor, steps, steps, Z, mask)
-        return problem.solution(
-            scaled.restore(Z),
-            mask,
-            damping=self.damping,
-            damping_asked=self.damping,
-            iterations=step,
-            converged=converged,
-            residual=residual,
-        )
+        progress = {"iterations": step, "converged": converged, "residual": residual}
+        return problem.solution(scaled.restore(Z), mask, damping=self.damping, damping_asked=self.damping, **progress)
 
     def flops(self, rows: int, columns: int) -> float:
         inverses = 1 + self.iterations // PERIOD

@@ -13,7 +13,7 @@ from torch import Tensor
 from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
 _METRIC_DAMPING = 0.02
@@ -27,15 +27,15 @@ _OWN_CHOICE = 4096
 class Continuation(Solver):
     """ADMM whose Z-step is a choice by degrees, with a penalty that grows, part by part, then a refit.
 
-    Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the
-    others cannot make up for, W0 is the weights times d and H' = (H + lambda I) / (d d^T), where
-    d_j = c_j^(3/8) divided by its geometric mean. A weight that is easily replaced then looks small.
+    Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the others cannot
+    make up for, W0 is the weights times d and H' = (H + lambda I) / (d d^T), where d_j = c_j^(3/8) divided by its
+    geometric mean. A weight that is easily replaced then looks small.
 
-    Penalties: gamma_1 .. gamma_k rise geometrically from ``penalty_start`` to ``penalty_end``, times
+    Penalties: gamma_1 .. gamma_k, k = ``sweeps``, rise geometrically from ``penalty_start`` to ``penalty_end``, times
     c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
 
-    The columns are cut into ``parts`` by taking every ``parts``-th group of them. From W = W0, U = 0, in
-    sweep t = 1..k, with x = (t - 1) / (k - 1), for each part of the columns after the other:
+    The columns are cut into ``parts`` by taking every ``parts``-th group of them. From W = W0, U = 0, in sweep
+    t = 1..k, with x = (t - 1) / (k - 1), for each part of the columns after the other:
 
         W = W0 + (Z - U - W0) R                     its columns, with the present Z and U of all parts
         W = W + (relaxation - 1) (W - Z)
@@ -43,72 +43,56 @@ class Continuation(Solver):
         P = clamp(1/2 + (S / theta - 1) / (2 e_t), 0, 1),    e_t = softness (1 - x)
         V = W + U,    Z = P * V,    U = V - Z
 
-    where R = rho (H' + rho I)^-1. The first sweep has no W-step. There, in the last sweep, and for
-    patterns without a threshold, P is the mask. rho is gamma at a quarter of the way in the first 60 % of
-    the sweeps and gamma_k in the others; U is rescaled there, so that the multiplier rho U stays. In the
-    end the mask is that of |Z + U|, and conjugate gradients refit the weights with H' in the place of H.
+    where R = rho (H' + rho I)^-1. The first sweep has no W-step. There, in the last sweep, and for patterns without a
+    threshold, P is the mask. rho is gamma at a quarter of the way in the first 60 % of the sweeps and gamma_k in the
+    others; U is rescaled there, so that the multiplier rho U stays. In the end the mask is that of |Z + U|, and
+    ``finish`` steps of conjugate gradients refit the weights with H' in the place of H.
 
-    With a small gamma a pruned weight comes back easily, while all weights are still near W0; as gamma
-    grows and e_t falls they settle. theta is that of the scores of all parts, as they were computed last.
-    From 4,096 weights on a part has a theta of its own where groups stand for themselves (n:m), and for
-    unstructured sparsity, there with the share of zeros that the mask of |W0| gives it.
+    With a small gamma a pruned weight comes back easily, while all weights are still near W0; as gamma grows and e_t
+    falls they settle. theta is that of the scores of all parts, as they were computed last. From 4,096 weights on a
+    part has a theta of its own where groups stand for themselves (n:m), and for unstructured sparsity, there with the
+    share of zeros that the mask of |W0| gives it.
 
-    Differences from the paper: not published elsewhere. ADMM with the L0 constraint and one fixed penalty is what
-    Boza 2024 (section 3.4) warns may cycle; the growing penalty and the refit are what mends it. ALPS
-    (arXiv 2406.07831) is the nearest published method. What each of these does for the layers of the
-    embedded model, with figures, is in docs/log.md:
+    Differences from the paper: not published elsewhere. Boza 2024 (section 3.4) warns that ADMM with the L0 constraint
+    and one fixed penalty may cycle; the growing penalty and the refit mend it. ALPS (arXiv 2406.07831) is the nearest
+    published method. What each of these gives is in docs/log.md:
 
-    1. Only the choice of weights has a penalty that changes in every step, and that costs nothing; the
-       weights themselves need only two, hence two inverses.
+    1. Only the choice of weights has a penalty that changes in every step, at no cost; the weights need two inverses.
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
-    3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both
-       kept, in the same step. A sweep costs the same product, cut into pieces.
+    3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both kept, in the
+       same step. A sweep costs the same product, cut into pieces.
     4. The choice by degrees: half as many sweeps for the same error.
 
-    Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a
-    selection among the weights in each sweep; memory of R and five copies of W, with the problem's.
-
+    Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a selection among the
+    weights in each sweep; memory of R and five copies of W, with the problem's.
     Reference: the notation is that of Boza 2024, arXiv 2401.02938, eqs. 5-7.
-
-    Attributes:
-        sweeps: k.
-        parts: Parts of the columns; 1 is plain ADMM.
-        penalty_start: The first gamma, without unit.
-        penalty_end: The last one.
-        softness: Within which distance from theta, relative to it, weights are kept by degrees at first.
-        relaxation: Above 1 it is over-relaxation.
-        damping: lambda, relative to the unit diagonal of H.
-        finish: Steps of conjugate gradients on the final mask.
     """
 
-    sweeps: int = 13
-    parts: int = 4
-    penalty_start: float = 0.3
+    sweeps: int = at_least(1, 13)
+    parts: int = at_least(1, 4)
+    penalty_start: float = above_0(0.3)
     penalty_end: float = 1.0
     softness: float = 0.4
     relaxation: float = 1.6
-    damping: float = 0.005
-    finish: int = 2
+    damping: float = at_least(0, 0.005)
+    finish: int = at_least(0, 2)
 
     separable_rows = True
 
     def __post_init__(self) -> None:
-        self._require("sweeps", self.sweeps >= 1, "1 or more")
-        self._require("parts", self.parts >= 1, "1 or more")
-        self._require("penalty_start", self.penalty_start > 0, "above 0")
+        super().__post_init__()
         least = f"at least penalty_start ({self.penalty_start:g})"
         self._require("penalty_end", self.penalty_end >= self.penalty_start, least)
         self._require("softness", 0 <= self.softness <= 1, "from 0 to 1")
         self._require("relaxation", 0 < self.relaxation < 2, "between 0 and 2")
-        self._require("damping", self.damping >= 0, "0 or more")
-        self._require("finish", self.finish >= 0, "0 or more")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         pattern.check((problem.W.shape[0], problem.W.shape[1]))
         unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
         metric = unexplained.pow(0.375) / typical**0.375
-        order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
-        order = order.to(problem.W.device)
+        order, widths = _interleaved(
+            torch.arange(problem.W.shape[1], device=problem.W.device), pattern.group, self.parts
+        )
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
@@ -179,12 +163,8 @@ class Continuation(Solver):
         del H, V, Y, Ys
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
-        return problem.solution(
-            scaled.restore(Z),
-            scaled.original(mask),
-            damping=self.damping + raised,
-            damping_asked=self.damping,
-        )
+        used = self.damping + raised
+        return problem.solution(scaled.restore(Z), scaled.original(mask), damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
@@ -225,8 +205,8 @@ def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:
     return [memory[: part.numel()].view(part.shape) for part in parts]
 
 
-def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
+def _interleaved(columns: Tensor, group: int, parts: int) -> tuple[Tensor, list[int]]:
     """(order of the columns, widths of the parts): part i has groups i, i + parts, i + 2 parts ..."""
-    groups = torch.arange(columns).split(group)
+    groups = columns.split(group)
     taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
     return torch.cat([torch.cat(part) for part in taken]), [sum(len(g) for g in part) for part in taken]

@@ -12,7 +12,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 Method = Literal["adam", "sgd"]
 BETA_2, EPSILON = 0.999, 1e-8  # Adam's own
@@ -22,53 +22,41 @@ BETA_2, EPSILON = 0.999, 1e-8  # Adam's own
 class Descent(Solver):
     """AdaPrune's update: gradient steps on the squared error, with the mask kept.
 
-    In coordinates where H has unit diagonal, with W0 the weights and M the mask, from Z = M * W0:
+    With unit diagonal, from Z = M * W0:
 
         G = M * ((Z - W0) H)                       half the gradient of tr((Z - W0) H (Z - W0)^T)
         sgd     m = beta m + G,                            Z = Z - eta / lambda_max  m
         adam    m = beta m + (1 - beta) G,   v = 0.999 v + 0.001 G^2,
                 Z = Z - eta rms(W0) (m / (1 - beta^t)) / (sqrt(v / (1 - 0.999^t)) + 1e-8 rms(W0))
 
-    with lambda_max the largest eigenvalue of H and rms(W0) the root mean square of the weights, so that
-    eta has no unit. A pattern that leaves a choice gets Wanda's mask, that of |W0|.
+    with lambda_max the largest eigenvalue of H and rms(W0) the root mean square of the weights, so that eta has no
+    unit. ``stats["residual"]``, the norm of G at the end relative to the start, tells how far it came; above 1 it went
+    astray. Where no weight is pruned SGD diverges from eta = 2 (1 + beta) on, and a mask leaves it more room.
 
-    Differences from the paper:
+    Differences from the paper, with figures in docs/log.md:
 
-    1. Full gradients from the Gram matrix, not those of batches of tokens: the same objective, a step
-       costs no pass over the tokens, and the steps have no noise.
-    2. Coordinates of unit diagonal. Over the 7 matrices of a block of the reference model at 50 %, Adam
-       is as good in either, and SGD at eta = 0.1 needs 50 steps for what takes 100 without.
-    3. eta is relative, see above. There, after 100 steps and relative to ADMM1 (20 steps) at 50 / 80 %:
+    1. Full gradients from the Gram matrix, not those of batches of tokens: no noise, and no pass over the tokens.
+    2. Coordinates of unit diagonal, in which SGD needs half as many steps.
+    3. eta is relative, see above.
 
-           adam   0.001  1.67 / 1.62      0.01  1.00 / 1.12      0.1  0.95 / 0.99      0.3  0.95 / 0.99
-           sgd    0.03   1.19 / 1.07      0.3   0.96 / 0.99      1    0.95 / 0.99      3    0.94 / 0.99
-
-       and after ten steps 1.19 / 1.15 (adam 0.1) and 1.27 / 1.15 (sgd 1). Where no weight is pruned SGD
-       diverges from eta = 2 (1 + beta) on, and a mask leaves it more room. ``stats["residual"]``, the
-       norm of G at the end relative to the start, tells how far it came; above 1 it went astray.
-
-    Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorisation; memory of H and four
-    (sgd) or five (adam) copies of W.
-
-    Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv
-    1412.6980, algorithm 1. Compared in figures 1 and 2 of Boza 2024, arXiv 2401.02938.
+    Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorisation; memory of H and four (sgd) or five
+    (adam) copies of W.
+    Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv 1412.6980, algorithm 1. Compared
+    in figures 1 and 2 of Boza 2024, arXiv 2401.02938.
 
     Attributes:
-        method: adam or sgd.
         learning_rate: eta; 0.1 is for adam, sgd wants 1.
-        iterations: Steps.
         momentum: beta.
     """
 
     method: Method = "adam"
-    learning_rate: float = 0.1
-    iterations: int = 100
+    learning_rate: float = above_0(0.1)
+    iterations: int = at_least(1, 100)
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._require("method", self.method in get_args(Method), ", ".join(get_args(Method)))
-        self._require("learning_rate", self.learning_rate > 0, "above 0")
-        self._require("iterations", self.iterations >= 1, "1 or more")
         self._require("momentum", 0 <= self.momentum < 1, "0 to below 1")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
@@ -80,7 +68,7 @@ class Descent(Solver):
             largest = scaled.gram.derived("largest eigenvalue", lambda: _largest_eigenvalue(H))
             rate = self.learning_rate / (largest or 1.0)
         else:
-            size = float(W0.square().mean().sqrt())
+            size = float(W0.square().mean().sqrt())  # rms(W0)
             rate = self.learning_rate * size
         G = ((Z - W0) @ H).mul_(mask)
         first = float(G.norm())
@@ -98,9 +86,8 @@ class Descent(Solver):
             scaled.report(monitor, step, self.iterations, Z, mask)
         residual = float(G.norm()) / first if first else 0.0
         if not math.isfinite(residual):
-            raise NumericalError(
-                f"{self.method} diverged to infinite weights; lower its learning rate ({self.learning_rate:g})"
-            )
+            eta = self.learning_rate
+            raise NumericalError(f"{self.method} diverged to infinite weights; lower its learning rate ({eta:g})")
         return problem.solution(scaled.restore(Z), mask, residual=residual)
 
     def flops(self, rows: int, columns: int) -> float:

@@ -12,12 +12,10 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
-#: How much smaller than the largest support of a batch the smallest may be. Padding then costs at most
-#: (8/7)^3 = 1.5 times the arithmetic; without a limit 2 to 10 times, on layers pruned without structure.
+#: The smallest support of a batch relative to its largest: padding costs at most (8/7)^3 = 1.5 times the arithmetic.
 _SMALLEST = 7 / 8
-
 #: What a monitor counts: tenths of the rows.
 _STEPS = 10
 
@@ -26,40 +24,31 @@ _STEPS = 10
 class Exact(Solver):
     """Solves the regression of each row on the weights that it keeps: what other updates converge to.
 
-    In coordinates where H has unit diagonal, with w0 a row of the weights, S the columns that its mask
-    keeps, P the others, and d the change of the kept weights:
+    With unit diagonal, w0 a row of W0, S the columns that its mask keeps, P the others, and d the change of the kept
+    weights:
 
         minimise  [d, -w0_P] (H + lambda I) [d, -w0_P]^T   gives   (H_SS + lambda I) d = H_SP w0_P,
 
-    and w_S = w0_S + d. One Cholesky factorisation of H_SS + lambda I per row. The mask is the given one, or Wanda's
-    where a pattern is given. Rows are solved in batches of about the same support, padded with the identity.
+    and w_S = w0_S + d: one Cholesky factorisation of H_SS + lambda I per row. Rows are solved in batches of about the
+    same support, padded with the identity.
+
+    Where H_SS + lambda I is not positive definite in floating point, the damping of that row grows tenfold until it is,
+    and ``stats["damping"]`` has the largest. Weights of dead inputs stay. ``stats["residual"]`` is the norm of the
+    differences of the equations above, with the damping that was used, relative to that of their right-hand sides.
 
     Differences from a paper: none known; this is least squares. Solving for the change, rather than for the weights,
-    has smaller numbers to round. Steps of iterative refinement are left out: on trained layers in float32 they change
-    the error by less than 1 part in 10^7, damped or not (residuals in float32 or float64 alike), because the error is
-    flat where H_SS is badly conditioned. Where H_SS + lambda I is not positive definite in floating point, the damping
-    of that row grows tenfold until it is, and ``stats["damping"]`` has the largest. A row or column of H that is zero
-    (a dead input) needs none: its weights stay, whatever stands on the diagonal.
+    has smaller numbers to round. Iterative refinement gains nothing (docs/log.md). The batches are this file's.
 
-    ``stats["residual"]`` is how far the equations above, with the damping that was used, are from being
-    satisfied: the norm of their differences over all rows relative to that of their right-hand sides.
-
-    Cost: sum over rows of k^3 / 3 for support k, at most out in^3 / 3, one product 2 out in^2, and up to
-    as much for the residual; memory of one batch, two copies of W and one of H.
-
-    Reference: least squares; the batches are this file's.
+    Cost: sum over rows of k^3 / 3 for support k, at most out in^3 / 3, one product 2 out in^2, and up to as much for
+    the residual; memory of one batch, two copies of W and one of H.
 
     Attributes:
-        damping: lambda, relative to the unit diagonal of H. It holds on to the old weights.
+        damping: lambda; it holds on to the old weights.
         memory: GiB that a batch may take. A batch has at least one row, whatever it takes.
     """
 
-    damping: float = 0.01
-    memory: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._require("damping", self.damping >= 0, "0 or more")
-        self._require("memory", self.memory > 0, "above 0")
+    damping: float = at_least(0, 0.01)
+    memory: float = above_0(1.0)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
@@ -86,19 +75,15 @@ class Exact(Solver):
             A.diagonal(dim1=1, dim2=2).add_(padding.to(W.dtype) + self.damping)
             b = B[batch].gather(1, support)
             change, used = self._solve(A, b, columns)
-            missed += _squares(torch.bmm(A, change.unsqueeze(2)).squeeze(2).sub_(b))
-            asked += _squares(b)
+            missed += torch.bmm(A, change.unsqueeze(2)).squeeze(2).sub_(b).square().sum(dtype=torch.float64)
+            asked += b.square().sum(dtype=torch.float64)
             V[batch] = V[batch].scatter_add_(1, support, change)
             largest = max(largest, used)
             if reported != (reported := _STEPS * stop // rows):
                 scaled.report(monitor, reported, _STEPS, V[:, :columns], mask)
-        return problem.solution(
-            scaled.restore(V[:, :columns]),
-            mask,
-            damping=largest,
-            damping_asked=self.damping,
-            residual=math.sqrt(float(missed / asked)) if asked > 0 else 0.0,
-        )
+        residual = math.sqrt(float(missed / asked)) if asked > 0 else 0.0
+        stats = {"damping": largest, "damping_asked": self.damping, "residual": residual}
+        return problem.solution(scaled.restore(V[:, :columns]), mask, **stats)
 
     def flops(self, rows: int, columns: int) -> float:
         """An upper bound, for supports of all columns: at sparsity s it takes (1 - s)^3 of the first term."""
@@ -119,10 +104,7 @@ class Exact(Solver):
             start = stop
 
     def _solve(self, A: Tensor, b: Tensor, columns: int) -> tuple[Tensor, float]:
-        """(batch, k): A^-1 b, and the damping that it took; ``A`` (batch, k, k) has the one asked for.
-
-        Where it took more, ``A`` has that at the end.
-        """
+        """(batch, k): A^-1 b, and the damping that it took, which ``A`` (batch, k, k) has at the end."""
         L, info = torch.linalg.cholesky_ex(A)
         used = self.damping
         # The steps of linalg.damped_cholesky, for the rows that fail.
@@ -138,8 +120,3 @@ class Exact(Solver):
             used = step
             L[failed], info[failed] = torch.linalg.cholesky_ex(A[failed])
         return torch.cholesky_solve(b.unsqueeze(2), L).squeeze(2), used
-
-
-def _squares(x: Tensor) -> Tensor:
-    """In float64, like all sums that go into a record."""
-    return x.square().sum(dtype=torch.float64)

@@ -6,19 +6,16 @@ from dataclasses import dataclass
 
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver
 
 
 @dataclass(frozen=True)
 class Magnitude(Solver):
-    """Keeps the largest weights and leaves them as they are.
-
-    M = the pattern's mask of |W_ij|, What = M * W. The text plays no part.
+    """What = M * W0 with M the pattern's mask of |W0|. The text plays no part.
 
     Differences from the paper: none known.
 
     Cost: one selection.
-
     Reference: Han et al. 2015, arXiv 1506.02626; Zhu & Gupta 2017, arXiv 1710.01878.
     """
 
@@ -26,6 +23,3 @@ class Magnitude(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, pattern.mask(problem.W.abs()))
-
-    def flops(self, rows: int, columns: int) -> float:
-        return 2 * product(rows, columns)

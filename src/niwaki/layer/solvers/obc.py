@@ -11,7 +11,7 @@ from niwaki.errors import PatternError, UsageError
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 #: What a monitor counts: twentieths of the removals.
 _STEPS = 20
@@ -21,49 +21,38 @@ _STEPS = 20
 class OBC(Solver):
     """Removes weight after weight, always the one that costs least, and makes up for each exactly.
 
-    In coordinates where H has unit diagonal, for a row w of the weights, with C the inverse of
-    H + lambda I over the weights that remain (eqs. 3 and 4):
+    With unit diagonal, for a row w of W0, with C the inverse of H + lambda I over the weights that remain (eqs. 3, 4):
 
         p = argmin w_p^2 / C_pp,    w -= C_:p w_p / C_pp,    C -= C_:p C_p: / C_pp
 
-    w is then always the exact solution for the weights that remain. All rows go side by side. In each step the pattern
-    chooses a mask from sqrt(w^2 / C_ii), with removed weights below all others, and each row removes the cheapest of
-    the weights that it prunes and that remain, until all these are removed. This is, for
+    w is then always the exact solution for the weights that remain. In each step the pattern chooses a mask from
+    sqrt(w^2 / C_ii), with removed weights below all others, and each row, side by side, removes the cheapest of the
+    weights that it prunes and that remain, until all these are removed. This is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
-        unstructured     the global greedy choice over all rows, where removals make the other weights
-                         of a row no cheaper; otherwise near to it (errors from 1 % lower to 3 % higher
-                         on correlated inputs, up to 14 % either way where H is singular)
+        unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
+                         make the other weights of a row no cheaper
         a given mask     the exact refit on it, as Exact
 
     Differences from the paper:
 
-    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, which is a
-       Cholesky factorisation of the inverse, pivoted differently in each row. Only its diagonal and one column per step
-       are needed. That is half the traffic or less, and k/in of the memory for k removals.
-    2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is
-       removed than the pattern asks for, and patterns of every kind go the same way.
+    1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, of which only
+       the diagonal and one column per step are needed: half the traffic or less, k/in of the memory for k removals.
+    2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is removed than
+       the pattern asks for, and patterns of every kind go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
 
-    Without a refit at the end weights on trained layers in float32 are as near to the exact ones (1e-6 of the largest).
-
     Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in.
-
-    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4, with eq. 3 and lemma 1 (eq. 4).
-    What it does without structure is also in its code, github.com/IST-DASLab/OBC.
+    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4, with eq. 3 and lemma 1 (eq. 4). What it does
+    without structure is also in its code, github.com/IST-DASLab/OBC.
 
     Attributes:
-        damping: lambda, relative to the unit diagonal of H.
-        memory: GiB that the vectors g may take. Without structure it is an estimate from the first mask,
-            above what was used on trained layers.
+        memory: GiB that the vectors g may take. Without structure it is an estimate from the first mask, above what was
+            used on trained layers.
     """
 
-    damping: float = 0.01
-    memory: float = 4.0
-
-    def __post_init__(self) -> None:
-        self._require("damping", self.damping >= 0, "0 or more")
-        self._require("memory", self.memory > 0, "above 0")
+    damping: float = at_least(0, 0.01)
+    memory: float = above_0(4.0)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         if not pattern.single:
@@ -72,9 +61,8 @@ class OBC(Solver):
                 "take the mask of another solver, as in wanda+obc"
             )
         scaled = Normalised(problem)
-        inverse, used = scaled.gram.derived(
-            ("obc", self.damping), lambda: inverse_of_damped(scaled.gram.live, self.damping)
-        )
+        key = ("obc", self.damping)
+        inverse, used = scaled.gram.derived(key, lambda: inverse_of_damped(scaled.gram.live, self.damping))
         W = scaled.W.clone()
         diagonal = inverse.diagonal().expand_as(W).clone()
         removed = torch.zeros_like(W, dtype=torch.bool)

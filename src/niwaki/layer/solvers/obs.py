@@ -8,56 +8,49 @@ from torch import Tensor
 
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
-from niwaki.layer.problem import Gram, LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
+from niwaki.layer.solvers._base import Solver, at_least, product
 
 
 @dataclass(frozen=True)
 class OBSSaliency(Solver):
-    """Keeps the weights whose loss the others could least make up for, and leaves them as they are.
+    """Keeps the weights whose loss the others of their row could least make up for.
 
-    In coordinates where H has unit diagonal, with w a row of the weights:
+    With unit diagonal and w a row of W0,
 
         L_q = w_q^2 / [(H + lambda I)^-1]_qq                                                   (eq. 5)
 
-    is, up to a factor, how much the squared error grows when weight q is set to zero and all others of
-    the row are refitted. M = the pattern's mask of sqrt(L_q), computed once; What = M * W. With H = I
-    it is Wanda's mask; with no damping it is SparseGPT's score of the first column.
+    is, up to a factor, how much the squared error grows when weight q is set to zero and all others of the row are
+    refitted. M = the pattern's mask of sqrt(L_q), computed once; What = M * W0. With H = I it is Wanda's mask; with no
+    damping it is SparseGPT's score of the first column.
 
     Differences from the paper:
 
-    1. The paper removes one weight at a time, updates the others and computes H^-1 again. Here all
-       scores are of the dense row, so two weights that stand in for each other may both go, and the
-       update is left to another solver, as in ``obs+cg``.
+    1. The paper removes one weight at a time, updates the others and computes H^-1 again. Here all scores are of the
+       dense row, so two weights that stand in for each other may both go, and the update is left to another solver, as
+       in ``obs+cg``.
     2. H is damped, because that of a text is often singular.
     3. Dead inputs have score 0.
 
     Cost: in^3 for the inverse and one selection; memory of the inverse and one matrix.
-
     Reference: Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon", eq. 5.
-
-    Attributes:
-        damping: lambda, relative to the unit diagonal of H.
     """
 
-    damping: float = 0.01
+    damping: float = at_least(0, 0.01)
 
     separable_rows = True
 
-    def __post_init__(self) -> None:
-        self._require("damping", self.damping >= 0, "0 or more")
-
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        diagonal, used = scaled.gram.derived(("obs", self.damping), lambda: self._diagonal(scaled.gram))
+
+        def compute() -> tuple[Tensor, float]:
+            inverse, used = inverse_of_damped(problem.gram.live, self.damping)
+            return inverse.diagonal().clone(), used
+
+        diagonal, used = problem.gram.derived(("obs", self.damping), compute)
         # A dead input has weight 0 in these coordinates, and so score 0.
         mask = pattern.mask(scaled.W.abs().div_(diagonal.sqrt()))
         return problem.solution(problem.W, mask, damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return columns**3 + 2 * product(rows, columns)
-
-    def _diagonal(self, gram: Gram) -> tuple[Tensor, float]:
-        """The diagonal of (H + lambda I)^-1 and the lambda that was used."""
-        inverse, used = inverse_of_damped(gram.live, self.damping)
-        return inverse.diagonal().clone(), used

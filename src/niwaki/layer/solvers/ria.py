@@ -8,41 +8,32 @@ import torch
 
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, at_least
 
 
 @dataclass(frozen=True)
 class RIA(Solver):
-    """Keeps the weights that matter most in their row and their column, and leaves them as they are.
+    """What = M * W0, where a row or a column of small weights is not lost as a whole.
 
     M = the pattern's mask of
 
         (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
 
-    and What = M * W, with |X_j|_2 the norm of input j over the calibration tokens, which is sqrt(H_jj) up
-    to a factor. Both sums are over the absolute weights of one row and of one column, so a row or a column
-    of small weights is not lost as a whole.
+    with a the ``power`` and |X_j|_2 the norm of input j over the calibration tokens, sqrt(H_jj) up to a factor. By
+    default weights compete across the whole matrix, as in the published code.
 
     Differences from the paper:
 
-    1. The channel permutation that the paper adds for n:m is left out: it moves inputs between groups,
-       and so it would have to change the layers before this one too.
+    1. The channel permutation that the paper adds for n:m is left out: it moves inputs between groups, and so it would
+       have to change the layers before this one too.
 
     Cost: one selection; memory of one matrix.
-
-    Reference: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language
-    Models", ICLR 2024, https://iclr.cc/virtual/2024/poster/18549. By default weights compete across the
-    whole matrix, as in the published code (github.com/biomedical-cybernetics/
-    Relative-importance-and-activation-pruning), where the same number per output is an option.
-
-    Attributes:
-        power: a.
+    Reference: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models", ICLR
+    2024, https://iclr.cc/virtual/2024/poster/18549; the code is
+    github.com/biomedical-cybernetics/Relative-importance-and-activation-pruning.
     """
 
-    power: float = 0.5
-
-    def __post_init__(self) -> None:
-        self._require("power", self.power >= 0, "0 or more")
+    power: float = at_least(0, 0.5)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         size, norm = problem.W.abs(), problem.gram.norm
@@ -54,6 +45,3 @@ class RIA(Solver):
         shares = size / size.sum(dim=1, keepdim=True).clamp(min=tiny)
         shares += size / size.sum(dim=0).clamp(min=tiny)
         return problem.solution(problem.W, pattern.mask(shares * activation))
-
-    def flops(self, rows: int, columns: int) -> float:
-        return 2 * product(rows, columns)

@@ -10,7 +10,7 @@ import torch
 from niwaki.layer.linalg import inverse_upper_cholesky
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver, at_least, product
 
 
 @dataclass(frozen=True)
@@ -22,38 +22,30 @@ class SparseGPT(Solver):
         mask at the start of each group of columns: the pattern's of  |W_ij| / U_jj
         E_j = (W_j - M_j W_j) / U_jj,    W_k -= E_j U_jk  for k > j,    W_j = M_j W_j
 
-    which is algorithm 1 of the paper; U_jj^2 is the j-th diagonal entry of the inverse of the Hessian
-    of the columns from j on. Patterns square scores themselves, so they are given the root of the paper's
-    W_ij^2 / U_jj^2. With ``Fixed(mask)`` it is the weight update for a given mask.
+    U_jj^2 is the j-th diagonal entry of the inverse of the Hessian of the columns from j on. Patterns square scores
+    themselves, so they are given the root of the paper's W_ij^2 / U_jj^2.
 
     Differences from the paper:
 
     1. Counts are exact over the whole matrix; public code prunes one weight too many in each group.
-    2. U comes from one Cholesky factorisation of H with its order reversed, not from the Cholesky
-       factor of an explicit inverse: cheaper, and fewer digits lost.
-    3. Where H + damping is not positive definite, the damping grows tenfold until it is, and
-       ``stats["damping"]`` says so.
+    2. U comes from one Cholesky factorisation of H with its order reversed, which is cheaper and loses fewer digits.
+    3. Where H + damping is not positive definite, the damping grows tenfold until it is (``stats["damping"]``).
     4. Dead inputs keep their weights unless the mask takes them (score 0); public code zeroes them all.
 
-    Cost: in^3 for U and 2 out in^2 / 2 for the updates, plus ``in`` small sequential steps; memory of
-    H, U and two copies of W.
-
+    Cost: in^3 for U and 2 out in^2 / 2 for the updates, plus ``in`` small sequential steps; memory of H, U and two
+    copies of W.
     Reference: Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1.
 
     Attributes:
         damping: lambda, relative to the mean diagonal of H.
-        block_size: Columns whose mask is chosen together (the paper's B_s) and whose updates of the
-            columns to the right are made together (B). The second has no influence on the result.
+        block_size: Columns whose mask is chosen together (the paper's B_s) and whose updates of the columns to the
+            right are made together (B). The second has no influence on the result.
     """
 
-    damping: float = 0.01
-    block_size: int = 128
+    damping: float = at_least(0, 0.01)
+    block_size: int = at_least(1, 128)
 
     separable_rows = True
-
-    def __post_init__(self) -> None:
-        self._require("damping", self.damping >= 0, "0 or more")
-        self._require("block_size", self.block_size >= 1, "1 or more")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         rows, columns = problem.W.shape
@@ -81,13 +73,9 @@ class SparseGPT(Solver):
                 torch.mul(W[j], ~M[j], out=E[j - left]).div_(U[j, j])
                 W[j + 1 : right].addr_(U[j, j + 1 : right], E[j - left], alpha=-1)
             W[right:].addmm_(U[left:right, right:].T, E, alpha=-1)
-        return problem.solution(
-            W.T.contiguous(),
-            M.T.contiguous(),
-            # Not a rounding error less than asked for.
-            damping=max(self.damping, used / mean) if mean else self.damping,
-            damping_asked=self.damping,
-        )
+        # Not a rounding error less than asked for.
+        used = max(self.damping, used / mean) if mean else self.damping
+        return problem.solution(W.T.contiguous(), M.T.contiguous(), damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return columns**3 + 2.5 * product(rows, columns)

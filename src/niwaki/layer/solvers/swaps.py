@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, exchange_width, product
+from niwaki.layer.solvers._base import Solver, at_least, exchange_width, product
 
 #: Bytes for the costs of the exchanges that are compared together.
 _CHUNK = 2**25
@@ -19,37 +19,28 @@ _CHUNK = 2**25
 class Swaps(Solver):
     """Improves a mask by the best exchange in each row, again and again; the weights stay as they are.
 
-    For a row w with mask m, d = w * (1 - m) what is pruned, and c = H d: the loss is d^T H d, and an
-    exchange that prunes u and keeps p changes it by
+    For a row w with mask m, d = w * (1 - m) what is pruned, and c = H d: the loss is d^T H d, and an exchange that
+    prunes u and keeps p changes it by
 
         a_u + a_p - 2 w_u w_p H_up,    a_u = 2 w_u c_u + w_u^2 H_uu,    a_p = -2 w_p c_p + w_p^2 H_pp.
 
     In each step every row makes the best of its exchanges, if the change is negative; then c += w_u H_:u - w_p H_:p. A
-    row ends when no change is negative. The start is the given mask, or Wanda's. Pairs are within the group in n:m,
-    within the row otherwise, so that each keeps its number of zeros. An update of the weights can follow, as in
-    ``wanda+swaps+exact``.
+    row ends when no change is negative, or after ``iterations`` exchanges; ``stats["rows_at_limit"]`` is the number of
+    these rows, and ``stats["converged"]`` is 1 if that is 0. Pairs are within the group in n:m, within the row
+    otherwise, so that each keeps its number of zeros. An update of the weights can follow, as in ``wanda+swaps+exact``.
 
     Differences from the paper:
 
     1. Without structure, rows keep the numbers of zeros that they start with, which need not be equal.
     2. The coordinates are those where H has unit diagonal, so that all costs of a row are of one size.
-    3. An exchange must gain more than 16 rounding errors of the row's first loss, so that the loss falls in floating
-       point too.
+    3. An exchange must gain more than 16 rounding errors of the row's first loss: it falls in floating point too.
 
-    Cost: for each row and step one value for each pair, that is (pruned or kept, the fewer) x in, or in x m for n:m, a
-    few operations each and no matrix products; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
-
+    Cost: for each row and step a few operations for each pair, that is (pruned or kept, the fewer) x in, or in x m for
+    n:m; 2 out in^2 at the start. Memory of three copies of W and of a chunk.
     Reference: Zimmer et al. 2025, arXiv 2512.10922.
-
-    Attributes:
-        iterations: The most exchanges of a row. ``stats["rows_at_limit"]`` is the number of rows that it stopped, and
-            ``stats["converged"]`` is 1 if that is 0.
     """
 
-    iterations: int = 100
-
-    def __post_init__(self) -> None:
-        self._require("iterations", self.iterations >= 1, "1 or more")
+    iterations: int = at_least(1, 100)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)

@@ -6,33 +6,28 @@ from dataclasses import dataclass
 
 from niwaki.layer.patterns import Pattern, PerRow
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, product
+from niwaki.layer.solvers._base import Solver
 
 
 @dataclass(frozen=True)
 class Wanda(Solver):
-    """Keeps the weights with the largest |W_ij| |X_j| and leaves them as they are.
+    """What = M * W0 with M the pattern's mask of |W_ij| |X_j|_2 (eq. 1).
 
-    M = the pattern's mask of |W_ij| |X_j|_2 (eq. 1), What = M * W, with |X_j|_2 the norm of input j
-    over the calibration tokens, which is sqrt(H_jj) up to a factor.
+    |X_j|_2 is the norm of input j over the calibration tokens, which is sqrt(H_jj) up to a factor. By default each row
+    keeps the same number of weights, as section 3 of the paper recommends.
 
     Differences from the paper:
 
-    1. Counts are exact. Public code rounds the zeros of each row down; see :class:`PerRow`.
+    1. Counts are exact. Public code rounds the zeros of each row down; docs/log.md has what that is worth.
 
     Cost: one selection; memory of one matrix.
-
-    Reference: Sun et al. 2023, arXiv 2306.11695, eq. 1. By default the same number of weights per
-    output, as its section 3 recommends.
+    Reference: Sun et al. 2023, arXiv 2306.11695, eq. 1.
     """
 
     separable_rows = True
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         return problem.solution(problem.W, pattern.mask(Normalised(problem).W.abs()))
-
-    def flops(self, rows: int, columns: int) -> float:
-        return 2 * product(rows, columns)
 
     def default_pattern(self, sparsity: float) -> Pattern:
         return PerRow(sparsity)

@@ -16,13 +16,11 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import structure
 from niwaki.pruning.structured.units import Removal
 
-#: Entries of configurations with a value for each block.
+#: Entries of configurations with a value for each block; that list blocks; that say how many blocks, from the first,
+#: are of one kind; and rules for all these, which no longer hold when blocks are removed.
 _FOR_EACH = ("layer_types", "mlp_layer_types", "no_rope_layers")
-#: Entries that list blocks.
 _LISTS = ("mlp_only_layers", "moe_layers")
-#: Entries that say how many blocks, from the first, are of one kind.
 _FIRST = ("max_window_layers", "first_k_dense_replace")
-#: Rules for the entries above, which no longer hold when blocks are removed.
 _RULES = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "interleave_moe_layer_step")
 #: Attributes of modules that say where a block is, and how many heads and neurons it has.
 _SIZES = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,8 @@ def shrink(
     """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
 
     First the blocks of lowest influence (:func:`influences`) are removed. Then, block by block with the inputs from the
-    smaller blocks before it, those heads and neurons whose absence costs the outputs of o_proj and down_proj
-    least, and these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`). All else stays.
+    smaller blocks before it, those heads and neurons whose absence costs the outputs of o_proj and down_proj least, and
+    these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`). All else stays.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
@@ -77,45 +76,46 @@ def shrink(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. Nothing is left behind then.
     """
-    clock, progress, session = Clock(), progress or Progress(), current_session()
+    clock, progress = Clock(), progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("shrink")
     compute.only("shrink", "device", "dtype")
-    _check_amounts(blocks, neurons, heads)
-    source_path = locate_model(str(model))
-    out_path = check_output(source_path, Path(out))
-    checkpoint = Checkpoint(source_path)
-    streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
+    for name, fraction in (("--neurons", neurons), ("--heads", heads)):
+        if not 0 <= fraction < 1:
+            raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
+    if not (blocks or neurons or heads):
+        raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
+    source = locate_model(str(model))
+    out = check_output(source, Path(out))
+    streamed = StreamedModel(Checkpoint(source), compute.device, compute.dtype)
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
         raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
-    removals = [
-        make(streamed, fraction) for make, fraction in ((head_removal, heads), (neuron_removal, neurons)) if fraction
-    ]
+    removals = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
     progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
-    windows, held = texts.calibration, texts.only
+    parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
     record = Record(
-        command=session.command,
+        command=current_session().command,
         model=str(model),
         method="shrink",
         solver={"name": "shrink", "blocks": blocks, "neurons": neurons, "heads": heads, "damping": DAMPING},
-        pattern=_described(removals, blocks, depth),
+        pattern=", ".join([f"{blocks} of {depth} blocks", *parts] if blocks else parts),
         mask_from=None,
-        calibration=windows.described(calibration.seed),
+        calibration=texts.calibration.described(calibration.seed),
         device=device_name(streamed.device, World()),
         dtype=str(streamed.dtype).removeprefix("torch."),
-        flops=(depth - blocks) * sum(_flops(removal) for removal in removals),
+        flops=(depth - blocks) * sum(map(_flops, removals)),
         versions=versions(),
         notes=[*streamed.notes, *texts.notes],
     )
     asked = _fingerprint(streamed, texts, measurement, record)
     clock.lap("prepare")
-    with products(tf32=False), workplace(out_path, asked, restart) as place:
+    with products(tf32=False), workplace(out, asked, restart) as place:
         if place.journal.complete:  # it was interrupted just before it was moved into place
             record = Record.from_json(place.journal.record)
         else:
-            _Run(streamed, removals, record, clock, progress, measurement.before).write(place, windows, held, blocks)
+            _Run(streamed, removals, record, clock, progress).write(place, texts, measurement.before, blocks)
         place.move()
     progress.end(record)
     return record
@@ -135,21 +135,7 @@ def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, r
     }
 
 
-def _check_amounts(blocks: int, neurons: float, heads: float) -> None:
-    for name, fraction in (("--neurons", neurons), ("--heads", heads)):
-        if not 0 <= fraction < 1:
-            raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
-    if not (blocks or neurons or heads):
-        raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
-
-
-def _described(removals: Sequence[Removal], blocks: int, depth: int) -> str:
-    shares = [f"{100 * one.count / one.units:.3g} % of the {one.kind} of each block" for one in removals]
-    return ", ".join([*([f"{blocks} of {depth} blocks"] if blocks else []), *shares])
-
-
 def _flops(removal: Removal) -> float:
-    """Of a block."""
     return flops(*removal.blocks[0].matrix.shape, removed=removal.size * removal.count)
 
 
@@ -196,38 +182,38 @@ class _Run:
     record: Record
     clock: Clock
     progress: Progress
-    before: bool
+    #: By kind, for each block that stays, the units that were removed.
+    removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": []})
 
-    def write(self, place: Workplace, windows: Windows, held: Windows | None, count: int) -> None:
-        """Computes and writes everything; then the directory only has to be moved into place."""
+    def write(self, place: Workplace, texts: Texts, measure_before: bool, count: int) -> None:
+        """Removes ``count`` blocks and all units, and writes everything; then it only has to be moved into place."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
-        depth = len(model.blocks)
+        windows, heldout, depth = texts.calibration, texts.only, len(self.model.blocks)
         self.progress.begin(record, depth, (depth - count) * len(self.removals))
-        if held and self.before:
-            self._measure("before", model, held)
+        if heldout and measure_before:
+            self._measure("before", model, heldout)
         influence = influences(model, model.embed(windows.tokens), self.progress) if count else []
         clock.lap("influence")
-        removed = lowest(influence, count)
-        kept = [index for index in range(depth) if index not in removed]
+        dropped = lowest(influence, count)
+        kept = [index for index in range(depth) if index not in dropped]
         outside, blocks = tensors_of_blocks(model)
         place.clear([])
-        record.notes += carry_over(model.checkpoint, place.directory)
+        record.notes += carry_over(model.checkpoint, directory)
         write_config(directory, configuration(model, kept, self.removals), record)
         check_structure(model, directory, kept, self.removals)
         shards = Shards(directory)
         shards.write(_shard(0, len(kept)), {key: model.checkpoint.read(key) for key in outside})
-        record.structure = StructureRecord({}, 0.0, influence, removed)
         clock.lap("write")
         states = self._walk(windows, kept, blocks, shards)
         shards.finish()
         smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
         check_outputs(smaller, states)
         clock.lap("check")
-        if held:
-            self._measure("after", smaller, held)
+        if heldout:
+            self._measure("after", smaller, heldout)
         before, after = (_sizes(one.checkpoint, outside) for one in (model, smaller))
-        parameters, removed_share = {"before": sum(before), "after": sum(after)}, 1 - after[1] / before[1]
-        record.structure = dataclasses.replace(record.structure, parameters=parameters, removed=removed_share)
+        parameters = {"before": sum(before), "after": sum(after)}
+        record.structure = StructureRecord(parameters, 1 - after[1] / before[1], influence, dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
         card.write(directory, record)
         record.seconds = {**clock.seconds, "total": clock.total()}
@@ -242,12 +228,14 @@ class _Run:
         states = self.model.embed(tokens)
         for block in self.model.stream():
             if block.index in kept:
-                tensors = {key: self.model.checkpoint.read(key) for key in blocks[block.index]}
+                number, names = kept.index(block.index), blocks[block.index]
+                tensors = {key: self.model.checkpoint.read(key) for key in names}
                 for removal in self.removals:
                     self._remove(block, removal, states, tensors)
-                number = kept.index(block.index)
-                renamed = {blocks[block.index][key].format(number): value for key, value in tensors.items()}
-                shards.write(_shard(1 + number, len(kept)), renamed)
+                shards.write(
+                    _shard(1 + number, len(kept)),
+                    {names[key].format(number): value for key, value in tensors.items()},
+                )
                 del tensors
                 self.clock.lap("write")
                 self.progress.stage(block.index, "advance", len(states.hidden))
@@ -259,7 +247,7 @@ class _Run:
 
     def _remove(self, block: DecoderBlock, removal: Removal, states: HiddenStates, tensors: dict[str, Tensor]) -> None:
         """Removes units from ``tensors``, and puts zeros into ``block`` for them."""
-        units, structure = removal.blocks[block.index], self.record.structure
+        units = removal.blocks[block.index]
         matrix = units.matrix
         self.progress.stage(block.index, "capture", len(states.hidden))
         (inputs,) = block.input_grams(states, self.progress.step, matrices=[matrix])
@@ -270,23 +258,21 @@ class _Run:
             solution = remove_units(LayerProblem(block.weight(matrix), inputs.H), removal.size, removal.count)
             tensors[matrix.key] = block.stored(matrix, solution.W)
         block.put(matrix, tensors[matrix.key])
+        kept = solution.mask[0, :: removal.size]
         for parameter in units.parameters:
             (key,) = self.model.layout.keys(f"{self.model.path}.{block.index}.{parameter.name}")
-            tensors[key] = parameter.without(tensors[key].cpu(), solution.kept)
-        assert structure is not None
-        removed = structure.heads if removal.kind == "heads" else structure.neurons
-        removed.append((~solution.kept).nonzero().squeeze(1).tolist())
+            tensors[key] = parameter.without(tensors[key].cpu(), kept)
+        self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
         shape = (matrix.shape[0], matrix.shape[1] - removal.size * removal.count)
-        stats: dict[str, float | int | str] = {"damping_asked": DAMPING, "damping": solution.damping}
-        seconds = time.perf_counter() - began
-        record = MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, inputs.tokens, stats)
+        seconds, tokens = time.perf_counter() - began, inputs.tokens
+        record = MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, tokens, solution.stats)
         self.record.matrices.append(record)
         self.progress.solved(record)
         self.clock.lap("solve")
 
-    def _measure(self, name: str, model: StreamedModel, held: Windows) -> None:
+    def _measure(self, name: str, model: StreamedModel, heldout: Windows) -> None:
         self.record.perplexity[name] = model.perplexity(
-            held, lambda block, _: self.progress.stage(block - 1, "perplexity", 1)
+            heldout, lambda block, _: self.progress.stage(block - 1, "perplexity", 1)
         )
         self.clock.lap("perplexity")
 

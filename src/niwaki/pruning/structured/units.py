@@ -82,7 +82,7 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
         UnsupportedModelError: a block has not exactly one MLP with a known number of neurons.
     """
     blocks = [_mlp(model, index) for index in range(len(model.blocks))]
-    width = _only(model, "neurons", {units.matrix.shape[1] for units in blocks})
+    width = _width(model, "neurons", blocks)
     names = [name for name in _WIDTHS if getattr(model.config, name, 0) in (width, None)]
     if not names:
         raise _refused(model, "neurons", f"its configuration has no entry for their number, {width}")
@@ -93,9 +93,7 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
 
 
 def head_removal(model: StreamedModel, fraction: float) -> Removal:
-    """Removes ``fraction`` of the attention heads of each block with their keys and values.
-
-    Heads that share keys and values are removed together.
+    """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
 
     Raises:
         UsageError: this number of heads cannot be removed.
@@ -106,26 +104,23 @@ def head_removal(model: StreamedModel, fraction: float) -> Removal:
         raise _refused(model, "heads", "its configuration does not say how many there are")
     groups = int(getattr(model.config, "num_key_value_heads", None) or heads)
     blocks = [_attention(model, index, heads, groups) for index in range(len(model.blocks))]
-    width = _only(model, "heads", {units.matrix.shape[1] for units in blocks})
-
-    def config(count: int) -> dict[str, Any]:
-        return {
-            "num_attention_heads": heads // groups * (groups - count),
-            "num_key_value_heads": groups - count,
-            "head_dim": width // heads,
-        }
-
+    width = _width(model, "heads", blocks)
     unit = "heads" if groups == heads else f"groups of {heads // groups} heads that share keys and values"
-    count = round(fraction * groups)
-    allowed = [n for n in range(1, groups) if _accepted(model.config, config(n))]
+    sizes = {"num_attention_heads": heads // groups, "num_key_value_heads": 1}  # for each group that stays
+    configs = {
+        count: {name: each * (groups - count) for name, each in sizes.items()} | {"head_dim": width // heads}
+        for count in range(1, groups)
+    }
+    allowed = [count for count, config in configs.items() if _accepted(model.config, config)]
     if not allowed:
         raise _refused(model, "heads", f"none of its {groups} {unit} can be removed")
+    count = round(fraction * groups)
     if count not in allowed:
         raise UsageError(
             f"--heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
             f"{', '.join(f'{n / groups:.4g}' for n in allowed)}"
         )
-    return Removal("heads", width // groups, groups, count, config(count), blocks)
+    return Removal("heads", width // groups, groups, count, configs[count], blocks)
 
 
 def _mlp(model: StreamedModel, index: int) -> BlockUnits:
@@ -134,8 +129,8 @@ def _mlp(model: StreamedModel, index: int) -> BlockUnits:
         raise _refused(model, "neurons", f"block {index} has experts")
     mlps = []
     for name, down in matrices.items():
-        path, last = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
-        ups = [matrices[path + up] for up in _UP.get(last, ()) if path + up in matrices]
+        path, dot, last = name.rpartition(".")
+        ups = [matrices[path + dot + up] for up in _UP.get(last, ()) if path + dot + up in matrices]
         if ups:
             rows = [row for up in ups for row in _rows(model, up, 1, up.shape[0] // down.shape[1])]
             mlps.append(BlockUnits(down, [_columns(down, 1), *rows]))
@@ -178,7 +173,9 @@ def _accepted(config: Any, changes: dict[str, Any]) -> bool:
     return all(getattr(changed, name) == value for name, value in changes.items())
 
 
-def _only(model: StreamedModel, kind: str, widths: set[int]) -> int:
+def _width(model: StreamedModel, kind: str, blocks: list[BlockUnits]) -> int:
+    """Columns of the matrices that are fitted, the same in all blocks."""
+    widths = {units.matrix.shape[1] for units in blocks}
     if len(widths) != 1:
         raise _refused(model, kind, f"blocks differ: {', '.join(map(str, sorted(widths)))} columns")
     return widths.pop()
