@@ -20,15 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.models.checkpoint import (
-    INDEX_NAME,
-    Checkpoint,
-    CheckpointWriter,
-    locate_model,
-    new_shard,
-    verify,
-)
-from niwaki.models.checkpoint.reading import SINGLE_NAME
+from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint, locate_model
+from niwaki.models.checkpoint.tensors import new_shard
+from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.output import carry_over
 from support.models import edit_json, reference, save_model, weight
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import ROUTERS
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget

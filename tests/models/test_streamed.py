@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
 from niwaki.models import gram_capture as inputs, streamed as blocks
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES, ROUTERS
 from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from niwaki.errors import UsageError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.records.wording import counted
 

@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import ROUTERS
 
 #: The operations of transformers that stack one matrix for each expert, or several below each other.

@@ -20,8 +20,7 @@ from typing import Any
 
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint import Checkpoint
-from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
+from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES, Checkpoint
 from niwaki.records.record import FINDINGS
 
 #: Other copies of the dense weights. In the output they would be stale, and as large as the model.

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import EXPERTS_TRANSPOSED, FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 
 
 def check_supported(checkpoint: Checkpoint) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.errors import NiwakiError, PatternError, UsageError, WorkerError
 from niwaki.layer.patterns import Fixed, Pattern, Unstructured
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 

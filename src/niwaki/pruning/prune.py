@@ -14,7 +14,8 @@ from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
 from niwaki.layer.tf32 import products
-from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.model_config import write_config

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import CheckpointWriter
+from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates

@@ -1,4 +1,4 @@
-"""Copies of checkpoints with some tensors changed.
+"""Copies of checkpoints with some tensors changed, and new files of whole tensors.
 
 A pruned tensor has the dtype and shape of the original, so every shard keeps its header and each tensor its place: a
 copy of the shard can be filled in in any order, with one tensor in memory at a time.
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError
-from niwaki.files import output_errors
-from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.files import output_errors, set_usual_mode, write_json
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
 
 _CHUNK = 1 << 24
@@ -177,3 +180,34 @@ def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
         raise OutputError(f"{path}: {key!r} has {count} zeros on disk and {zeros} were meant")
     if bool(((tensor == 0) & tensor.float().signbit()).any()):
         raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")
+
+
+class Shards:
+    """Writes tensors to several safetensors files in ``directory``, and their index; OutputError where it cannot."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._size = 0
+        self._shards: dict[str, str] = {}
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Writes the file ``name``."""
+        path = self._directory / name
+        with output_errors(self._directory):
+            try:
+                save_file(tensors, path, {"format": "pt"})
+            except SafetensorError as error:
+                if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise OutputError(f"cannot write {path}: {error}") from error
+            set_usual_mode(path, 0o666)  # the library makes it private
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
+        self._size += sum(value.nbytes for value in tensors.values())
+        self._shards |= dict.fromkeys(tensors, name)
+
+    def finish(self) -> None:
+        """Writes the index, if there is more than one file."""
+        if len(set(self._shards.values())) > 1:
+            index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
+            write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")
