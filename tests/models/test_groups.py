@@ -177,7 +177,7 @@ def test_a_matrix_that_is_used_twice(tmp_path: Path) -> None:
             for rows, weight in zip(batch, (q, k, q), strict=True):
                 rows @ weight.T
 
-        inputs = others.inputs(run)
+        inputs = others.watch(run)
         assert list(inputs) == ["self_attn.k_proj"]
         assert torch.equal(inputs["self_attn.k_proj"], batch[1])
         grams.watch(run, inputs)
@@ -202,7 +202,7 @@ def test_inputs_that_are_written_over(tmp_path: Path) -> None:
         X.add_(1)
 
     with pytest.raises(UnsupportedModelError, match=r"writes over the inputs of self_attn\.q_proj.*dense_targets=0"):
-        InputGrams(block.matrices[:1], parameters, gather=False).inputs(run)
+        InputGrams(block.matrices[:1], parameters, gather=False).watch(run)
     stream.close()
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
 from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES, Checkpoint
-from niwaki.records.record import FINDINGS
+from niwaki.records.record import FINDINGS, Record
 
 #: Other copies of the dense weights. In the output they would be stale, and as large as the model.
 _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
@@ -183,6 +184,21 @@ def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
     return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
+
+
+def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
+    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
+
+    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    """
+    pruning = {
+        "library": "niwaki",
+        "version": __version__,
+        **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
+        "sparsity": round(record.sparsity, 6),
+        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
+    }
+    write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")
 
 
 def _files(directory: Path, above: set[Path]) -> Iterator[Path]:

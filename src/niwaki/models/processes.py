@@ -57,10 +57,6 @@ class World:
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
-    def joined(self, rows: Tensor) -> Tensor:
-        """(all rows, ...) on the CPU: the rows of all processes in their order."""
-        return rows if self.size == 1 else torch.cat(self.collected(rows.cpu()))
-
     def collected(self, value: T) -> list[T]:
         """The value of each process."""
         if self.size == 1:
@@ -78,7 +74,7 @@ class World:
                 other_run = f"process {rank} was asked for another run than process {self.rank}"
                 raise UsageError(f"{other_run}: they differ in {', '.join(differing)}")
 
-    def told(self, value: T, source: int = 0) -> T:
+    def received(self, value: T, source: int = 0) -> T:
         """What process ``source`` has as ``value``."""
         return self.collected(value)[source]
 
@@ -156,10 +152,8 @@ class _Shared(Rows):
 def world(device: str) -> Iterator[tuple[World, str]]:
     """(the processes that ``torchrun`` started, or one alone; this one's device).
 
-    When a process ends with an error, the others end with a WorkerError as soon as they wait for it.
-
-    Raises:
-        UsageError: a numbered device, which all would share; too few GPUs; or the processes do not find each other.
+    When a process ends with an error, the others end with a WorkerError as soon as they wait for it. UsageError for a
+    numbered device, which all would share, for too few GPUs, and where the processes do not find each other.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

@@ -40,12 +40,9 @@ DEFAULT_LENGTH = 2048
 class StreamedModel:
     """A causal language model whose weights are in the checkpoint and not in memory.
 
-    ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``.
-
-    Raises:
-        UsageError: no such device or dtype.
-        UnsupportedModelError: no list of decoder blocks can be found, or the weights are quantised.
-        CheckpointError: tensors that the configuration asks for are missing.
+    ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``. UsageError
+    where there is no such device or dtype, CheckpointError where tensors that the configuration asks for are missing,
+    UnsupportedModelError for quantised weights and where decoder blocks cannot be found.
     """
 
     def __init__(
@@ -78,8 +75,8 @@ class StreamedModel:
         ]
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
-        self._known = kind in FAMILIES
         self.notes: list[str] = []
+        self._known = kind in FAMILIES
         if not self._known:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             self.notes.append(
@@ -87,18 +84,15 @@ class StreamedModel:
                 f"{len(self.blocks)} blocks with {names}"
             )
         self._answers_tuple: bool | None = None
-        #: Whether to read the next block's weights while the present one is at work.
-        self._ahead = self.device.type == "cuda"
+        self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
-    def window_length(self, asked: int | None) -> tuple[int, str]:
-        """(sequence length, what to note if none was ``asked`` for). Raises UsageError beyond the model's positions."""
+    def window_length(self, asked: int | None) -> int:
+        """The sequence length, if none was ``asked`` for the usual one; UsageError beyond the model's positions."""
         positions = int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
-        if asked is None:
-            length = min(DEFAULT_LENGTH, positions)
-            return length, f"sequence length {length:,}, because none was asked for"
-        if asked > positions:
-            raise UsageError(f"the sequence length {asked:,} is more than the model's {positions:,} positions")
-        return asked, ""
+        length = min(DEFAULT_LENGTH, positions) if asked is None else asked
+        if length > positions:
+            raise UsageError(f"the sequence length {length:,} is more than the model's {positions:,} positions")
+        return length
 
     def check(self, tokens: Tensor) -> None:
         """Raises UsageError unless ``tokens`` are (samples, length) int64 that the model can take."""
@@ -135,10 +129,7 @@ class StreamedModel:
         """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
         They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
-        :meth:`HiddenStates.minibatches`.
-
-        Raises:
-            UnsupportedModelError: blocks receive more from the tokens than their hidden states.
+        :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more of the tokens than these.
         """
         size = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0)
         states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(budget or self.budget))
@@ -218,10 +209,7 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """What makes logits (samples, length, vocabulary) of hidden states after the last block and their tokens.
-
-        It computes in ``dtype``, by default the model's.
-        """
+        """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
 
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
             answer = self._answer(hidden.to(dtype or hidden.dtype))
@@ -235,7 +223,7 @@ class StreamedModel:
     def stream(self, backwards: bool = False) -> Generator[DecoderBlock]:
         """The blocks in order, or the last one first, each with its weights until the next one is asked for.
 
-        For a GPU, those of the next block are read and copied meanwhile.
+        A GPU receives those of the next block meanwhile.
         """
         order = range(len(self.blocks))[:: -1 if backwards else 1]
         coming: Future[dict[str, Tensor]] | None = None
@@ -268,9 +256,9 @@ class StreamedModel:
             yield self.model
 
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
-        """The model with its weights and settings for generating text; it stays in memory.
+        """The model, to stay in memory, with its settings for generating text and all weights but those of ``skip``.
 
-        Parameters whose keys in the checkpoint are in ``skip`` have no weights.
+        These are keys of the checkpoint.
         """
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
         names = [name for name in self.model.state_dict() if name in self.layout and name not in left]

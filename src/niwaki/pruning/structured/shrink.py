@@ -22,8 +22,7 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.device import device_name, peak_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.model_config import write_config
-from niwaki.models.output import Workplace, carry_over, check_output, workplace
+from niwaki.models.output import Workplace, carry_over, check_output, workplace, write_config
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
