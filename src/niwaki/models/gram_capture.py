@@ -69,11 +69,11 @@ class InputGrams:
         return [gram.names for gram in dict.fromkeys(self._grams.values())]
 
     def watch(self, run: Callable[[], object], dense: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Calls ``run``, which is one forward pass of the block.
+        """Calls ``run``, one forward pass of the block, and without ``gather`` returns the inputs (tokens, in) there.
 
-        ``dense`` are the inputs of the same tokens in the dense model, for their products with those of this pass. They
-        come from a pass without ``gather``: (tokens, in) by the name of each matrix that it uses once, but not of
-        experts, to which another model can send other tokens. UnsupportedModelError where the block writes over one.
+        By the name of each matrix that it uses once, except experts, to which another model can send other tokens.
+        Those of the dense model, as ``dense``, give products with this one's. UnsupportedModelError where the block
+        writes over one.
         """
         self._dense = dict(dense or {})
         try:

@@ -27,25 +27,19 @@ class _Spilled(NamedTuple):
 
 
 class MemoryBudget:
-    """Bytes of memory that hidden states may take, and the temporary file for what exceeds them.
-
-    Attributes:
-        left: Bytes that may still be taken; None for no limit.
-        spilled: Bytes in the file.
-    """
+    """Bytes of memory that hidden states may take, None for no limit, and the temporary file for what exceeds them."""
 
     def __init__(self, size: int | None = None) -> None:
-        self.left = size
-        self.spilled = 0
+        self.left = size  # that may still be taken
+        self.spilled = 0  # bytes in the file
         self._file: BinaryIO | None = None
 
     def take(self, size: int) -> bool:
         """Takes ``size`` bytes if that many are left; whether they were."""
-        if self.left is None:
-            return True
-        if size > self.left:
-            return False
-        self.left -= size
+        if self.left is not None:
+            if size > self.left:
+                return False
+            self.left -= size
         return True
 
     @contextlib.contextmanager
@@ -109,7 +103,8 @@ class SpillList:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Tensor:
-        return self.samples(i, slice(None))
+        item = self._items[i]
+        return item if isinstance(item, Tensor) else self.samples(i, slice(None))
 
     def samples(self, i: int, chosen: slice) -> Tensor:
         """``self[i][chosen]``, of which no more is read."""

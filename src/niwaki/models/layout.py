@@ -65,9 +65,8 @@ class Matrix:
 class Layout:
     """The pieces of all parameters of a model, which need no memory.
 
-    Raises:
-        UnsupportedModelError: a parameter is made from tensors in a way that is unknown here.
-        CheckpointError: a tensor is missing or has another shape.
+    UnsupportedModelError where a parameter is made from tensors in a way that is unknown here, CheckpointError where a
+    tensor is missing or has another shape.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:

@@ -122,27 +122,25 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
     """
     directory, path = _places(out)
     made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
-    with output_errors(out):
-        path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        place: Workplace | None = None
+        with output_errors(out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            moved = path.exists() and not directory.exists()  # stopped in its last step
+            directory.mkdir(mode=0o700, exist_ok=True)
+            stack.enter_context(locked(directory, out))
+            for stray in path.parent.iterdir():  # temporary files of the journal
+                if stray.name.startswith(path.name) and stray != path:
+                    stray.unlink()
+            journal = None if restart else _journal_to_resume(path, out, fingerprint)
+            if journal is None:
+                path.unlink(missing_ok=True)
+            elif moved:
+                directory.rmdir()
+        place = Workplace(out, journal or Journal(fingerprint))
         try:
-            with output_errors(out):
-                moved = path.exists() and not directory.exists()  # stopped in its last step
-                directory.mkdir(mode=0o700, exist_ok=True)
-                stack.enter_context(locked(directory, out))
-                for stray in path.parent.iterdir():  # temporary files of the journal
-                    if stray.name.startswith(path.name) and stray != path:
-                        stray.unlink()
-                journal = None if restart else _journal_to_resume(path, out, fingerprint)
-                if journal is None:
-                    path.unlink(missing_ok=True)
-                elif moved:
-                    directory.rmdir()
-            place = Workplace(out, journal or Journal(fingerprint))
             yield place
         except BaseException:
-            if place is not None and place.journal.blocks == 0:
+            if place.journal.blocks == 0:
                 path.unlink(missing_ok=True)
                 shutil.rmtree(directory, ignore_errors=True)
                 with contextlib.suppress(OSError):  # others may have put something there meanwhile

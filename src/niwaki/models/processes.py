@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from niwaki.errors import UsageError, WorkerError
+from niwaki.errors import UsageError, WorkerError, one_line
 from niwaki.layer.patterns.rows import Rows
 
 T = TypeVar("T")
@@ -41,10 +41,7 @@ class World:
         return self.rank == 0
 
     def share(self, tokens: Tensor) -> Tensor:
-        """This process's share of ``tokens`` (samples, length), consecutive and as many as the others' to within one.
-
-        UsageError where there are more processes than samples.
-        """
+        """This process's share of ``tokens`` (samples, length), consecutive and as many as the others' to within one."""
         if len(tokens) < self.size:
             shortage = f"{len(tokens)} samples cannot be shared out to {self.size} processes"
             raise UsageError(f"{shortage}; start fewer, or give more samples")
@@ -176,7 +173,7 @@ def world(device: str) -> Iterator[tuple[World, str]]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"WORLD_SIZE is {size} here, but the processes do not find each other ({' '.join(str(error).split())}); "
+            f"WORLD_SIZE is {size} here, but the processes do not find each other ({one_line(error)}); "
             "start them with torchrun, or unset WORLD_SIZE for one alone"
         ) from error
     try:

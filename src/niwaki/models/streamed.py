@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError
+from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
@@ -176,8 +176,8 @@ class StreamedModel:
         except Exception as error:
             if self._known or isinstance(error, NiwakiError):
                 raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UnsupportedModelError(f"{self.checkpoint.path} cannot be run a block at a time: {reason}") from error
+            reason = f"{self.checkpoint.path} cannot be run a block at a time: {one_line(error)}"
+            raise UnsupportedModelError(reason) from error
 
     def _answer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return (hidden,) if self._answers_tuple else hidden
@@ -221,10 +221,7 @@ class StreamedModel:
             yield logits
 
     def stream(self, backwards: bool = False) -> Generator[DecoderBlock]:
-        """The blocks in order, or the last one first, each with its weights until the next one is asked for.
-
-        A GPU receives those of the next block meanwhile.
-        """
+        """The blocks in order, or the last one first, each with its weights until the next one is asked for."""
         order = range(len(self.blocks))[:: -1 if backwards else 1]
         coming: Future[dict[str, Tensor]] | None = None
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
@@ -256,10 +253,7 @@ class StreamedModel:
             yield self.model
 
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
-        """The model, to stay in memory, with its settings for generating text and all weights but those of ``skip``.
-
-        These are keys of the checkpoint.
-        """
+        """The model to stay in memory, with its settings for generating text; keys of the checkpoint to ``skip``."""
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
         names = [name for name in self.model.state_dict() if name in self.layout and name not in left]
         weights = {name: self.layout.read(name).to(self.device) for name in names}

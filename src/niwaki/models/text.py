@@ -189,10 +189,8 @@ class Texts:
         """Reads them with the tokenizer of ``model``, and checks that it takes them.
 
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
-        where it does not say. Without, they are all of the text, or as many as the measurement says.
-
-        CalibrationError where a text is not available or too short; UsageError where a window has more tokens than the
-        model has positions, or a text nothing after the calibration windows.
+        where it does not say. Without, they are all of the text, or as many as the measurement says. Errors are those of
+        :func:`read_heldout`; also UsageError where a text has nothing after the calibration windows.
         """
         text, tokenizer, notes = calibration.text, None, []
         count = usual if measurement.samples is None else measurement.samples

@@ -23,10 +23,8 @@ _SAMPLE = 4096  # bytes
 def locate_model(model: str) -> Path:
     """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id.
 
-    Of a hub repository only safetensors, JSON and tokenizer files are fetched, never pickles or code.
-
-    UsageError where there is no such directory and it cannot be a hub id; CheckpointError where the hub does not have
-    it, or cannot be reached.
+    From the hub only safetensors, JSON and tokenizer files are fetched, never pickles or code. UsageError where there is
+    no such directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
     """
     if not model:
         raise UsageError("the name of the model is empty")
@@ -109,10 +107,7 @@ class Checkpoint:
         return DTYPES[self.entries[key].dtype]
 
     def read(self, key: str, index: int | None = None) -> Tensor:
-        """The tensor under ``key``, or its element at ``index``, on the CPU, in the dtype that it is stored in.
-
-        CheckpointError where there is none, it cannot be read, or it is not finite.
-        """
+        """The tensor under ``key``, or its element at ``index``, as it is stored; CheckpointError if not finite."""
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         entry = self.entries[key].at(index)

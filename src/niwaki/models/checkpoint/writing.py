@@ -33,10 +33,8 @@ class CheckpointWriter:
 
     A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
     for byte. Disk space is reserved at the start, so that a full disk shows before the work; errors are OutputErrors.
-
-    Args:
-        resume: Continue with the shards that an earlier writer left there; otherwise there are none.
-        added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
+    With ``resume`` the shards are those that an earlier writer left there. ``added`` are by key the tensors of a shard
+    that the source does not have, see :func:`new_shard`.
     """
 
     def __init__(
@@ -116,10 +114,8 @@ class CheckpointWriter:
                 # Straight from the file's own header: tensors that the index does not name move along.
                 for key, entry in read_header(self._source.path / shard).items():
                     written = self._written.get(key, set())
-                    if not written:
-                        _copy(read, file, entry)
-                    elif None not in written:
-                        for index in set(range(entry.shape[0])) - written:
+                    if None not in written:
+                        for index in set(range(entry.shape[0])) - written if written else {None}:
                             _copy(read, file, entry.at(index))
             file.flush()
             os.fsync(file.fileno())
@@ -150,10 +146,9 @@ def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Checks what was written to ``directory``, as the safetensors library reads it: tensors of ``source``, ``zeros``.
+    """Raises OutputError where the safetensors library does not read the tensors of ``source`` in ``directory``.
 
-    OutputError where something is missing, of another shape or dtype, not finite, -0.0, or a pruned matrix has another
-    number of zeros.
+    Those in ``zeros`` have to have that many of them, none -0.0, and to be finite.
     """
     for shard in source.shards:
         path = directory / shard
