@@ -88,9 +88,6 @@ class Layout:
                     "one are not supported"
                 )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._pieces
-
     def keys(self, name: str) -> list[str]:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
         return [piece.key for piece in self._pieces.get(name, ())]

@@ -41,7 +41,7 @@ class World:
         return self.rank == 0
 
     def share(self, tokens: Tensor) -> Tensor:
-        """This process's share of ``tokens`` (samples, length), consecutive and as many as the others' to within one."""
+        """This process's share of ``tokens`` (samples, length), consecutive, as many as the others' to within one."""
         if len(tokens) < self.size:
             shortage = f"{len(tokens)} samples cannot be shared out to {self.size} processes"
             raise UsageError(f"{shortage}; start fewer, or give more samples")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,11 +44,9 @@ class Products(TorchDispatchMode):
         self._by_memory = {parameters[name].untyped_storage().data_ptr(): name for name in self._transposed}
         self._on_product = on_product
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        return isinstance(error, _StopError)
+    def __exit__(self, *raised: Any) -> bool:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        return isinstance(raised[1], _StopError)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = _PRODUCTS.get(func)

@@ -55,9 +55,8 @@ class StreamedModel:
         self.dtype = find_dtype(dtype, self.device, checkpoint)
         self.model = structure(checkpoint.path, self.dtype)
         self.config = self.model.config.get_text_config()
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(name, buffer.to(self.device), name not in module._non_persistent_buffers_set)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.to(self.device)
         kind = str(checkpoint.config.get("model_type"))
         if getattr(self.config, "num_kv_shared_layers", 0):
             raise UnsupportedModelError(
@@ -255,7 +254,7 @@ class StreamedModel:
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
         """The model to stay in memory, with its settings for generating text; keys of the checkpoint to ``skip``."""
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
-        names = [name for name in self.model.state_dict() if name in self.layout and name not in left]
+        names = [name for name in self.model.state_dict() if self.layout.keys(name) and name not in left]
         weights = {name: self.layout.read(name).to(self.device) for name in names}
         self.model.load_state_dict(weights, strict=False, assign=True)
         if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
@@ -270,7 +269,7 @@ class StreamedModel:
             prefix, names = "", [name for name in self.model.state_dict() if not name.startswith(f"{self.path}.")]
         else:
             prefix, names = self._prefix(block), list(self.blocks[block].state_dict())
-        names = [name for name in names if prefix + name in self.layout]
+        names = [name for name in names if self.layout.keys(prefix + name)]
         if self.device.type != "cuda":
             return {name: self.layout.read(prefix + name).to(self.device) for name in names}
         # On a stream of its own, so that copies and the present block's products run side by side.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CalibrationError, UsageError, first_line
-from niwaki.models.text_sources import describe_source, find_data_set, is_file, read_pieces
+from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def read_windows(
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
-    file, needed, which = is_file(source), count or 1, f"{order} windows"
+    file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted = needed + spare
     if count is None:
         ids = _encode(tokenizer, "".join(read_pieces(source)))
@@ -189,7 +189,7 @@ class Texts:
         """Reads them with the tokenizer of ``model``, and checks that it takes them.
 
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
-        where it does not say. Without, they are all of the text, or as many as the measurement says. Errors are those of
+        where it does not say. Without, they are all of the text, or as many as the measurement says. Errors are as of
         :func:`read_heldout`; also UsageError where a text has nothing after the calibration windows.
         """
         text, tokenizer, notes = calibration.text, None, []

@@ -38,7 +38,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
     lender, own = Checkpoint(locate_model(mask_model)), streamed.checkpoint
     for matrix in matrices:
         shape = own.entries[matrix.key].shape
-        if matrix.key not in lender or lender.entries[matrix.key].shape != shape:
+        if matrix.key not in lender.entries or lender.entries[matrix.key].shape != shape:
             raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {shape}")
     if wanted is not None:
         for matrix in matrices:

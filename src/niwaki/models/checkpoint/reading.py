@@ -23,8 +23,8 @@ _SAMPLE = 4096  # bytes
 def locate_model(model: str) -> Path:
     """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id.
 
-    From the hub only safetensors, JSON and tokenizer files are fetched, never pickles or code. UsageError where there is
-    no such directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
+    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. UsageError where there is no such
+    directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
     """
     if not model:
         raise UsageError("the name of the model is empty")
@@ -98,9 +98,6 @@ class Checkpoint:
         if any(self.path.glob("packed-*.safetensors")):
             return f"{self.path} is a packed model without its packed.json; is the download complete?"
         return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.entries
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in."""
