@@ -42,11 +42,9 @@ class MemoryBudget:
             self.left -= size
         return True
 
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[MemoryBudget]:
+    def lent(self) -> contextlib.closing[MemoryBudget]:
         """A budget of what is left, with a file of its own that is freed at the end; this one stays as it is."""
-        with contextlib.closing(MemoryBudget(self.left)) as budget:
-            yield budget
+        return contextlib.closing(MemoryBudget(self.left))
 
     def spill(self, tensor: Tensor) -> _Spilled:
         """Adds ``tensor`` to the file."""
