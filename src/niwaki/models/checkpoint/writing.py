@@ -45,7 +45,6 @@ class CheckpointWriter:
         self._entries = {**source.entries, **self._added}
         self._files: dict[str, BinaryIO] = {}
         self._stack = contextlib.ExitStack()
-        self._dirty: set[str] = set()
         #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
 
@@ -83,7 +82,6 @@ class CheckpointWriter:
             file.seek(entry.offset)
             file.write(raw.data)
         self._written.setdefault(key, set()).add(index)
-        self._dirty.add(entry.shard)
 
     def read(self, key: str, index: int | None = None) -> Tensor:
         """What this writer or an earlier one wrote there, which counts as written; CheckpointError if not finite."""
@@ -97,10 +95,9 @@ class CheckpointWriter:
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
         with output_errors(self._directory):
-            for shard in self._dirty:
-                self._files[shard].flush()
-                os.fsync(self._files[shard].fileno())
-        self._dirty.clear()
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with output_errors(self._directory) if kind is None else contextlib.suppress(OSError), self._stack:
@@ -117,8 +114,7 @@ class CheckpointWriter:
                     if None not in written:
                         for index in set(range(entry.shape[0])) - written if written else {None}:
                             _copy(read, file, entry.at(index))
-            file.flush()
-            os.fsync(file.fileno())
+        self.sync()
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
