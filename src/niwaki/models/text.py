@@ -236,8 +236,8 @@ class Texts:
         def share(windows: Windows) -> Windows:
             return dataclasses.replace(windows, tokens=world.share(windows.tokens))
 
-        heldout = {name: share(windows) for name, windows in self.heldout.items()}
-        return Texts(share(self.calibration), heldout, self.notes)
+        calibration = share(self.calibration)
+        return Texts(calibration, {name: share(windows) for name, windows in self.heldout.items()}, self.notes)
 
     @property
     def only(self) -> Windows | None:
