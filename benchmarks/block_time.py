@@ -24,7 +24,7 @@ import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
 from torch import Tensor
 
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 
 TOKENS = 4096  # that go through a block at a time
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from niwaki.files import write_json
 from niwaki.layer.problem import LayerProblem
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer, read_windows
 from niwaki.records.record import versions

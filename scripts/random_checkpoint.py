@@ -19,7 +19,7 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from niwaki.models.checkpoint import INDEX_NAME, locate_model
+from niwaki.models.checkpoint.reading import INDEX_NAME, locate_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {

@@ -73,3 +73,8 @@ class WorkerError(NiwakiError):
 def first_line(error: Exception) -> str:
     """What another library's error says first, for a message of one line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: Exception) -> str:
+    """All that another library's error says; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from support.command import Command
 from support.models import edit_json, reference, save_model_with_tokenizer, weight
 from support.runs import SMALL, listing

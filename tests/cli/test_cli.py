@@ -15,7 +15,7 @@ import torch
 import niwaki
 from niwaki.layer.solvers import SOLVERS
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.records.record import Record
 from support.command import Command, Result
 from support.models import save_model_with_tokenizer

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from niwaki.errors import CalibrationError, CheckpointError, NumericalError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.evaluation.inspect import inspect
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
 from niwaki.options import Measurement

@@ -20,15 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.models.checkpoint import (
-    INDEX_NAME,
-    Checkpoint,
-    CheckpointWriter,
-    locate_model,
-    new_shard,
-    verify,
-)
-from niwaki.models.checkpoint.reading import SINGLE_NAME
+from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint, locate_model
+from niwaki.models.checkpoint.tensors import new_shard
+from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.output import carry_over
 from support.models import edit_json, reference, save_model, weight
 
@@ -90,11 +84,11 @@ def test_reads_what_safetensors_reads(directory: Path) -> None:
     assert set(checkpoint.entries) == set(expected)
     assert len(expected) == 30
     for key, value in expected.items():
-        assert key in checkpoint
+        assert key in checkpoint.entries
         assert checkpoint.dtype(key) == torch.float32
         assert torch.equal(checkpoint.read(key), value)
     assert checkpoint.config["model_type"] == "llama"
-    assert "nothing" not in checkpoint
+    assert "nothing" not in checkpoint.entries
     assert "has no tensor 'nothing'" in message(lambda: checkpoint.read("nothing"))
 
 
@@ -244,7 +238,7 @@ def test_headers_that_lie(single: Path, lie: dict[str, Any]) -> None:
 
 def test_metadata_is_no_tensor(single: Path) -> None:
     bend_header(single / SINGLE_NAME, lambda header: header.update(__metadata__={"format": "pt", "a": "b"}))
-    assert "__metadata__" not in Checkpoint(single)
+    assert "__metadata__" not in Checkpoint(single).entries
 
 
 @pytest.mark.parametrize(
@@ -524,7 +518,7 @@ def test_tensors_that_the_index_does_not_name_move_along(shards: Path, out: Path
     shard = index["weight_map"].pop(Q)
     (shards / INDEX_NAME).write_text(json.dumps(index))
     checkpoint = Checkpoint(shards)
-    assert Q not in checkpoint
+    assert Q not in checkpoint.entries
     with CheckpointWriter(checkpoint, out):
         pass
     assert (out / shard).read_bytes() == (shards / shard).read_bytes()

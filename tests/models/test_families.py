@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World

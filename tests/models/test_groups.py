@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import ROUTERS
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
@@ -177,7 +177,7 @@ def test_a_matrix_that_is_used_twice(tmp_path: Path) -> None:
             for rows, weight in zip(batch, (q, k, q), strict=True):
                 rows @ weight.T
 
-        inputs = others.inputs(run)
+        inputs = others.watch(run)
         assert list(inputs) == ["self_attn.k_proj"]
         assert torch.equal(inputs["self_attn.k_proj"], batch[1])
         grams.watch(run, inputs)
@@ -202,7 +202,7 @@ def test_inputs_that_are_written_over(tmp_path: Path) -> None:
         X.add_(1)
 
     with pytest.raises(UnsupportedModelError, match=r"writes over the inputs of self_attn\.q_proj.*dense_targets=0"):
-        InputGrams(block.matrices[:1], parameters, gather=False).inputs(run)
+        InputGrams(block.matrices[:1], parameters, gather=False).watch(run)
     stream.close()
 
 

@@ -88,8 +88,7 @@ def test_one_process_has_nobody_to_talk_to() -> None:
         assert device == "mps:7"
         one.sum([tensor])
         assert tensor.tolist() == [0, 1, 2]
-        assert one.joined(tensor) is tensor
         assert one.send(tensor, 0) is tensor
         assert one.collected("x") == ["x"]
-        assert one.told("x") == "x"
+        assert one.received("x") == "x"
         assert one.first

@@ -550,7 +550,7 @@ def test_what_cannot_be_written(error: str, said: str, tmp_path: Path, monkeypat
     def full(*_: Any) -> None:
         raise SafetensorError(error)
 
-    monkeypatch.setattr("niwaki.models.shards.save_file", full)
+    monkeypatch.setattr("niwaki.models.checkpoint.writing.save_file", full)
     assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
     assert not (tmp_path / "packed").exists()
 

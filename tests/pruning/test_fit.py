@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from niwaki.layer.patterns import parse_pattern
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.effort import make_effort

@@ -283,7 +283,7 @@ def test_no_space_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_written_is_checked(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from niwaki.models.checkpoint import CheckpointWriter
+    from niwaki.models.checkpoint.writing import CheckpointWriter
 
     real = CheckpointWriter.write
 

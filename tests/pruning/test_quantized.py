@@ -17,7 +17,7 @@ from torch import Tensor
 from niwaki.cli.tables import summary
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.layer.grid import Grid
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.scales import FILE, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.compressed_tensors import export, packed_integers
@@ -411,7 +411,7 @@ def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.models.shards.save_file", full)
+    monkeypatch.setattr("niwaki.models.checkpoint.writing.save_file", full)
     assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 

@@ -258,7 +258,7 @@ def test_a_journal_that_cannot_be_written(
 
 
 def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
-    from niwaki.models.checkpoint import Checkpoint
+    from niwaki.models.checkpoint.reading import Checkpoint
 
     first = Checkpoint(save_model(tmp_path / "a")).fingerprint()
     assert Checkpoint(save_model(tmp_path / "b")).fingerprint() == first

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import streamed as blocks
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import ROUTERS
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World

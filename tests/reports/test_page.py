@@ -28,7 +28,7 @@ pytest.importorskip("vl_convert", reason="needs the extra niwaki[report]")
 import niwaki
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.text import load_tokenizer
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord

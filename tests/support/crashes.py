@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from niwaki import prune
-from niwaki.models.checkpoint import CheckpointWriter
+from niwaki.models.checkpoint.writing import CheckpointWriter
 
 TOKENS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from support.models import decoder_blocks, random_model

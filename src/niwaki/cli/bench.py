@@ -33,7 +33,7 @@ def bench(
     """
     with Screen(f"measuring {model}") as screen, in_session():
         from niwaki.evaluation.bench import bench as run
-        from niwaki.models.checkpoint import locate_model
+        from niwaki.models.checkpoint.reading import locate_model
         from niwaki.models.output import check_record
 
         file = check_record(record or locate_model(model) / SPEED_NAME)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from niwaki.errors import NiwakiError, UsageError, WorkerError
-from niwaki.models.checkpoint import locate_model
+from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
 from niwaki.options import Compute
 from niwaki.packed import kernels

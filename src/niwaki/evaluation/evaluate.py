@@ -7,7 +7,7 @@ from pathlib import Path
 
 from niwaki.errors import UsageError
 from niwaki.layer.tf32 import products
-from niwaki.models.checkpoint import locate_model
+from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.streamed import StreamedModel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, UsageError, first_line
-from niwaki.models.checkpoint import locate_model
+from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.text import load_tokenizer
 from niwaki.options import Compute
 from niwaki.packed.load import load

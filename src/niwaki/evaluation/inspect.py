@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from niwaki.models.checkpoint import locate_model
+from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import open_checkpoint

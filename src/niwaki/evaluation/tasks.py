@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError, first_line
-from niwaki.models.checkpoint import locate_model
+from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.text import load_tokenizer
 from niwaki.options import Compute

@@ -68,10 +68,8 @@ class DecoderBlock:
 
         Of the inputs of ``matrices``, by default of all that can be pruned; ``done`` is called after each batch. For
         ``InputGram.cross``, ``dense`` are the block's inputs in the dense model, of the same tokens. That needs
-        :meth:`keep_original`, and for each batch another forward pass with the original weights.
-
-        Raises:
-            NumericalError: an activation is NaN or infinite.
+        :meth:`keep_original`, and for each batch another forward pass with the original weights. NumericalError where
+        an activation is NaN or infinite.
         """
         wanted = self.matrices if matrices is None else matrices
         parameters = dict(self.module.named_parameters())
@@ -81,7 +79,7 @@ class DecoderBlock:
             targets = None
             if dense is not None:
                 with self.original():
-                    targets = in_dense.inputs(partial(self.forward, dense.hidden[i], dense))
+                    targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense))
             grams.watch(partial(self.forward, hidden, states), targets)
             done()
         try:
@@ -136,11 +134,7 @@ class DecoderBlock:
         return self.layout.checkpoint.dtype(matrix.key)
 
     def stored(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """W (out, in) in the layout and dtype of the checkpoint, with zeros that are exactly +0.0.
-
-        Raises:
-            NumericalError: a weight is too large for that dtype.
-        """
+        """W (out, in) as the checkpoint would have it, zeros exactly +0.0; NumericalError for too large a weight."""
         stored = W.to(self.stored_dtype(matrix)).add_(0.0)  # rounding can leave -0.0
         if not is_finite(stored):
             raise NumericalError(f"{matrix.key}: a pruned weight is too large for {stored.dtype}")

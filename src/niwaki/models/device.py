@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from niwaki.errors import UsageError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.errors import UsageError, first_line
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.records.wording import counted
 
@@ -26,7 +26,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # which the meta device has not
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"the device {name!r} cannot be used: {first_line(error)}") from error
     return device
 
 

@@ -63,27 +63,19 @@ class InputGrams:
         self._dense: dict[str, Tensor] = {}
         self._once = False  # whether the last pass used each matrix once
 
-    def watch(self, run: Callable[[], object], dense: dict[str, Tensor] | None = None) -> None:
-        """Calls ``run``, which is one forward pass of the block.
-
-        With ``dense``, the inputs of the same tokens in the dense model, for their products with those of this pass.
-        """
-        self._dense = dict(dense or {})
-        self.inputs(run)
-
     @property
     def names(self) -> list[list[str]]:
         """The matrices that have had inputs, those with the same one together, in the order of computation."""
         return [gram.names for gram in dict.fromkeys(self._grams.values())]
 
-    def inputs(self, run: Callable[[], object]) -> dict[str, Tensor]:
-        """The inputs (tokens, in) in one forward pass, by the name of each matrix that it uses once.
+    def watch(self, run: Callable[[], object], dense: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Calls ``run``, one forward pass of the block, and without ``gather`` returns the inputs (tokens, in) there.
 
-        Experts have none: another model can send them other tokens. Nor are there any where Gram matrices are gathered.
-
-        Raises:
-            UnsupportedModelError: the block has written over one.
+        By the name of each matrix that it uses once, except experts, to which another model can send other tokens.
+        Those of the dense model, as ``dense``, give products with this one's. UnsupportedModelError where the block
+        writes over one.
         """
+        self._dense = dict(dense or {})
         try:
             # Each time: between two passes a parameter can move to other memory.
             with Products(self.matrices, self.parameters, self._on_product):
@@ -104,11 +96,8 @@ class InputGrams:
         """The Gram matrices of all distinct inputs over all processes, in the order of computation.
 
         An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has none. For
-        each missing token it borrows the mean over all tokens of all experts.
-
-        Raises:
-            NumericalError: an activation is NaN or infinite.
-            UnsupportedModelError: a matrix was not used, or as its transpose.
+        each missing token it borrows the mean over all tokens of all experts. NumericalError where an activation is NaN
+        or infinite, UnsupportedModelError where a matrix was not used.
         """
         used = {m.parameter for m in self.matrices if m.name in self._grams}
         for (parameter, _), matrices in self._by_expert.items():
@@ -136,7 +125,7 @@ class InputGrams:
 
     def _summed(self, world: World) -> list[InputGram]:
         """Sums over the processes, in the first one's order: others may see experts in another."""
-        order = world.told(self.names)
+        order = world.received(self.names)
         grams = [self._grams[names[0]] for names in order]
         world.sum([t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None])
         tokens = torch.tensor([gram.tokens for gram in grams])

@@ -27,32 +27,24 @@ class _Spilled(NamedTuple):
 
 
 class MemoryBudget:
-    """Bytes of memory that hidden states may take, and the temporary file for what exceeds them.
-
-    Attributes:
-        left: Bytes that may still be taken; None for no limit.
-        spilled: Bytes in the file.
-    """
+    """Bytes of memory that hidden states may take, None for no limit, and the temporary file for what exceeds them."""
 
     def __init__(self, size: int | None = None) -> None:
-        self.left = size
-        self.spilled = 0
+        self.left = size  # that may still be taken
+        self.spilled = 0  # bytes in the file
         self._file: BinaryIO | None = None
 
     def take(self, size: int) -> bool:
         """Takes ``size`` bytes if that many are left; whether they were."""
-        if self.left is None:
-            return True
-        if size > self.left:
-            return False
-        self.left -= size
+        if self.left is not None:
+            if size > self.left:
+                return False
+            self.left -= size
         return True
 
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[MemoryBudget]:
+    def lent(self) -> contextlib.closing[MemoryBudget]:
         """A budget of what is left, with a file of its own that is freed at the end; this one stays as it is."""
-        with contextlib.closing(MemoryBudget(self.left)) as budget:
-            yield budget
+        return contextlib.closing(MemoryBudget(self.left))
 
     def spill(self, tensor: Tensor) -> _Spilled:
         """Adds ``tensor`` to the file."""

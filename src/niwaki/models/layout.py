@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import ROUTERS
 
 #: The operations of transformers that stack one matrix for each expert, or several below each other.
@@ -65,9 +65,8 @@ class Matrix:
 class Layout:
     """The pieces of all parameters of a model, which need no memory.
 
-    Raises:
-        UnsupportedModelError: a parameter is made from tensors in a way that is unknown here.
-        CheckpointError: a tensor is missing or has another shape.
+    UnsupportedModelError where a parameter is made from tensors in a way that is unknown here, CheckpointError where a
+    tensor is missing or has another shape.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
@@ -88,9 +87,6 @@ class Layout:
                     f"{name!r} is the same as another parameter of the model, and not its head; models like this "
                     "one are not supported"
                 )
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._pieces
 
     def keys(self, name: str) -> list[str]:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""

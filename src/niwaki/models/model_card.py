@@ -15,11 +15,7 @@ _NOTES = "\n\nNotes:\n\n"
 
 
 def top(readme: Path) -> dict[str, Any]:
-    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that is not valid.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that is not valid."""
     try:
         values = (metadata_load(readme) if readme.is_file() else None) or {}
     except (ValueError, yaml.YAMLError, RecursionError):  # no YAML at the top, or none that makes sense

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint import Checkpoint
-from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES
-from niwaki.records.record import FINDINGS
+from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES, Checkpoint
+from niwaki.records.record import FINDINGS, Record
 
 #: Other copies of the dense weights. In the output they would be stale, and as large as the model.
 _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
@@ -122,27 +122,25 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
     """
     directory, path = _places(out)
     made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
-    with output_errors(out):
-        path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        place: Workplace | None = None
+        with output_errors(out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            moved = path.exists() and not directory.exists()  # stopped in its last step
+            directory.mkdir(mode=0o700, exist_ok=True)
+            stack.enter_context(locked(directory, out))
+            for stray in path.parent.iterdir():  # temporary files of the journal
+                if stray.name.startswith(path.name) and stray != path:
+                    stray.unlink()
+            journal = None if restart else _journal_to_resume(path, out, fingerprint)
+            if journal is None:
+                path.unlink(missing_ok=True)
+            elif moved:
+                directory.rmdir()
+        place = Workplace(out, journal or Journal(fingerprint))
         try:
-            with output_errors(out):
-                moved = path.exists() and not directory.exists()  # stopped in its last step
-                directory.mkdir(mode=0o700, exist_ok=True)
-                stack.enter_context(locked(directory, out))
-                for stray in path.parent.iterdir():  # temporary files of the journal
-                    if stray.name.startswith(path.name) and stray != path:
-                        stray.unlink()
-                journal = None if restart else _journal_to_resume(path, out, fingerprint)
-                if journal is None:
-                    path.unlink(missing_ok=True)
-                elif moved:
-                    directory.rmdir()
-            place = Workplace(out, journal or Journal(fingerprint))
             yield place
         except BaseException:
-            if place is not None and place.journal.blocks == 0:
+            if place.journal.blocks == 0:
                 path.unlink(missing_ok=True)
                 shutil.rmtree(directory, ignore_errors=True)
                 with contextlib.suppress(OSError):  # others may have put something there meanwhile
@@ -184,6 +182,21 @@ def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
     return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
+
+
+def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
+    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
+
+    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    """
+    pruning = {
+        "library": "niwaki",
+        "version": __version__,
+        **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
+        "sparsity": round(record.sparsity, 6),
+        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
+    }
+    write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")
 
 
 def _files(directory: Path, above: set[Path]) -> Iterator[Path]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from niwaki.errors import UsageError, WorkerError
+from niwaki.errors import UsageError, WorkerError, one_line
 from niwaki.layer.patterns.rows import Rows
 
 T = TypeVar("T")
@@ -41,10 +41,7 @@ class World:
         return self.rank == 0
 
     def share(self, tokens: Tensor) -> Tensor:
-        """This process's share of ``tokens`` (samples, length), consecutive and as many as the others' to within one.
-
-        UsageError where there are more processes than samples.
-        """
+        """This process's share of ``tokens`` (samples, length), consecutive, as many as the others' to within one."""
         if len(tokens) < self.size:
             shortage = f"{len(tokens)} samples cannot be shared out to {self.size} processes"
             raise UsageError(f"{shortage}; start fewer, or give more samples")
@@ -56,10 +53,6 @@ class World:
             with _lost():
                 for tensor in tensors:
                     dist.all_reduce(tensor)
-
-    def joined(self, rows: Tensor) -> Tensor:
-        """(all rows, ...) on the CPU: the rows of all processes in their order."""
-        return rows if self.size == 1 else torch.cat(self.collected(rows.cpu()))
 
     def collected(self, value: T) -> list[T]:
         """The value of each process."""
@@ -78,7 +71,7 @@ class World:
                 other_run = f"process {rank} was asked for another run than process {self.rank}"
                 raise UsageError(f"{other_run}: they differ in {', '.join(differing)}")
 
-    def told(self, value: T, source: int = 0) -> T:
+    def received(self, value: T, source: int = 0) -> T:
         """What process ``source`` has as ``value``."""
         return self.collected(value)[source]
 
@@ -156,10 +149,8 @@ class _Shared(Rows):
 def world(device: str) -> Iterator[tuple[World, str]]:
     """(the processes that ``torchrun`` started, or one alone; this one's device).
 
-    When a process ends with an error, the others end with a WorkerError as soon as they wait for it.
-
-    Raises:
-        UsageError: a numbered device, which all would share; too few GPUs; or the processes do not find each other.
+    When a process ends with an error, the others end with a WorkerError as soon as they wait for it. UsageError for a
+    numbered device, which all would share, for too few GPUs, and where the processes do not find each other.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -182,7 +173,7 @@ def world(device: str) -> Iterator[tuple[World, str]]:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=_PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"WORLD_SIZE is {size} here, but the processes do not find each other ({' '.join(str(error).split())}); "
+            f"WORLD_SIZE is {size} here, but the processes do not find each other ({one_line(error)}); "
             "start them with torchrun, or unset WORLD_SIZE for one alone"
         ) from error
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,18 +26,12 @@ class _StopError(Exception):
 
 
 class Products(TorchDispatchMode):
-    """A context in which products with known weights are seen.
+    """A context in which products with ``matrices`` are seen, by the memory of their ``parameters``, which are by path.
 
-    In a forward pass the other factor is a matrix's inputs, in a backward pass the gradient with respect to its
-    outputs.
-
-    Args:
-        matrices: The matrices to know.
-        parameters: Their parameters by path, with the memory that the passes use.
-        on_product: Called with the parameter's path, which expert's matrix (None outside of experts), the other
-            factor (.., rows, in or out), and whether all experts run together on the same number of rows each. If it
-            returns True the pass ends there, and with it the context.
-        backward: Whether it is a backward pass.
+    ``on_product`` receives the parameter's path, which expert's matrix (None outside of experts), the other factor, and
+    whether all experts run together on the same number of rows each. If it returns True the pass ends there, and with
+    it the context. The other factor is the matrix's inputs (.., rows, in), in a ``backward`` pass the gradient with
+    respect to its outputs (.., rows, out).
     """
 
     def __init__(
@@ -51,11 +44,9 @@ class Products(TorchDispatchMode):
         self._by_memory = {parameters[name].untyped_storage().data_ptr(): name for name in self._transposed}
         self._on_product = on_product
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        return isinstance(error, _StopError)
+    def __exit__(self, *raised: Any) -> bool:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        return isinstance(raised[1], _StopError)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         at = _PRODUCTS.get(func)

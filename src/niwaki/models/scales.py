@@ -11,7 +11,8 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.grid import Grid, scale_dtype
-from niwaki.models.checkpoint import Checkpoint, Entry, new_shard
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.tensors import Entry, new_shard
 from niwaki.models.layout import Matrix
 
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.

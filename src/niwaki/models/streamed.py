@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError
+from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import EXPERTS_TRANSPOSED, FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
@@ -40,12 +40,9 @@ DEFAULT_LENGTH = 2048
 class StreamedModel:
     """A causal language model whose weights are in the checkpoint and not in memory.
 
-    ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``.
-
-    Raises:
-        UsageError: no such device or dtype.
-        UnsupportedModelError: no list of decoder blocks can be found, or the weights are quantised.
-        CheckpointError: tensors that the configuration asks for are missing.
+    ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``. UsageError
+    where there is no such device or dtype, CheckpointError where tensors that the configuration asks for are missing,
+    UnsupportedModelError for quantised weights and where decoder blocks cannot be found.
     """
 
     def __init__(
@@ -58,9 +55,8 @@ class StreamedModel:
         self.dtype = find_dtype(dtype, self.device, checkpoint)
         self.model = structure(checkpoint.path, self.dtype)
         self.config = self.model.config.get_text_config()
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(name, buffer.to(self.device), name not in module._non_persistent_buffers_set)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.to(self.device)
         kind = str(checkpoint.config.get("model_type"))
         if getattr(self.config, "num_kv_shared_layers", 0):
             raise UnsupportedModelError(
@@ -78,8 +74,8 @@ class StreamedModel:
         ]
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
-        self._known = kind in FAMILIES
         self.notes: list[str] = []
+        self._known = kind in FAMILIES
         if not self._known:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             self.notes.append(
@@ -87,18 +83,15 @@ class StreamedModel:
                 f"{len(self.blocks)} blocks with {names}"
             )
         self._answers_tuple: bool | None = None
-        #: Whether to read the next block's weights while the present one is at work.
-        self._ahead = self.device.type == "cuda"
+        self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
-    def window_length(self, asked: int | None) -> tuple[int, str]:
-        """(sequence length, what to note if none was ``asked`` for). Raises UsageError beyond the model's positions."""
+    def window_length(self, asked: int | None) -> int:
+        """The sequence length, if none was ``asked`` for the usual one; UsageError beyond the model's positions."""
         positions = int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
-        if asked is None:
-            length = min(DEFAULT_LENGTH, positions)
-            return length, f"sequence length {length:,}, because none was asked for"
-        if asked > positions:
-            raise UsageError(f"the sequence length {asked:,} is more than the model's {positions:,} positions")
-        return asked, ""
+        length = min(DEFAULT_LENGTH, positions) if asked is None else asked
+        if length > positions:
+            raise UsageError(f"the sequence length {length:,} is more than the model's {positions:,} positions")
+        return length
 
     def check(self, tokens: Tensor) -> None:
         """Raises UsageError unless ``tokens`` are (samples, length) int64 that the model can take."""
@@ -135,10 +128,7 @@ class StreamedModel:
         """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
         They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
-        :meth:`HiddenStates.minibatches`.
-
-        Raises:
-            UnsupportedModelError: blocks receive more from the tokens than their hidden states.
+        :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more of the tokens than these.
         """
         size = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0)
         states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(budget or self.budget))
@@ -185,8 +175,8 @@ class StreamedModel:
         except Exception as error:
             if self._known or isinstance(error, NiwakiError):
                 raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UnsupportedModelError(f"{self.checkpoint.path} cannot be run a block at a time: {reason}") from error
+            reason = f"{self.checkpoint.path} cannot be run a block at a time: {one_line(error)}"
+            raise UnsupportedModelError(reason) from error
 
     def _answer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return (hidden,) if self._answers_tuple else hidden
@@ -218,10 +208,7 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """What makes logits (samples, length, vocabulary) of hidden states after the last block and their tokens.
-
-        It computes in ``dtype``, by default the model's.
-        """
+        """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
 
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
             answer = self._answer(hidden.to(dtype or hidden.dtype))
@@ -233,10 +220,7 @@ class StreamedModel:
             yield logits
 
     def stream(self, backwards: bool = False) -> Generator[DecoderBlock]:
-        """The blocks in order, or the last one first, each with its weights until the next one is asked for.
-
-        For a GPU, those of the next block are read and copied meanwhile.
-        """
+        """The blocks in order, or the last one first, each with its weights until the next one is asked for."""
         order = range(len(self.blocks))[:: -1 if backwards else 1]
         coming: Future[dict[str, Tensor]] | None = None
         with ThreadPoolExecutor(1, "reader") if self._ahead else contextlib.nullcontext() as reader:
@@ -268,12 +252,9 @@ class StreamedModel:
             yield self.model
 
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
-        """The model with its weights and settings for generating text; it stays in memory.
-
-        Parameters whose keys in the checkpoint are in ``skip`` have no weights.
-        """
+        """The model to stay in memory, with its settings for generating text; keys of the checkpoint to ``skip``."""
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
-        names = [name for name in self.model.state_dict() if name in self.layout and name not in left]
+        names = [name for name in self.model.state_dict() if self.layout.keys(name) and name not in left]
         weights = {name: self.layout.read(name).to(self.device) for name in names}
         self.model.load_state_dict(weights, strict=False, assign=True)
         if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
@@ -288,7 +269,7 @@ class StreamedModel:
             prefix, names = "", [name for name in self.model.state_dict() if not name.startswith(f"{self.path}.")]
         else:
             prefix, names = self._prefix(block), list(self.blocks[block].state_dict())
-        names = [name for name in names if prefix + name in self.layout]
+        names = [name for name in names if self.layout.keys(prefix + name)]
         if self.device.type != "cuda":
             return {name: self.layout.read(prefix + name).to(self.device) for name in names}
         # On a stream of its own, so that copies and the present block's products run side by side.

@@ -9,8 +9,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.checkpoint import Checkpoint
+from niwaki.errors import CheckpointError, UnsupportedModelError, one_line
+from niwaki.models.checkpoint.reading import Checkpoint
 
 
 def check_supported(checkpoint: Checkpoint) -> None:
@@ -26,9 +26,7 @@ def check_supported(checkpoint: Checkpoint) -> None:
 def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
 
-    Raises:
-        UnsupportedModelError: it is not a decoder only.
-        CheckpointError: transformers refuses the configuration.
+    UnsupportedModelError where it is not a decoder only, CheckpointError where transformers refuses the configuration.
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -43,8 +41,7 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     except UnsupportedModelError:
         raise
     except Exception as error:  # transformers checks some values and fails on others in any way
-        reason = " ".join(str(error).split()) or type(error).__name__
-        reason = reason.split(" Model type should be one of ")[0]  # and a list of them all
+        reason = one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
         raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
     assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
@@ -52,11 +49,7 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
-    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep."""
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     decoder = set(model.get_decoder().modules())
     for path, module in model.named_modules():

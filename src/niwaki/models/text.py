@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CalibrationError, UsageError, first_line
-from niwaki.models.text_sources import describe_source, find_data_set, is_file, read_pieces
+from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from niwaki.models.processes import World
     from niwaki.models.streamed import StreamedModel
 
 #: Windows after those of the calibration, where the same text is measured on and nobody says how many.
@@ -95,15 +96,12 @@ def read_windows(
 
     ``count`` windows are needed, None for all of the text; ``spare`` ones are welcome on top, if the text has them.
     With the order ``first`` they are from its start; with ``random`` all of it is cut into stretches, and windows are
-    from the starts of words in some of them, which ``seed`` chooses.
-
-    Raises:
-        CalibrationError: the text is not available, or has fewer than ``count`` windows.
-        UsageError: ``length`` is below 2, or ``count`` below 1.
+    from the starts of words in some of them, which ``seed`` chooses. CalibrationError where the text is not available
+    or has fewer than ``count`` windows, UsageError where ``length`` is below 2 or ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
-    file, needed, which = is_file(source), count or 1, f"{order} windows"
+    file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted = needed + spare
     if count is None:
         ids = _encode(tokenizer, "".join(read_pieces(source)))
@@ -191,20 +189,17 @@ class Texts:
         """Reads them with the tokenizer of ``model``, and checks that it takes them.
 
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
-        where it does not say. Without, they are all of the text, or as many as the measurement says.
-
-        Raises:
-            CalibrationError: a text is not available, or too short.
-            UsageError: a window has more tokens than the model has positions, or a text has nothing after the
-                calibration windows.
+        where it does not say. Without, they are all of the text, or as many as the measurement says. Errors are as of
+        :func:`read_heldout`; also UsageError where a text has nothing after the calibration windows.
         """
         text, tokenizer, notes = calibration.text, None, []
         count = usual if measurement.samples is None else measurement.samples
         texts = () if count == 0 else measurement.texts
         after = [each is None or (isinstance(text, str) and isinstance(each, str) and each == text) for each in texts]
         if isinstance(text, str):
-            length, note = model.window_length(calibration.length)
-            notes += [note] if note else []
+            length = model.window_length(calibration.length)
+            if calibration.length is None:
+                notes.append(f"sequence length {length:,}, because none was asked for")
             tokenizer = load_tokenizer(model.checkpoint.path)
             samples, order = calibration.samples, calibration.order
             spare = (count or WINDOWS_AFTER) if any(after) else 0
@@ -215,7 +210,7 @@ class Texts:
         else:
             windows = _given_windows(model, text)
             rest = windows.tokens[:0]
-            length = model.window_length(calibration.length or windows.tokens.shape[1])[0]
+            length = model.window_length(calibration.length or windows.tokens.shape[1])
         heldout = {}
         for each, follows in zip(texts, after, strict=True):
             if not follows:
@@ -234,6 +229,15 @@ class Texts:
             else:
                 raise UsageError(f"{each} has nothing after the calibration windows to measure on; try another text")
         return cls(windows, heldout, tuple(notes))
+
+    def shared(self, world: World) -> Texts:
+        """This process's share of all windows; UsageError where there are more processes than windows."""
+
+        def share(windows: Windows) -> Windows:
+            return dataclasses.replace(windows, tokens=world.share(windows.tokens))
+
+        calibration = share(self.calibration)
+        return Texts(calibration, {name: share(windows) for name, windows in self.heldout.items()}, self.notes)
 
     @property
     def only(self) -> Windows | None:
@@ -255,7 +259,7 @@ def read_heldout(
     """
     if not isinstance(text, str):
         return _given_windows(model, text)
-    length, _ = model.window_length(length)
+    length = model.window_length(length)
     tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
     needed, spare = (1, count - 1) if fewer and count else (count, 0)
     windows = read_windows(text, tokenizer, length, needed, spare=spare)

@@ -71,7 +71,7 @@ _PIECE = 1 << 20  # characters read at a time
 
 def describe_source(source: str) -> str:
     """What text ``source`` is, in words."""
-    path = _file(source)
+    path = find_file(source)
     if path is None:
         return str(find_data_set(source))
     if path.parent == _DATA:
@@ -79,12 +79,8 @@ def describe_source(source: str) -> str:
     return f"{source}, texts joined by {_JOINT!r}" if {".jsonl", ".json"} & set(path.suffixes) else source
 
 
-def is_file(source: str) -> bool:
-    """Whether ``source`` is a file, or an excerpt, and not a data set."""
-    return _file(source) is not None
-
-
-def _file(source: str) -> Path | None:
+def find_file(source: str) -> Path | None:
+    """The file that ``source`` is, or an excerpt's; None for a data set."""
     path = Path(source).expanduser()
     if source in EXCERPTS and not path.exists():
         return _DATA / EXCERPTS[source]
@@ -93,7 +89,7 @@ def _file(source: str) -> Path | None:
 
 def read_pieces(source: str) -> Iterator[str]:
     """The text in pieces that join to the whole; CalibrationError where it is not available."""
-    path = _file(source)
+    path = find_file(source)
     if path is None:
         yield from _dataset_texts(source)
         return

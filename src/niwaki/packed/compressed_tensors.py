@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.model_card import rewrite_notes
 from niwaki.models.output import carry_over, check_output, new_directory
 from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
-from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 

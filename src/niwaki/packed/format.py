@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError
-from niwaki.models.checkpoint import DTYPES, Checkpoint, Entry, read_header, read_json, read_tensor
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from niwaki.models.checkpoint import locate_model
+from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import stored_dtype
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import kernels, two_four as semi_structured

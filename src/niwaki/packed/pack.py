@@ -15,19 +15,12 @@ from torch import Tensor
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import output_errors, write_json
 from niwaki.layer.grid import parse_grid
-from niwaki.models.checkpoint import (
-    DTYPES,
-    INDEX_NAME,
-    Checkpoint,
-    header_bytes,
-    locate_model,
-    read_header,
-    read_tensor,
-)
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
+from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, read_header, read_tensor
+from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.layout import Matrix
 from niwaki.models.output import carry_over, check_output, new_directory
 from niwaki.models.scales import FILE as SCALES, read_scales
-from niwaki.models.shards import Shards
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw, sha256

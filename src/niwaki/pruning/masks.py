@@ -10,7 +10,7 @@ from torch import Tensor
 
 from niwaki.errors import NiwakiError, PatternError, UsageError, WorkerError
 from niwaki.layer.patterns import Fixed, Pattern, Unstructured
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 
@@ -38,7 +38,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
     lender, own = Checkpoint(locate_model(mask_model)), streamed.checkpoint
     for matrix in matrices:
         shape = own.entries[matrix.key].shape
-        if matrix.key not in lender or lender.entries[matrix.key].shape != shape:
+        if matrix.key not in lender.entries or lender.entries[matrix.key].shape != shape:
             raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {shape}")
     if wanted is not None:
         for matrix in matrices:

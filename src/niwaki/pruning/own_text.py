@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from niwaki.errors import UnsupportedModelError
+from niwaki.errors import UnsupportedModelError, one_line
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
@@ -96,9 +96,8 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
     try:
         return _generated(whole, prompts, length, done, "dynamic")
     except _REFUSALS as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(
-            f"transformers cannot generate text with this model ({reason}); try --effort best:synthetic=0"
+            f"transformers cannot generate text with this model ({one_line(error)}); try --effort best:synthetic=0"
         ) from error
 
 

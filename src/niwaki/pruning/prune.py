@@ -14,15 +14,14 @@ from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
 from niwaki.layer.tf32 import products
-from niwaki.models.checkpoint import Checkpoint, CheckpointWriter, locate_model, verify
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.model_config import write_config
-from niwaki.models.output import Journal, Workplace, carry_over, check_output, workplace
-from niwaki.models.processes import World
+from niwaki.models.output import Journal, Workplace, carry_over, check_output, workplace, write_config
 from niwaki.models.scales import FOLDER, places, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
+from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
@@ -136,14 +135,14 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
         record = request.record(model, texts, session.command, world)
         asked = request.fingerprint(model, texts, record)
         world.check_same(asked)
-        shares = _share(texts.calibration, world), texts.only and _share(texts.only, world)
+        texts = texts.shared(world)
         clock.lap("prepare")
         with (
             products(tf32=record.tf32 == "always"),
             workplace(out, asked, restart) if world.first else contextlib.nullcontext() as place,
             _report_interruption(place, progress, chosen),
         ):
-            shared = world.told(place.journal if place else Journal({}))
+            shared = world.received(place.journal if place else Journal({}))
             journal = place.journal if place else shared
             if journal.blocks:
                 earlier = Record.from_json(journal.record)
@@ -158,24 +157,24 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
                     )
                 walk = Walk(model, request, pattern_of, world, record, progress, clock, journal, place)
                 if place:
-                    _write(walk, place, shares)
+                    _write(walk, place, texts)
                 else:
-                    walk.blocks(*shares)
-            record = world.told(record)
+                    walk.blocks(texts.calibration, texts.only)
+            record = world.received(record)
             if place:
                 place.move()
     progress.end(record)
     return record
 
 
-def _write(walk: Walk, place: Workplace, shares: tuple[Windows, Windows | None]) -> None:
+def _write(walk: Walk, place: Workplace, texts: Texts) -> None:
     """The walk over the blocks and all that is written."""
     record, clock, journal = walk.record, walk.clock, walk.journal
     checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
     added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
     with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as walk.writer:
-        walk.blocks(*shares)
+        walk.blocks(texts.calibration, texts.only)
     place.plan.unlink(missing_ok=True)
     clock.lap("write")
     record.notes += carry_over(checkpoint, place.directory)
@@ -199,10 +198,6 @@ def _report_interruption(place: Workplace | None, progress: Progress, chosen: ra
         if place and place.has_more_to_come:
             progress.stopped(place.journal.blocks - chosen.start, len(chosen))
         raise
-
-
-def _share(windows: Windows, world: World) -> Windows:
-    return dataclasses.replace(windows, tokens=world.share(windows.tokens))
 
 
 def _needed(model: StreamedModel, request: Request) -> int:

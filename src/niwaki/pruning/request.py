@@ -11,7 +11,7 @@ from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import has_tf32
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import device_name
 from niwaki.models.processes import World
 from niwaki.models.scales import stored_as_usual

@@ -92,7 +92,7 @@ class BlockSolver:
 
     def _received(self, block: DecoderBlock, matrix: Matrix, solved: Solved | None, source: int) -> Solved:
         """The result of process ``source``, which has it as ``solved``."""
-        record = self.world.told(solved and solved.record, source)
+        record = self.world.received(solved and solved.record, source)
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
         scales = solved.scales if solved else None

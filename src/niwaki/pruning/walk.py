@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import CheckpointWriter
+from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
@@ -130,7 +130,7 @@ class Walk:
         if not effort.plans:
             return Plan()
         if self.journal.blocks:
-            return world.told(Plan.load(place.plan) if place else Plan())
+            return world.received(Plan.load(place.plan) if place else Plan())
         made = plan(self.model, effort, self.pattern_of, tokens, self.record.tf32, world, self.progress)
         if effort.synthetic:
             count = max(world.size, round(effort.synthetic * sum(world.collected(len(tokens)))))
@@ -236,7 +236,7 @@ class Walk:
         record.sparsity = sum(self.journal.zeros.values()) / sum(math.prod(m.shape) for m in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
-                losses = self.world.joined(model.losses(states))
+                losses = torch.cat(self.world.collected(model.losses(states)))
                 record.perplexity[when] = Perplexity.of(losses, heldout.source, heldout.origin)
         self.clock.lap("perplexity")
         peaks = self.world.collected(peak_memory(model.device))

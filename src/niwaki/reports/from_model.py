@@ -14,7 +14,7 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, NiwakiError
 from niwaki.evaluation.generate import continue_text
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer
 from niwaki.packed.format import open_checkpoint

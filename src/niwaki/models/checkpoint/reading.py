@@ -1,22 +1,50 @@
-"""Model directories, read by key."""
+"""Model directories: where they are, and their weights by key."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError
+from niwaki.errors import CheckpointError, UsageError, first_line
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _SAMPLE = 4096  # bytes
+
+
+def locate_model(model: str) -> Path:
+    """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id.
+
+    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. UsageError where there is no such
+    directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
+    """
+    if not model:
+        raise UsageError("the name of the model is empty")
+    path = Path(model).expanduser()
+    if model == "demo" and not path.exists():
+        return Path(str(files("niwaki"))) / "data" / "model"
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UsageError(f"{model} is a file; a model is a directory or a hub id")
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
+        raise UsageError(f"there is no directory {model}")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises errors of its own, of httpx and of the OS
+        reason = f"{model} is not a directory here and not available from the hub: {first_line(error)}"
+        raise CheckpointError(reason) from error
 
 
 class Checkpoint:
@@ -71,18 +99,12 @@ class Checkpoint:
             return f"{self.path} is a packed model without its packed.json; is the download complete?"
         return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.entries
-
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in."""
         return DTYPES[self.entries[key].dtype]
 
     def read(self, key: str, index: int | None = None) -> Tensor:
-        """The tensor under ``key``, or its element at ``index``, on the CPU, in the dtype that it is stored in.
-
-        CheckpointError where there is none, it cannot be read, or it is not finite.
-        """
+        """The tensor under ``key``, or its element at ``index``, as it is stored; CheckpointError if not finite."""
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         entry = self.entries[key].at(index)

@@ -1,4 +1,4 @@
-"""Copies of checkpoints with some tensors changed.
+"""Copies of checkpoints with some tensors changed, and new files of whole tensors.
 
 A pruned tensor has the dtype and shape of the original, so every shard keeps its header and each tensor its place: a
 copy of the shard can be filled in in any order, with one tensor in memory at a time.
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError
-from niwaki.files import output_errors
-from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.files import output_errors, set_usual_mode, write_json
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
 
 _CHUNK = 1 << 24
@@ -30,10 +33,8 @@ class CheckpointWriter:
 
     A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
     for byte. Disk space is reserved at the start, so that a full disk shows before the work; errors are OutputErrors.
-
-    Args:
-        resume: Continue with the shards that an earlier writer left there; otherwise there are none.
-        added: By key, the tensors of a shard that the source does not have, see :func:`new_shard`.
+    With ``resume`` the shards are those that an earlier writer left there. ``added`` are by key the tensors of a shard
+    that the source does not have, see :func:`new_shard`.
     """
 
     def __init__(
@@ -44,7 +45,6 @@ class CheckpointWriter:
         self._entries = {**source.entries, **self._added}
         self._files: dict[str, BinaryIO] = {}
         self._stack = contextlib.ExitStack()
-        self._dirty: set[str] = set()
         #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
 
@@ -82,7 +82,6 @@ class CheckpointWriter:
             file.seek(entry.offset)
             file.write(raw.data)
         self._written.setdefault(key, set()).add(index)
-        self._dirty.add(entry.shard)
 
     def read(self, key: str, index: int | None = None) -> Tensor:
         """What this writer or an earlier one wrote there, which counts as written; CheckpointError if not finite."""
@@ -96,10 +95,9 @@ class CheckpointWriter:
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
         with output_errors(self._directory):
-            for shard in self._dirty:
-                self._files[shard].flush()
-                os.fsync(self._files[shard].fileno())
-        self._dirty.clear()
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with output_errors(self._directory) if kind is None else contextlib.suppress(OSError), self._stack:
@@ -113,13 +111,10 @@ class CheckpointWriter:
                 # Straight from the file's own header: tensors that the index does not name move along.
                 for key, entry in read_header(self._source.path / shard).items():
                     written = self._written.get(key, set())
-                    if not written:
-                        _copy(read, file, entry)
-                    elif None not in written:
-                        for index in set(range(entry.shape[0])) - written:
+                    if None not in written:
+                        for index in set(range(entry.shape[0])) - written if written else {None}:
                             _copy(read, file, entry.at(index))
-            file.flush()
-            os.fsync(file.fileno())
+        self.sync()
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
@@ -147,10 +142,9 @@ def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Checks what was written to ``directory``, as the safetensors library reads it: tensors of ``source``, ``zeros``.
+    """Raises OutputError where the safetensors library does not read the tensors of ``source`` in ``directory``.
 
-    OutputError where something is missing, of another shape or dtype, not finite, -0.0, or a pruned matrix has another
-    number of zeros.
+    Those in ``zeros`` have to have that many of them, none -0.0, and to be finite.
     """
     for shard in source.shards:
         path = directory / shard
@@ -177,3 +171,34 @@ def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
         raise OutputError(f"{path}: {key!r} has {count} zeros on disk and {zeros} were meant")
     if bool(((tensor == 0) & tensor.float().signbit()).any()):
         raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")
+
+
+class Shards:
+    """Writes tensors to several safetensors files in ``directory``, and their index; OutputError where it cannot."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._size = 0
+        self._shards: dict[str, str] = {}
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Writes the file ``name``."""
+        path = self._directory / name
+        with output_errors(self._directory):
+            try:
+                save_file(tensors, path, {"format": "pt"})
+            except SafetensorError as error:
+                if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
+                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+                raise OutputError(f"cannot write {path}: {error}") from error
+            set_usual_mode(path, 0o666)  # the library makes it private
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
+        self._size += sum(value.nbytes for value in tensors.values())
+        self._shards |= dict.fromkeys(tensors, name)
+
+    def finish(self) -> None:
+        """Writes the index, if there is more than one file."""
+        if len(set(self._shards.values())) > 1:
+            index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
+            write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

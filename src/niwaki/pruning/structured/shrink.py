@@ -18,13 +18,12 @@ from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.device import device_name, peak_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.model_config import write_config
-from niwaki.models.output import Workplace, carry_over, check_output, workplace
+from niwaki.models.output import Workplace, carry_over, check_output, workplace, write_config
 from niwaki.models.processes import World
-from niwaki.models.shards import Shards
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
