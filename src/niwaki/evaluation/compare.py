@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from niwaki.errors import CheckpointError, NiwakiError, UsageError
+from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
@@ -176,10 +176,8 @@ class _Work:
                     left_out.append(run.key)
                     continue
                 progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
-                try:
+                with named(f"{run.key[0]} at {run.key[1]}"):
                     comparison.cells.append(self.cell(run))
-                except NiwakiError as error:
-                    raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error
                 save()
                 if not self.keep:
                     with output_errors(place):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from niwaki.errors import NiwakiError, PatternError, UsageError, WorkerError
+from niwaki.errors import PatternError, UsageError, named
 from niwaki.layer.patterns import Fixed, Pattern, Unstructured
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.layout import Matrix
@@ -29,7 +28,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
     matrices = streamed.matrices()
     if wanted is not None:
         for matrix in matrices:
-            with named(matrix):
+            with named(matrix.label):
                 wanted.check(matrix.shape)
     if mask_model is None:
         if wanted is None:
@@ -42,7 +41,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
             raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {shape}")
     if wanted is not None:
         for matrix in matrices:
-            with named(matrix):
+            with named(matrix.label):
                 _check_mask(matrix.read(lender) != 0, wanted, mask_model)
     return lambda matrix: Fixed((matrix.read(lender) != 0).to(streamed.device), wanted)
 
@@ -62,19 +61,5 @@ def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
         where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
         what = f"has as many zeros as {pattern} asks for, but in other places, first in {where}"
         other = f", or {Unstructured(pattern.sparsity)}"
-    raise PatternError(
-        f"the mask of {source} {what}; try the pattern that it was made for{other}, or none, which keeps the "
-        "mask as it is"
-    )
-
-
-@contextlib.contextmanager
-def named(matrix: Matrix) -> Iterator[None]:
-    """Puts the matrix's name in front of errors."""
-    key = matrix.key if matrix.index is None else f"{matrix.key}[{matrix.index}]"
-    try:
-        yield
-    except NiwakiError as error:
-        if key in str(error) or isinstance(error, WorkerError):
-            raise
-        raise type(error)(f"{key}: {error}") from error
+    hint = f"try the pattern that it was made for{other}, or none, which keeps the mask as it is"
+    raise PatternError(f"the mask of {source} {what}; {hint}")

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
@@ -115,8 +114,7 @@ def prune(
 
 
 def _run(request: Request, out: Path, restart: bool, progress: Progress | None) -> Record:
-    clock, session = Clock(), current_session()
-    world = session.world
+    clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     source = locate_model(request.model)
     if world.first:
@@ -133,7 +131,7 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
         pattern_of = patterns_of(request.pattern, request.mask_model, model)
         progress.status("reading the text to calibrate on")
         texts = Texts.read(model, request.calibration, request.measurement, USUAL_WINDOWS)
-        record = request.record(model, texts, session.command, world)
+        record = request.record(model, texts)
         asked = request.fingerprint(model, texts, record)
         world.check_same(asked)
         shares = _share(texts.calibration, world), texts.only and _share(texts.only, world)
@@ -147,7 +145,7 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
             journal = place.journal if place else shared
             if journal.blocks:
                 earlier = Record.from_json(journal.record)
-                record = dataclasses.replace(earlier, command=session.command, device=record.device)
+                record = dataclasses.replace(earlier, command=record.command, device=record.device)
             if not journal.complete:
                 if journal.blocks:
                     record.resumed.append(journal.blocks)
@@ -170,24 +168,20 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
 
 def _write(walk: Walk, place: Workplace, shares: tuple[Windows, Windows | None]) -> None:
     """The walk over the blocks and all that is written."""
-    record, clock, journal = walk.record, walk.clock, walk.journal
     checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
     added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
-    with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as walk.writer:
+    with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
         walk.blocks(*shares)
     place.plan.unlink(missing_ok=True)
-    clock.lap("write")
-    record.notes += carry_over(checkpoint, place.directory)
-    write_config(place.directory, checkpoint.config, record)
-    card.write(place.directory, record)
-    verify(place.directory, checkpoint, journal.zeros)
+    walk.clock.lap("write")
+    walk.record.notes += carry_over(checkpoint, place.directory)
+    write_config(place.directory, checkpoint.config, walk.record)
+    verify(place.directory, checkpoint, place.journal.zeros)
     if grid:
         verify_grid(place.directory, matrices, grid)
-    clock.lap("check")
-    record.seconds = {**clock.seconds, "total": clock.total()}
-    write_json(place.directory / "niwaki.json", record.to_json())
-    place.save(record=record.to_json(), complete=True)
+    walk.clock.lap("check")
+    card.finish(place, walk.record, walk.clock)
 
 
 @contextlib.contextmanager

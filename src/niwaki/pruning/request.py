@@ -13,12 +13,12 @@ from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint import Checkpoint, locate_model
 from niwaki.models.device import device_name
-from niwaki.models.processes import World
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.effort import Effort, describe as describe_effort
+from niwaki.pruning.session import current_session
 from niwaki.records.parameters import plain
 from niwaki.records.record import Record, versions
 
@@ -55,33 +55,31 @@ class Request:
             raise UsageError(f"invalid range of blocks {start}:{stop}; the model's are 0:{count}")
         return range(start, stop)
 
-    def record(self, model: StreamedModel, texts: Texts, command: str, world: World) -> Record:
+    def record(self, model: StreamedModel, texts: Texts) -> Record:
         """The record of the run, as far as it is known before the run."""
         tf32 = self.compute.tf32 if has_tf32(model.device) else "never"
-        chosen, pattern, notes = self.chosen(len(model.blocks)), str(self.pattern), [*model.notes]
+        chosen, pattern = self.chosen(len(model.blocks)), str(self.pattern)
         if self.mask_model is not None:
             within = "" if self.pattern is None else f", within {self.pattern}"
             pattern = f"the mask of {self.mask_model}{within}"
-        if self.compute.tf32 == "always" and tf32 == "never":
-            notes.append(f"--tf32 always has no effect: {model.device} has no TF32, products are in float32")
-        record = Record(
-            command=command,
-            model=self.model,
+        record = begin_record(
+            self.model,
+            model,
+            texts,
+            self.calibration,
             method=self.method,
             solver=plain(describe(self.solver)),
             effort=describe_effort(self.effort),
             quantization=str(self.grid) if self.grid else None,
             pattern=pattern,
             mask_from=self.mask_from,
-            calibration=texts.calibration.described(self.calibration.seed),
-            device=device_name(model.device, world),
-            dtype=str(model.dtype).removeprefix("torch."),
             tf32=tf32,
             blocks=[chosen.start, chosen.stop] if len(chosen) < len(model.blocks) else None,
             flops=float(sum(self.solver.flops(*matrix.shape) for matrix in model.matrices())),
-            versions=versions(),
-            notes=[*notes, *texts.notes],
         )
+        if self.compute.tf32 == "always" and tf32 == "never":
+            note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
+            record.notes.insert(len(model.notes), note)
         if self.grid:
             record.notes.append(stored_as_usual(self.grid))
         if record.part:
@@ -108,6 +106,21 @@ class Request:
             "tf32": record.tf32,
             "versions": record.versions,
         }
+
+
+def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Calibration, **others: Any) -> Record:
+    """The record of a run on ``model``, called ``name``, with the fields that need nothing else and ``others``."""
+    session = current_session()
+    return Record(
+        command=session.command,
+        model=name,
+        calibration=texts.calibration.described(calibration.seed),
+        device=device_name(model.device, session.world),
+        dtype=str(model.dtype).removeprefix("torch."),
+        versions=versions(),
+        notes=[*model.notes, *texts.notes],
+        **others,
+    )
 
 
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -233,7 +232,7 @@ class Walk:
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
         model, record = self.model, self.record
-        record.sparsity = sum(self.journal.zeros.values()) / sum(math.prod(m.shape) for m in model.matrices())
+        record.sparsity = sum(self.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
                 losses = self.world.joined(model.losses(states))
