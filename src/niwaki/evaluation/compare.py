@@ -22,8 +22,8 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
-from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
+from niwaki.pruning.request import patterns_of
 from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
 from niwaki.records.parameters import in_words, plain

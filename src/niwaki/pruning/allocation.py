@@ -16,17 +16,11 @@ _STEPS = 256
 
 @dataclass(frozen=True)
 class Curve:
-    """What sparsity costs a matrix, or several that have the same one.
+    """What sparsity costs a matrix, or several that have the same one."""
 
-    Attributes:
-        weights: The number of weights.
-        points: (sparsity, loss), both increasing, from the lowest allowed sparsity to the highest.
-        divisible: Whether any number of zeros is possible, or only those of ``points``, as for n:m.
-    """
-
-    weights: int
-    points: tuple[tuple[float, float], ...]
-    divisible: bool = True
+    weights: int  # their number
+    points: tuple[tuple[float, float], ...]  # (sparsity, loss), both increasing, from the lowest to the highest allowed
+    divisible: bool = True  # whether any number of zeros is possible, or only those of ``points``, as for n:m
 
 
 def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0) -> Curve:

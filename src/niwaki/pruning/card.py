@@ -37,7 +37,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
     where = f" in {record.part}" if record.part else ""
-    structure, calibration = record.structure, record.calibration
+    structure, calibration, zeros = record.structure, record.calibration, f"{100 * record.sparsity:.2f} %"
     kept: dict[str, Any] = {key: inherited.get(key) for key in ("license", "license_name", "license_link", "language")}
     data = ModelCardData(
         base_model=record.model if record.model.count("/") == 1 else name,
@@ -45,27 +45,26 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if structure else ["sparse"])}),
         **kept,
     )
-    rows: dict[str, object] = {
-        "method": in_words(record.solver),
-        "effort": record.effort and described(record.effort),
-    }
     if structure:
         title = f"{structure.share} smaller"
         about = (
             f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
         )
-        rows |= {"removed": record.pattern, "parameters": structure}
     else:
         title = f"{100 * record.sparsity:.4g} % sparse{where}"
         about = (
             f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
             "Zeros are stored as such, so this loads wherever the dense model does."
         )
-        zeros = f"{100 * record.sparsity:.2f} %"
-        rows |= {"pattern": record.pattern, "mask from": record.mask_from, "zeros in the pruned matrices": zeros}
     error = "output error of the matrices, relative, geometric mean"
-    rows |= {
+    rows: dict[str, object] = {
+        "method": in_words(record.solver),
+        "effort": record.effort and described(record.effort),
+        "removed" if structure else "pattern": record.pattern,
+        "parameters": structure,
+        "mask from": record.mask_from,
+        "zeros in the pruned matrices": None if structure else zeros,
         "grid of the weights": record.rounding,
         "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
         f"{Path(calibration['source']).name}",

@@ -43,23 +43,17 @@ class Fit:
 
     Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
 
-    Attributes:
-        states: The inputs of the pruned ``block``. Not changed.
-        targets: What its outputs should be, of all samples or of the first ones, to which it is then fitted. In
-            batches for the same parts as ``states``. Not changed.
-        world: The processes, each of which has some of the states; a step takes one batch of each.
-        done: Called after each of ``batches``.
-        on_grid: Where the weights are on a grid. The block then computes with rounded weights, whose gradients change
-            weights that are not rounded.
-        batches: How many batches pass through the block.
+    Neither ``states`` nor ``targets`` are changed. These may be of the first samples only, to which the block is then
+    fitted, in batches for the same parts as ``states``. A step takes one batch of each process. With ``on_grid`` the
+    block computes with rounded weights, whose gradients change weights that are not rounded.
     """
 
     block: DecoderBlock
-    states: HiddenStates
-    targets: HiddenStates
+    states: HiddenStates  # the inputs of the pruned block
+    targets: HiddenStates  # what its outputs should be
     effort: Effort
     world: World
-    done: Callable[[], None]
+    done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
     on_grid: OnGrid | None = None
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.options import TF32
 from niwaki.pruning.allocation import Curve, allocate, outlier_ratios, rounded, smooth, together
 from niwaki.pruning.effort import Effort
-from niwaki.pruning.masks import PatternOf
+from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 
@@ -52,16 +52,13 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before anything is pruned.
+    """What is decided before anything is pruned."""
 
-    Attributes:
-        zeros: The number of zeros of each matrix; empty where all have the same pattern.
-        importance: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
-        synthetic: (samples, length) int64, text that the dense model wrote, if any.
-    """
-
+    #: The number of zeros of each matrix; empty where all have the same pattern.
     zeros: dict[Place, int] = field(default_factory=dict)
+    #: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
     importance: dict[Place, Tensor] = field(default_factory=dict)
+    #: (samples, length) int64, text that the dense model wrote, if any.
     synthetic: Tensor | None = None
 
     def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:

@@ -26,8 +26,7 @@ from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
 from niwaki.pruning.fit import COPIES
-from niwaki.pruning.masks import patterns_of
-from niwaki.pruning.request import Request, take_masks
+from niwaki.pruning.request import Request, patterns_of, take_masks
 from niwaki.pruning.session import current_session
 from niwaki.pruning.walk import Walk
 from niwaki.records.clock import Clock
@@ -68,12 +67,12 @@ def prune(
         effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is done for the whole
             model, and for matrices and blocks to fit together. By default "balanced", and where a solver or a mask is
             given "fast": methods as they were published.
-        mask_from: The name of another solver, or a pruned model, whose mask is used. The mask of a pruned model is kept
-            as it is, whatever its pattern. With a pattern as well, the mask has to satisfy that: solvers that
-            refine masks (swaps, dsnot) start from it and stay within the pattern.
-        grid: A grid that the remaining weights are put on, such as "int4:128": whole numbers of 4 bits, with a scale
-            for each row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in
-            addition to the pattern's. Scales are in ``out/quantization/scales.safetensors``.
+        mask_from: The name of another solver, or a pruned model, whose mask is used; a model's is kept as it is,
+            whatever its pattern. With a pattern as well it has to satisfy that, and solvers that refine masks (swaps,
+            dsnot) start from it and stay within the pattern.
+        grid: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each row
+            and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
+            pattern's. Scales are in ``out/quantization/scales.safetensors``.
         blocks: Only those from the first number to before the second one are pruned.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default

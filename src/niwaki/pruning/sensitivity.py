@@ -31,7 +31,8 @@ def sensitivities(
 
         g_o = (1 / tokens) sum_t (dL / dy_to)^2,    y = x W^T,    L = - sum_t log p(label_t | tokens up to t)
 
-    with one label for each position, the last of each sequence included, drawn from the model's own predictions.
+    over ``tokens`` (samples, length) int64, of which this is the process's share; those of all processes are in order.
+    There is one label for each position, the last of each sequence included, drawn from the model's own predictions.
     So g is a diagonal of the Fisher information: to second order, independent noise of variance v in output o of every
     token raises the loss by g_o v / 2 per token. For an expert the sum is over the tokens routed to it.
 
@@ -46,9 +47,7 @@ def sensitivities(
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.
 
-    Args:
-        tokens: (samples, length) int64, this process's share; those of all processes are in order.
-        done: Called after each batch in each block, forwards and backwards.
+    ``done`` is called after each batch in each block, forwards and backwards.
 
     Returns:
         For each block by the name of each matrix (out,) float32 on the CPU, in squared nats per squared output; the

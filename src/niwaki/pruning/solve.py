@@ -22,8 +22,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.pruning.masks import PatternOf
-from niwaki.pruning.request import Request
+from niwaki.pruning.request import PatternOf, Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
 

@@ -22,10 +22,9 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
 from niwaki.models.training import trained_weights
 from niwaki.pruning.fit import Fit, tokens_per_part
-from niwaki.pruning.masks import PatternOf
 from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
-from niwaki.pruning.request import Request
+from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
@@ -43,13 +42,7 @@ class Streams(NamedTuple):
 
 @dataclass
 class Walk:
-    """The walk over the blocks of ``model``, which keeps ``record`` and ``clock`` up to date.
-
-    Attributes:
-        journal: What an earlier run has done; of the first process that in ``place``.
-        place: Of the first process, where the journal and the plan are kept.
-        writer: Of the first process, where weights go.
-    """
+    """The walk over the blocks of ``model``, which keeps ``record`` and ``clock`` up to date."""
 
     model: StreamedModel
     request: Request
@@ -58,9 +51,9 @@ class Walk:
     record: Record
     progress: Progress
     clock: Clock
-    journal: Journal
-    place: Workplace | None
-    writer: CheckpointWriter | None = None
+    journal: Journal  # what an earlier run has done; of the first process that in ``place``
+    place: Workplace | None  # of the first process, where the journal and the plan are kept
+    writer: CheckpointWriter | None = None  # of the first process, where weights go
     _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
 
     def blocks(self, windows: Windows, heldout: Windows | None) -> None:

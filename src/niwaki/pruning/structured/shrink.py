@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def shrink(
         solver={"name": "shrink", "blocks": blocks, "neurons": neurons, "heads": heads, "damping": DAMPING},
         pattern=", ".join([f"{blocks} of {depth} blocks", *parts] if blocks else parts),
         mask_from=None,
-        flops=(depth - blocks) * sum(map(_flops, removals)),
+        flops=(depth - blocks) * sum(flops(*each.blocks[0].matrix.shape, each.size * each.count) for each in removals),
     )
     clock.lap("prepare")
     asked = _fingerprint(streamed, texts, measurement, record)
@@ -127,10 +127,6 @@ def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, r
         "dtype": record.dtype,
         "versions": record.versions,
     }
-
-
-def _flops(removal: Removal) -> float:
-    return flops(*removal.blocks[0].matrix.shape, removed=removal.size * removal.count)
 
 
 def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
@@ -205,9 +201,11 @@ class _Run:
         clock.lap("check")
         if heldout:
             self._measure("after", smaller, heldout)
-        before, after = (_sizes(one.checkpoint, outside) for one in (model, smaller))
-        parameters = {"before": sum(before), "after": sum(after)}
-        record.structure = StructureRecord(parameters, 1 - after[1] / before[1], influence, dropped, **self.removed)
+        before, after = (_size(one.checkpoint, one.checkpoint.entries) for one in (model, smaller))
+        others = _size(model.checkpoint, outside)
+        removed = 1 - (after - others) / (before - others)
+        parameters = {"before": before, "after": after}
+        record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
         card.finish(place, record, clock)
 
@@ -269,8 +267,5 @@ def _shard(number: int, kept: Sequence[int]) -> str:
     return f"model-{1 + number:05}-of-{1 + len(kept):05}.safetensors"
 
 
-def _sizes(checkpoint: Checkpoint, outside: Sequence[str]) -> tuple[int, int]:
-    """Parameters (outside blocks, in blocks)."""
-    sizes = {key: math.prod(entry.shape) for key, entry in checkpoint.entries.items()}
-    others = sum(sizes[key] for key in outside)
-    return others, sum(sizes.values()) - others
+def _size(checkpoint: Checkpoint, keys: Iterable[str]) -> int:
+    return sum(math.prod(checkpoint.entries[key].shape) for key in keys)
