@@ -66,11 +66,7 @@ class Fit:
         self.batches = len(self._held) * (1 + math.ceil(self._steps / len(self._rest))) + self._steps
 
     def run(self) -> FitRecord:
-        """The fit.
-
-        Raises:
-            NumericalError: the error is not finite.
-        """
+        """The fit; NumericalError where its error is not finite."""
         began = time.perf_counter()
         block, steps, rest = self.block, self._steps, self._rest
         power = sum(float(self._target(i).double().square().sum()) for i in self._held)

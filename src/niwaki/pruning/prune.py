@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +16,9 @@ from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.model_config import write_config
 from niwaki.models.output import Journal, Workplace, carry_over, check_output, workplace
-from niwaki.models.processes import World
 from niwaki.models.scales import FOLDER, places, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
+from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
@@ -133,7 +130,6 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
         record = request.record(model, texts)
         asked = request.fingerprint(model, texts, record)
         world.check_same(asked)
-        shares = _share(texts.calibration, world), texts.only and _share(texts.only, world)
         clock.lap("prepare")
         with (
             products(tf32=record.tf32 == "always"),
@@ -155,9 +151,9 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
                     )
                 walk = Walk(model, request, pattern_of, world, record, progress, clock, journal, place)
                 if place:
-                    _write(walk, place, shares)
+                    _write(walk, place, texts)
                 else:
-                    walk.blocks(*shares)
+                    walk.blocks(texts)
             record = world.told(record)
             if place:
                 place.move()
@@ -165,13 +161,13 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
     return record
 
 
-def _write(walk: Walk, place: Workplace, shares: tuple[Windows, Windows | None]) -> None:
+def _write(walk: Walk, place: Workplace, texts: Texts) -> None:
     """The walk over the blocks and all that is written."""
     checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
     added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
     with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
-        walk.blocks(*shares)
+        walk.blocks(texts)
     place.plan.unlink(missing_ok=True)
     walk.clock.lap("write")
     walk.record.notes += carry_over(checkpoint, place.directory)
@@ -194,21 +190,16 @@ def _report_interruption(place: Workplace | None, progress: Progress, chosen: ra
         raise
 
 
-def _share(windows: Windows, world: World) -> Windows:
-    return dataclasses.replace(windows, tokens=world.share(windows.tokens))
-
-
 def _needed(model: StreamedModel, request: Request) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
-    effort = request.effort
-    blocks = [[matrix.shape for matrix in model.matrices(index)] for index in range(len(model.blocks))]
-    rows, columns = max(itertools.chain(*blocks), key=math.prod)
+    effort, blocks = request.effort, [model.matrices(index) for index in range(len(model.blocks))]
+    rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
     solving = 4 * (2 * columns**2 + 7 * rows * columns)
-    grams = max(sum(4 * inputs**2 for _, inputs in shapes) for shapes in blocks) * (2 if effort.dense_targets else 1)
-    # Its weights, which are not there while matrices are solved, and activations; for the dense model's states those
-    # weights once more.
+    grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
+    # The block's weights, which are not there while matrices are solved, and activations; for the dense model's states
+    # those weights once more.
     running = (3 if effort.dense else 2) * model.block_size
-    weights = max(sum(map(math.prod, shapes)) for shapes in blocks)
+    weights = max(sum(matrix.size for matrix in block) for block in blocks)
     copies = COPIES + (1 if request.grid else 0)  # on the grid
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
-    return resident() + max(grams + max(running, solving), fitting)
+    return resident() + max((2 if effort.dense_targets else 1) * grams + max(running, solving), fitting)

@@ -19,7 +19,7 @@ from niwaki.models.output import Journal, Workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows
+from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_weights
 from niwaki.pruning.fit import Fit, tokens_per_part
 from niwaki.pruning.own_text import synthesize
@@ -56,18 +56,18 @@ class Walk:
     writer: CheckpointWriter | None = None  # of the first process, where weights go
     _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
 
-    def blocks(self, windows: Windows, heldout: Windows | None) -> None:
-        """Prunes all blocks with the calibration text ``windows``, and measures on ``heldout``."""
-        model, progress, clock = self.model, self.progress, self.clock
-        done = self.journal.blocks
+    def blocks(self, texts: Texts) -> None:
+        """Prunes all blocks and measures the result, on this process's share of ``texts``."""
+        model, world, progress, clock = self.model, self.world, self.progress, self.clock
+        tokens = world.share(texts.calibration.tokens)
+        heldout = texts.only and dataclasses.replace(texts.only, tokens=world.share(texts.only.tokens))
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
-        tokens = windows.tokens
         planned = self._planned(tokens)
         if planned.synthetic is not None:
-            tokens = torch.cat([tokens, self.world.share(planned.synthetic)])
+            tokens = torch.cat([tokens, world.share(planned.synthetic)])
         self._solver = BlockSolver(
-            self.request, lambda m: planned.pattern(m, self.pattern_of(m)), planned.importance, self.world, progress
+            self.request, lambda m: planned.pattern(m, self.pattern_of(m)), planned.importance, world, progress
         )
         clock.lap("plan")
         streams = self._embedded(tokens, heldout)
@@ -81,7 +81,7 @@ class Walk:
             last = block.index >= stop - 1
             if streams.heldout_dense:
                 block.advance(streams.heldout_dense)
-            if block.index >= done and block.matrices:
+            if block.index >= self.journal.blocks and block.matrices:
                 self._prune(block, streams, last)
                 self._save(block.index + 1)
             else:
@@ -110,11 +110,12 @@ class Walk:
         if not effort.dense_targets and 0 < effort.epochs < 1:  # of the dense model only some are needed, put first
             order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
             tokens, dense_tokens = tokens[order], tokens[order[: max(1, round(effort.epochs * len(tokens)))]]
-        calibration = embed(tokens, part)
-        calibration_dense = embed(dense_tokens, part) if effort.dense else None
-        heldout_dense = embed(heldout.tokens) if heldout and before else None
-        heldout_pruned = embed(heldout.tokens) if heldout else None
-        return Streams(calibration, calibration_dense, heldout_pruned, heldout_dense)
+        return Streams(
+            calibration=embed(tokens, part),
+            calibration_dense=embed(dense_tokens, part) if effort.dense else None,
+            heldout_dense=embed(heldout.tokens) if heldout and before else None,
+            heldout=embed(heldout.tokens) if heldout else None,
+        )
 
     def _planned(self, tokens: Tensor) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""

@@ -61,9 +61,7 @@ class Removal:
 def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
     """Removes ``fraction`` of the MLP neurons of each block.
 
-    Raises:
-        UsageError: these are none, or all.
-        UnsupportedModelError: a block has not exactly one MLP with a known number of neurons.
+    Raises UsageError where these are none or all, UnsupportedModelError where a block has not exactly one known MLP.
     """
     blocks = [_mlp(model, index) for index in range(len(model.blocks))]
     width = _width(model, "neurons", blocks)
@@ -79,9 +77,8 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
 def head_removal(model: StreamedModel, fraction: float) -> Removal:
     """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
 
-    Raises:
-        UsageError: this number of heads cannot be removed.
-        UnsupportedModelError: attention is not made of q, k, v and o with a number of heads in the configuration.
+    Raises UsageError where this number of heads cannot be removed, UnsupportedModelError where attention is not made of
+    q, k, v and o with a number of heads in the configuration.
     """
     heads = int(getattr(model.config, "num_attention_heads", None) or 0)
     if not heads:
