@@ -38,7 +38,8 @@ def sensitivities(
 
     Up to rounding, labels depend only on a sample's place among those of all processes. The last norm, the head and the
     loss are in float32 whatever the blocks run in. On a GPU gradients of attention and of experts are summed in no
-    fixed order, so the last digits may differ between runs.
+    fixed order, so the last digits may differ between runs. ``done`` is called after each batch in each block, forwards
+    and backwards.
 
     Cost: all weights are read twice; two forward passes and a backward pass without gradients of weights, which takes
     as much as one of them. Memory: one block, its activations and their gradients for one batch, and on the CPU the
@@ -46,8 +47,6 @@ def sensitivities(
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.
-
-    ``done`` is called after each batch in each block, forwards and backwards.
 
     Returns:
         For each block by the name of each matrix (out,) float32 on the CPU, in squared nats per squared output; the

@@ -72,13 +72,10 @@ class BlockSolver:
             mine = [matrices[name] for name in inputs.names if owner[name] == self.world.rank]
             gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
             for matrix in mine:
-                solved = self._solve(block, matrix, gram, inputs)
+                results[matrix.name] = self._solve(block, matrix, gram, inputs)
                 self.progress.step()
                 if self.world.size == 1:
-                    keep(matrix, solved)
-                else:
-                    results[matrix.name] = solved
-                del solved
+                    keep(matrix, results.pop(matrix.name))
         if self.world.size == 1:
             return
         for name in names:  # in the order of computation, whoever was first
