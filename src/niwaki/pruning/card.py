@@ -37,7 +37,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
     where = f" in {record.part}" if record.part else ""
-    structure, calibration, zeros = record.structure, record.calibration, f"{100 * record.sparsity:.2f} %"
+    structure, calibration = record.structure, record.calibration
     kept: dict[str, Any] = {key: inherited.get(key) for key in ("license", "license_name", "license_link", "language")}
     data = ModelCardData(
         base_model=record.model if record.model.count("/") == 1 else name,
@@ -64,7 +64,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "removed" if structure else "pattern": record.pattern,
         "parameters": structure,
         "mask from": record.mask_from,
-        "zeros in the pruned matrices": None if structure else zeros,
+        "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
         "grid of the weights": record.rounding,
         "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
         f"{Path(calibration['source']).name}",

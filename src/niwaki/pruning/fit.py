@@ -38,9 +38,9 @@ class Fit:
     and decrease linearly to 0. Some batches are held out (of one batch alone, itself); the weights are those of the
     epoch with the lowest error there, or the original ones if none is better. No weight becomes zero.
 
-    ``states`` and ``targets`` are in batches for the same parts, and neither is changed. The targets may be of the first
-    samples only, to which the block is then fitted. A step takes one batch of each process. With ``on_grid`` the block
-    computes with rounded weights, whose gradients change weights that are not rounded.
+    ``states`` and ``targets`` are in batches for the same parts, and neither is changed. The targets may be of the
+    first samples only, to which the block is then fitted. A step takes one batch of each process. With ``on_grid`` the
+    block computes with rounded weights, whose gradients change weights that are not rounded.
 
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
