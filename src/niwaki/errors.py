@@ -5,8 +5,9 @@ Each message is one line: what is wrong, which value or file, and what to try.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class NiwakiError(Exception):
@@ -68,6 +69,17 @@ class OutputError(NiwakiError):
 
 class WorkerError(NiwakiError):
     """Another process of the run has ended."""
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Puts ``name`` in front of what is raised, unless it is in it already or another process has ended."""
+    try:
+        yield
+    except NiwakiError as error:
+        if name in str(error) or isinstance(error, WorkerError):
+            raise
+        raise type(error)(f"{name}: {error}") from error
 
 
 def first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from niwaki.errors import CheckpointError, NiwakiError, UsageError
+from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
@@ -22,8 +22,8 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
-from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
+from niwaki.pruning.request import patterns_of
 from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
 from niwaki.records.parameters import in_words, plain
@@ -176,10 +176,8 @@ class _Work:
                     left_out.append(run.key)
                     continue
                 progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
-                try:
+                with named(f"{run.key[0]} at {run.key[1]}"):
                     comparison.cells.append(self.cell(run))
-                except NiwakiError as error:
-                    raise type(error)(f"{run.key[0]} at {run.key[1]}: {error}") from error
                 save()
                 if not self.keep:
                     with output_errors(place):

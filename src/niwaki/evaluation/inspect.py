@@ -39,7 +39,7 @@ class MatrixSummary:
     @property
     def sparsity(self) -> float:
         """Fraction of zeros."""
-        return self.zeros / (self.matrix.shape[0] * self.matrix.shape[1])
+        return self.zeros / self.matrix.size
 
 
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:

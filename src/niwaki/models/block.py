@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from niwaki.errors import NiwakiError, NumericalError, WorkerError
+from niwaki.errors import NumericalError, named
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
@@ -82,12 +82,8 @@ class DecoderBlock:
                     targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense))
             grams.watch(partial(self.forward, hidden, states), targets)
             done()
-        try:
+        with named(f"block {self.index}"):
             return grams.finish(world or World())
-        except WorkerError:
-            raise
-        except NiwakiError as error:
-            raise type(error)(f"block {self.index}: {error}") from error
 
     def keep_original(self) -> None:
         """From now on :meth:`original` has what :meth:`put` replaces, read again each time if memory is limited."""
@@ -122,7 +118,7 @@ class DecoderBlock:
             return
         sizes: Counter[str] = Counter()
         for matrix in matrices:
-            sizes[matrix.parameter] += matrix.shape[0] * matrix.shape[1]
+            sizes[matrix.parameter] += matrix.size
         for name, size in sizes.items():
             parameter = self.module.get_parameter(name)
             if size == parameter.numel():  # nothing else is in it

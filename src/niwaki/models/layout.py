@@ -50,6 +50,21 @@ class Matrix:
     index: int | None = None  # in the checkpoint's tensor, if that has all experts
     transposed: bool = False  # the checkpoint and the parameter have it as (in, out)
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """Its block and its name there."""
+        return self.block, self.name
+
+    @property
+    def size(self) -> int:
+        """The number of its weights."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def label(self) -> str:
+        """Its key, in errors."""
+        return self.key if self.index is None else f"{self.key}[{self.index}]"
+
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """(out, in): it, as ``checkpoint`` has it."""
         value = checkpoint.read(self.key, self.index)

@@ -16,17 +16,11 @@ _STEPS = 256
 
 @dataclass(frozen=True)
 class Curve:
-    """What sparsity costs a matrix, or several that have the same one.
+    """What sparsity costs a matrix, or several that have the same one."""
 
-    Attributes:
-        weights: The number of weights.
-        points: (sparsity, loss), both increasing, from the lowest allowed sparsity to the highest.
-        divisible: Whether any number of zeros is possible, or only those of ``points``, as for n:m.
-    """
-
-    weights: int
-    points: tuple[tuple[float, float], ...]
-    divisible: bool = True
+    weights: int  # their number
+    points: tuple[tuple[float, float], ...]  # (sparsity, loss), both increasing, from the lowest to the highest allowed
+    divisible: bool = True  # whether any number of zeros is possible, or only those of ``points``, as for n:m
 
 
 def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0) -> Curve:
@@ -35,11 +29,10 @@ def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: floa
     Logarithms of losses are interpolated; below the first point the loss goes to 0 as a power of the sparsity, and
     above the last one to ``all_zero``, the loss without any weights. ``least`` is the lowest allowed sparsity.
     """
-    sparsities = [sparsity for sparsity, _ in measured]
+    points = [*measured, (1.0, all_zero)]
+    sparsities = [sparsity for sparsity, _ in points]
     tiny = 1e-30  # of a matrix whose inputs are all 0
-    losses = list(itertools.accumulate((max(loss, tiny) for _, loss in measured), max))
-    sparsities.append(1.0)
-    losses.append(max(all_zero, losses[-1]))
+    losses = list(itertools.accumulate((max(loss, tiny) for _, loss in points), max))
     power = 1.0
     if len(measured) > 1:
         power = max(power, math.log(losses[1] / losses[0]) / math.log(sparsities[1] / sparsities[0]))

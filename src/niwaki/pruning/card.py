@@ -1,4 +1,4 @@
-"""The model card: README.md of the output."""
+"""What the output says about itself: its model card, README.md, and its record, niwaki.json."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from niwaki.files import output_errors
+from niwaki.files import output_errors, write_json
 from niwaki.models.model_card import notes, top
+from niwaki.models.output import Workplace
 from niwaki.pruning.effort import described
+from niwaki.records.clock import Clock
 from niwaki.records.parameters import in_words
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 
-#: The dense model's own card, which the new one replaces.
-BASE_CARD = "README.base.md"
 
+def finish(place: Workplace, record: Record, clock: Clock) -> None:
+    """Writes README.md and niwaki.json; then the directory only has to be moved into place.
 
-def write(directory: Path, record: Record) -> None:
-    """Writes README.md; a card that was carried over keeps its text as ``README.base.md``.
-
-    Nothing in it depends on the clock: the same run makes the same card.
+    The dense model's card stays as ``README.base.md``. Nothing in the new one depends on the clock: the same run makes
+    the same card.
     """
-    readme = directory / "README.md"
-    with output_errors(directory):
+    readme = place.directory / "README.md"
+    with output_errors(place.directory):
         inherited = top(readme)
         if readme.exists():
-            readme.replace(directory / BASE_CARD)
+            readme.replace(place.directory / "README.base.md")
         readme.write_text(_text(record, inherited), encoding="utf-8")
+    record.seconds = {**clock.seconds, "total": clock.total()}
+    write_json(place.directory / "niwaki.json", record.to_json())
+    place.save(record=record.to_json(), complete=True)
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
@@ -42,27 +45,26 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if structure else ["sparse"])}),
         **kept,
     )
-    rows: dict[str, object] = {
-        "method": in_words(record.solver),
-        "effort": record.effort and described(record.effort),
-    }
     if structure:
         title = f"{structure.share} smaller"
         about = (
             f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
         )
-        rows |= {"removed": record.pattern, "parameters": structure}
     else:
         title = f"{100 * record.sparsity:.4g} % sparse{where}"
         about = (
             f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
             "Zeros are stored as such, so this loads wherever the dense model does."
         )
-        zeros = f"{100 * record.sparsity:.2f} %"
-        rows |= {"pattern": record.pattern, "mask from": record.mask_from, "zeros in the pruned matrices": zeros}
     error = "output error of the matrices, relative, geometric mean"
-    rows |= {
+    rows: dict[str, object] = {
+        "method": in_words(record.solver),
+        "effort": record.effort and described(record.effort),
+        "removed" if structure else "pattern": record.pattern,
+        "parameters": structure,
+        "mask from": record.mask_from,
+        "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
         "grid of the weights": record.rounding,
         "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
         f"{Path(calibration['source']).name}",

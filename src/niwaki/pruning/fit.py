@@ -38,28 +38,22 @@ class Fit:
     and decrease linearly to 0. Some batches are held out (of one batch alone, itself); the weights are those of the
     epoch with the lowest error there, or the original ones if none is better. No weight becomes zero.
 
+    ``states`` and ``targets`` are in batches for the same parts, and neither is changed. The targets may be of the
+    first samples only, to which the block is then fitted. A step takes one batch of each process. With ``on_grid`` the
+    block computes with rounded weights, whose gradients change weights that are not rounded.
+
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
 
     Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
-
-    Attributes:
-        states: The inputs of the pruned ``block``. Not changed.
-        targets: What its outputs should be, of all samples or of the first ones, to which it is then fitted. In
-            batches for the same parts as ``states``. Not changed.
-        world: The processes, each of which has some of the states; a step takes one batch of each.
-        done: Called after each of ``batches``.
-        on_grid: Where the weights are on a grid. The block then computes with rounded weights, whose gradients change
-            weights that are not rounded.
-        batches: How many batches pass through the block.
     """
 
     block: DecoderBlock
-    states: HiddenStates
-    targets: HiddenStates
+    states: HiddenStates  # the inputs of the pruned block
+    targets: HiddenStates  # what its outputs should be
     effort: Effort
     world: World
-    done: Callable[[], None]
+    done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
     on_grid: OnGrid | None = None
 
     def __post_init__(self) -> None:
@@ -72,11 +66,7 @@ class Fit:
         self.batches = len(self._held) * (1 + math.ceil(self._steps / len(self._rest))) + self._steps
 
     def run(self) -> FitRecord:
-        """The fit.
-
-        Raises:
-            NumericalError: the error is not finite.
-        """
+        """The fit; NumericalError where its error is not finite."""
         began = time.perf_counter()
         block, steps, rest = self.block, self._steps, self._rest
         power = sum(float(self._target(i).double().square().sum()) for i in self._held)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import psutil
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from niwaki.errors import UnsupportedModelError, one_line
 from niwaki.models.processes import World
@@ -32,27 +32,18 @@ _REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
 def synthesize(
     model: StreamedModel, tokens: Tensor, count: int, budget: int | None, world: World, progress: Progress
 ) -> Tensor | None:
-    """Windows of text drawn from the dense model, token by token from its own probabilities.
+    """(``count``, length) int64: text drawn from the dense model, token by token from its own probabilities.
 
-    Each begins with a few tokens of the given text, from other places than the beginnings of its windows. The end of a
-    text may be drawn, and the window continues after it. A fit to more text holds better on unseen text, and the
-    model's own is nearly as good for that as real text (docs/effort.md).
+    The windows, the same in all processes, are as long as those of ``tokens`` (samples, length), this process's share
+    of the given text, and each begins with a few tokens of it, from other places than the beginnings of its windows.
+    The end of a text may be drawn, and the window continues after it. A fit to more text holds better on unseen text,
+    and the model's own is nearly as good for that as real text (docs/effort.md). None where the model with its keys and
+    values does not fit in ``budget`` bytes, by default those of the device, of each process.
 
     Cost: a pass of the whole model, in memory with keys and values, for each position of a window and each batch of
-    sequences.
+    sequences; ``progress`` receives a step for each.
 
     Reference: Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
-
-    Args:
-        model: The dense model.
-        tokens: (samples, length) int64, this process's share.
-        count: Windows to write, by all processes together.
-        budget: Bytes of memory for the model with its keys and values; None for those of the device.
-        world: The processes.
-        progress: Receives a step for each token of each batch.
-
-    Returns:
-        (count, length) int64, the same in all processes; None where the model does not fit in the memory of each.
 
     Raises:
         UnsupportedModelError: transformers cannot generate text with this model.
@@ -77,34 +68,28 @@ def synthesize(
     return torch.cat(world.collected(torch.cat(drawn)))
 
 
-class _Counter(StoppingCriteria):
-    """Never stops; calls ``done`` after each token."""
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        self._done()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None]) -> Tensor:
-    """(samples, length) on the CPU, that begin with ``prompts``."""
+    """(samples, length) on the CPU, that begin with ``prompts``; ``done`` is called after each token."""
+
+    def never_stop(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        done()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
     # A cache that does not grow takes half the time, but not all models can use it.
     with contextlib.suppress(*_REFUSALS):
-        return _generated(whole, prompts, length, done, "static")
+        return _generated(whole, prompts, length, never_stop, "static")
     try:
-        return _generated(whole, prompts, length, done, "dynamic")
+        return _generated(whole, prompts, length, never_stop, "dynamic")
     except _REFUSALS as error:
         raise UnsupportedModelError(
             f"transformers cannot generate text with this model ({one_line(error)}); try --effort best:synthetic=0"
         ) from error
 
 
-def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, done: Callable[[], None], cache: str) -> Tensor:
+def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, criterion: Any, cache: str) -> Tensor:
     drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_length": length}
     settings = GenerationConfig(**drawing, pad_token_id=0, cache_implementation=cache, disable_compile=True)
-    inputs = {"attention_mask": torch.ones_like(prompts), "stopping_criteria": StoppingCriteriaList([_Counter(done)])}
+    inputs = {"attention_mask": torch.ones_like(prompts), "stopping_criteria": StoppingCriteriaList([criterion])}
     # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings
     try:

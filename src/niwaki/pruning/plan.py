@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from niwaki.errors import named
 from niwaki.files import output_errors
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
@@ -27,7 +28,7 @@ from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.options import TF32
 from niwaki.pruning.allocation import Curve, allocate, outlier_ratios, rounded, smooth, together
 from niwaki.pruning.effort import Effort
-from niwaki.pruning.masks import PatternOf, named
+from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 
@@ -51,22 +52,19 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before anything is pruned.
+    """What is decided before anything is pruned."""
 
-    Attributes:
-        zeros: The number of zeros of each matrix; empty where all have the same pattern.
-        importance: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
-        synthetic: (samples, length) int64, text that the dense model wrote, if any.
-    """
-
+    #: The number of zeros of each matrix; empty where all have the same pattern.
     zeros: dict[Place, int] = field(default_factory=dict)
+    #: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
     importance: dict[Place, Tensor] = field(default_factory=dict)
+    #: (samples, length) int64, text that the dense model wrote, if any.
     synthetic: Tensor | None = None
 
     def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
         """The pattern of a matrix."""
-        zeros = self.zeros.get(_place(matrix))
-        return usual if zeros is None else _at(usual, zeros / _size(matrix))
+        zeros = self.zeros.get(matrix.place)
+        return usual if zeros is None else _at(usual, zeros / matrix.size)
 
     def save(self, path: Path) -> None:
         """Writes it, in safetensors; it is on disk when this returns."""
@@ -118,17 +116,17 @@ def plan(
         batches = math.ceil(len(tokens) / max(1, TOKENS_PER_BATCH // tokens.shape[1]))
         progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
         by_block = sensitivities(model, tokens, world, progress.step)
-        importance = {_place(matrix): by_block[matrix.block][matrix.name] for matrix in matrices}
+        importance = {matrix.place: by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
         costs = _Costs(matrices, effort, pattern_of, importance, world)
-        stop = matrices[-1].block + 1
+        last = matrices[-1].block
         with model.budget.lent() as budget:
             states = model.embed(tokens, budget=budget)
-            for block in itertools.islice(model.stream(), stop):
+            for block in itertools.islice(model.stream(), last + 1):
                 progress.stage(block.index, "allocation", len(states.hidden))
                 costs.measure(block, states, tf32, progress.step)
-                if block.index < stop - 1:
+                if block.index < last:
                     block.advance(states)
         zeros = costs.zeros()
     weights = {place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance}
@@ -144,7 +142,7 @@ class _Costs:
     pattern_of: PatternOf
     importance: dict[Place, Tensor]
     world: World
-    _curves: list[Curve] = field(default_factory=list)
+    _curves: dict[Place, Curve] = field(default_factory=dict)
     _outliers: list[float] = field(default_factory=list)  # of each block
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
@@ -160,23 +158,24 @@ class _Costs:
             scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
             self._outliers.append(float((scores > _OUTLIER * scores.mean()).float().mean()))
             return
-        mine: dict[str, Curve] = {}
+        mine: dict[Place, Curve] = {}
         for turn, (matrix, gram) in enumerate(inputs, 1):
             if turn % self.world.size == self.world.rank:
-                with named(matrix):
-                    mine[matrix.name] = self._curve(block.weight(matrix), gram, matrix)
-        curves = {name: curve for share in self.world.collected(mine) for name, curve in share.items()}
-        self._curves += [curves[name] for name in matrices]
+                with named(matrix.label):
+                    mine[matrix.place] = self._curve(block.weight(matrix), gram, matrix)
+        for curves in self.world.collected(mine):
+            self._curves |= curves
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
-        allocation, usual = self.effort.allocation, self.pattern_of(matrix)
+        allocation, usual, scale = self.effort.allocation, self.pattern_of(matrix), 1.0
         rows = _some(len(W))
         W = W[rows.to(W.device)]
         if allocation == "loss":
-            W.mul_(self.importance[_place(matrix)][rows].sqrt().unsqueeze(1).to(W.device))
+            W.mul_(self.importance[matrix.place][rows].sqrt().unsqueeze(1).to(W.device))
+            scale = matrix.size / W.numel()
         problem = LayerProblem(W, gram)
-        scale = _size(matrix) / W.numel() if allocation == "loss" else 1.0
-        scale /= problem.power if allocation == "error" and problem.power > 0 else 1.0
+        if allocation == "error" and problem.power > 0:
+            scale = 1 / problem.power
         losses: dict[float, float] = {}
         for density in _DENSITIES:
             pattern = _at(usual, 1 - min(0.9, (1 - usual.sparsity) * density))
@@ -184,25 +183,25 @@ class _Costs:
                 losses[pattern.sparsity] = _SOLVER(problem, pattern).error * problem.power * scale
         points = sorted(losses.items())
         if isinstance(usual, MixedNM):
-            return Curve(_size(matrix), ((0.0, 0.0), *points), divisible=False)
-        return smooth(_size(matrix), points, problem.power * scale, _at(usual, 0.0).sparsity)
+            return Curve(matrix.size, ((0.0, 0.0), *points), divisible=False)
+        return smooth(matrix.size, points, problem.power * scale, _at(usual, 0.0).sparsity)
 
     def zeros(self) -> dict[Place, int]:
         """The number of zeros of each matrix."""
-        places, sizes = [*map(_place, self.matrices)], [*map(_size, self.matrices)]
-        total = round(math.fsum(self.pattern_of(matrix).sparsity * _size(matrix) for matrix in self.matrices))
-        if self.effort.allocation != "owl" and self.effort.per == "matrix":
-            return dict(zip(places, allocate(self._curves, total), strict=True))
-        blocks = [[*members] for _, members in itertools.groupby(range(len(sizes)), lambda i: self.matrices[i].block)]
-        weights = [sum(sizes[i] for i in members) for members in blocks]
+        total = round(math.fsum(self.pattern_of(matrix).sparsity * matrix.size for matrix in self.matrices))
+        if self.effort.allocation == "owl" or self.effort.per == "block":
+            groups = [[*group] for _, group in itertools.groupby(self.matrices, lambda matrix: matrix.block)]
+        else:
+            groups = [[matrix] for matrix in self.matrices]
+        weights = [sum(matrix.size for matrix in group) for group in groups]
         if self.effort.allocation == "owl":
             shares = outlier_ratios(self._outliers, weights, total)
         else:
-            shares = allocate([together([self._curves[i] for i in members]) for members in blocks], total)
+            shares = allocate([together([self._curves[matrix.place] for matrix in group]) for group in groups], total)
         zeros: dict[Place, int] = {}
-        for members, share, weight in zip(blocks, shares, weights, strict=True):
-            counts = rounded([share * sizes[i] / weight for i in members], share)
-            zeros |= zip([places[i] for i in members], counts, strict=True)
+        for group, share, weight in zip(groups, shares, weights, strict=True):
+            counts = rounded([share * matrix.size / weight for matrix in group], share)
+            zeros |= zip([matrix.place for matrix in group], counts, strict=True)
         return zeros
 
 
@@ -232,11 +231,3 @@ def _weights(importance: Tensor, power: float) -> Tensor:
         return torch.ones_like(importance)
     relative = (importance / mean).clamp(min=_LEAST).pow(power)
     return (relative / relative.mean()).sqrt()
-
-
-def _place(matrix: Matrix) -> Place:
-    return matrix.block, matrix.name
-
-
-def _size(matrix: Matrix) -> int:
-    return math.prod(matrix.shape)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
@@ -26,8 +23,7 @@ from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
 from niwaki.pruning.fit import COPIES
-from niwaki.pruning.masks import patterns_of
-from niwaki.pruning.request import Request, take_masks
+from niwaki.pruning.request import Request, patterns_of, take_masks
 from niwaki.pruning.session import current_session
 from niwaki.pruning.walk import Walk
 from niwaki.records.clock import Clock
@@ -68,12 +64,12 @@ def prune(
         effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is done for the whole
             model, and for matrices and blocks to fit together. By default "balanced", and where a solver or a mask is
             given "fast": methods as they were published.
-        mask_from: The name of another solver, or a pruned model, whose mask is used. The mask of a pruned model is kept
-            as it is, whatever its pattern. With a pattern as well, the mask has to satisfy that: solvers that
-            refine masks (swaps, dsnot) start from it and stay within the pattern.
-        grid: A grid that the remaining weights are put on, such as "int4:128": whole numbers of 4 bits, with a scale
-            for each row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in
-            addition to the pattern's. Scales are in ``out/quantization/scales.safetensors``.
+        mask_from: The name of another solver, or a pruned model, whose mask is used; a model's is kept as it is,
+            whatever its pattern. With a pattern as well it has to satisfy that, and solvers that refine masks (swaps,
+            dsnot) start from it and stay within the pattern.
+        grid: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each row
+            and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
+            pattern's. Scales are in ``out/quantization/scales.safetensors``.
         blocks: Only those from the first number to before the second one are pruned.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
@@ -114,8 +110,7 @@ def prune(
 
 
 def _run(request: Request, out: Path, restart: bool, progress: Progress | None) -> Record:
-    clock, session = Clock(), current_session()
-    world = session.world
+    clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     source = locate_model(request.model)
     if world.first:
@@ -132,10 +127,9 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
         pattern_of = patterns_of(request.pattern, request.mask_model, model)
         progress.status("reading the text to calibrate on")
         texts = Texts.read(model, request.calibration, request.measurement, USUAL_WINDOWS)
-        record = request.record(model, texts, session.command, world)
+        record = request.record(model, texts)
         asked = request.fingerprint(model, texts, record)
         world.check_same(asked)
-        texts = texts.shared(world)
         clock.lap("prepare")
         with (
             products(tf32=record.tf32 == "always"),
@@ -146,7 +140,7 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
             journal = place.journal if place else shared
             if journal.blocks:
                 earlier = Record.from_json(journal.record)
-                record = dataclasses.replace(earlier, command=session.command, device=record.device)
+                record = dataclasses.replace(earlier, command=record.command, device=record.device)
             if not journal.complete:
                 if journal.blocks:
                     record.resumed.append(journal.blocks)
@@ -159,7 +153,7 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
                 if place:
                     _write(walk, place, texts)
                 else:
-                    walk.blocks(texts.calibration, texts.only)
+                    walk.blocks(texts)
             record = world.received(record)
             if place:
                 place.move()
@@ -169,24 +163,20 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
 
 def _write(walk: Walk, place: Workplace, texts: Texts) -> None:
     """The walk over the blocks and all that is written."""
-    record, clock, journal = walk.record, walk.clock, walk.journal
     checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
     added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
-    with CheckpointWriter(checkpoint, place.directory, journal.blocks > 0, added) as walk.writer:
-        walk.blocks(texts.calibration, texts.only)
+    with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
+        walk.blocks(texts)
     place.plan.unlink(missing_ok=True)
-    clock.lap("write")
-    record.notes += carry_over(checkpoint, place.directory)
-    write_config(place.directory, checkpoint.config, record)
-    card.write(place.directory, record)
-    verify(place.directory, checkpoint, journal.zeros)
+    walk.clock.lap("write")
+    walk.record.notes += carry_over(checkpoint, place.directory)
+    write_config(place.directory, checkpoint.config, walk.record)
+    verify(place.directory, checkpoint, place.journal.zeros)
     if grid:
         verify_grid(place.directory, matrices, grid)
-    clock.lap("check")
-    record.seconds = {**clock.seconds, "total": clock.total()}
-    write_json(place.directory / "niwaki.json", record.to_json())
-    place.save(record=record.to_json(), complete=True)
+    walk.clock.lap("check")
+    card.finish(place, walk.record, walk.clock)
 
 
 @contextlib.contextmanager
@@ -202,15 +192,14 @@ def _report_interruption(place: Workplace | None, progress: Progress, chosen: ra
 
 def _needed(model: StreamedModel, request: Request) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
-    effort = request.effort
-    blocks = [[matrix.shape for matrix in model.matrices(index)] for index in range(len(model.blocks))]
-    rows, columns = max(itertools.chain(*blocks), key=math.prod)
+    effort, blocks = request.effort, [model.matrices(index) for index in range(len(model.blocks))]
+    rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
     solving = 4 * (2 * columns**2 + 7 * rows * columns)
-    grams = max(sum(4 * inputs**2 for _, inputs in shapes) for shapes in blocks) * (2 if effort.dense_targets else 1)
-    # Its weights, which are not there while matrices are solved, and activations; for the dense model's states those
-    # weights once more.
+    grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
+    # The block's weights, which are not there while matrices are solved, and activations; for the dense model's states
+    # those weights once more.
     running = (3 if effort.dense else 2) * model.block_size
-    weights = max(sum(map(math.prod, shapes)) for shapes in blocks)
+    weights = max(sum(matrix.size for matrix in block) for block in blocks)
     copies = COPIES + (1 if request.grid else 0)  # on the grid
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
-    return resident() + max(grams + max(running, solving), fitting)
+    return resident() + max((2 if effort.dense_targets else 1) * grams + max(running, solving), fitting)

@@ -1,47 +1,46 @@
-"""What a run is asked for: checked, fingerprinted, recorded."""
+"""What a run is asked for: checked, fingerprinted, recorded; and the pattern of each matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from niwaki.errors import UnknownNameError, UsageError
+import torch
+from torch import Tensor
+
+from niwaki.errors import PatternError, UnknownNameError, UsageError, named
 from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Pattern
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import device_name
-from niwaki.models.processes import World
+from niwaki.models.layout import Matrix
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.effort import Effort, describe as describe_effort
+from niwaki.pruning.session import current_session
 from niwaki.records.parameters import plain
 from niwaki.records.record import Record, versions
+
+PatternOf = Callable[[Matrix], Pattern]
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of :func:`niwaki.prune`, as values that have been checked.
-
-    Attributes:
-        method: What the solver is called.
-        solver: It takes its masks from another one if that was asked for.
-        pattern: None where only a mask was given.
-        mask_from: Where masks come from, as it was given.
-        mask_model: The pruned model that has them, where they come from one.
-    """
+    """The arguments of :func:`niwaki.prune`, as values that have been checked."""
 
     model: str
-    method: str
-    solver: Solver
+    method: str  # what the solver is called
+    solver: Solver  # with the masks of another one if that was asked for
     effort: Effort
-    pattern: Pattern | None
-    mask_from: str | None
-    mask_model: str | None
+    pattern: Pattern | None  # None where only a mask was given
+    mask_from: str | None  # where masks come from, as it was given
+    mask_model: str | None  # the pruned model that has them, where they come from one
     grid: Grid | None
     blocks: tuple[int, int] | None
     calibration: Calibration
@@ -55,33 +54,31 @@ class Request:
             raise UsageError(f"invalid range of blocks {start}:{stop}; the model's are 0:{count}")
         return range(start, stop)
 
-    def record(self, model: StreamedModel, texts: Texts, command: str, world: World) -> Record:
+    def record(self, model: StreamedModel, texts: Texts) -> Record:
         """The record of the run, as far as it is known before the run."""
         tf32 = self.compute.tf32 if has_tf32(model.device) else "never"
-        chosen, pattern, notes = self.chosen(len(model.blocks)), str(self.pattern), [*model.notes]
+        chosen, pattern = self.chosen(len(model.blocks)), str(self.pattern)
         if self.mask_model is not None:
             within = "" if self.pattern is None else f", within {self.pattern}"
             pattern = f"the mask of {self.mask_model}{within}"
-        if self.compute.tf32 == "always" and tf32 == "never":
-            notes.append(f"--tf32 always has no effect: {model.device} has no TF32, products are in float32")
-        record = Record(
-            command=command,
-            model=self.model,
+        record = begin_record(
+            self.model,
+            model,
+            texts,
+            self.calibration,
             method=self.method,
             solver=plain(describe(self.solver)),
             effort=describe_effort(self.effort),
             quantization=str(self.grid) if self.grid else None,
             pattern=pattern,
             mask_from=self.mask_from,
-            calibration=texts.calibration.described(self.calibration.seed),
-            device=device_name(model.device, world),
-            dtype=str(model.dtype).removeprefix("torch."),
             tf32=tf32,
             blocks=[chosen.start, chosen.stop] if len(chosen) < len(model.blocks) else None,
             flops=float(sum(self.solver.flops(*matrix.shape) for matrix in model.matrices())),
-            versions=versions(),
-            notes=[*notes, *texts.notes],
         )
+        if self.compute.tf32 == "always" and tf32 == "never":
+            note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
+            record.notes.insert(len(model.notes), note)
         if self.grid:
             record.notes.append(stored_as_usual(self.grid))
         if record.part:
@@ -110,6 +107,21 @@ class Request:
         }
 
 
+def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Calibration, **others: Any) -> Record:
+    """The record of a run on ``model``, called ``name``, with the fields that need nothing else and ``others``."""
+    session = current_session()
+    return Record(
+        command=session.command,
+        model=name,
+        calibration=texts.calibration.described(calibration.seed),
+        device=device_name(model.device, session.world),
+        dtype=str(model.dtype).removeprefix("torch."),
+        versions=versions(),
+        notes=[*model.notes, *texts.notes],
+        **others,
+    )
+
+
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:
     """(``solver``, with another one's masks where ``mask_from`` names that; ``mask_from``, where it is a pruned model).
 
@@ -121,3 +133,52 @@ def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | Non
         return MaskThenUpdate(make_solver(mask_from), solver), None
     except UnknownNameError as error:
         raise UsageError(f"there is no directory {mask_from} to take masks from, and {error}") from None
+
+
+def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
+    """The pattern of each matrix: the same for all, or the mask that it has in another model.
+
+    With both, the mask may be refined within the pattern, and all masks are checked first, so that an error in the
+    last block does not come after hours.
+
+    Raises:
+        UsageError: there is neither, or the pattern does not fit the matrices or their masks.
+    """
+    matrices = streamed.matrices()
+    if wanted is not None:
+        for matrix in matrices:
+            with named(matrix.label):
+                wanted.check(matrix.shape)
+    if mask_model is None:
+        if wanted is None:
+            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
+        return lambda _: wanted
+    lender, own = Checkpoint(locate_model(mask_model)), streamed.checkpoint
+    for matrix in matrices:
+        shape = own.entries[matrix.key].shape
+        if matrix.key not in lender.entries or lender.entries[matrix.key].shape != shape:
+            raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {shape}")
+    if wanted is not None:
+        for matrix in matrices:
+            with named(matrix.label):
+                _check_mask(matrix.read(lender) != 0, wanted, mask_model)
+    return lambda matrix: Fixed((matrix.read(lender) != 0).to(streamed.device), wanted)
+
+
+def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
+    """Raises PatternError, with what differs, where ``pattern`` does not allow ``mask``."""
+    # With scores 1 for kept and 0 for pruned weights an allowed mask is the best one.
+    nearest = pattern.mask(mask.float())
+    if torch.equal(nearest, mask):
+        return
+    zeros, asked = (values.numel() - int(values.count_nonzero()) for values in (mask, nearest))
+    what = f"has {zeros} zeros of {mask.numel()} ({100 * zeros / mask.numel():.4g} %), and {pattern} asks for {asked}"
+    other = ""
+    if zeros == asked:
+        row, column = (nearest != mask).nonzero()[0].tolist()
+        first, width = column - column % pattern.group, pattern.group
+        where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
+        what = f"has as many zeros as {pattern} asks for, but in other places, first in {where}"
+        other = f", or {Unstructured(pattern.sparsity)}"
+    hint = f"try the pattern that it was made for{other}, or none, which keeps the mask as it is"
+    raise PatternError(f"the mask of {source} {what}; {hint}")

@@ -31,15 +31,15 @@ def sensitivities(
 
         g_o = (1 / tokens) sum_t (dL / dy_to)^2,    y = x W^T,    L = - sum_t log p(label_t | tokens up to t)
 
-    with one label for each position, the last of each sequence included, drawn from the model's own predictions.
+    over ``tokens`` (samples, length) int64, of which this is the process's share; those of all processes are in order.
+    There is one label for each position, the last of each sequence included, drawn from the model's own predictions.
     So g is a diagonal of the Fisher information: to second order, independent noise of variance v in output o of every
-    token raises the loss by g_o v / 2 per token.
+    token raises the loss by g_o v / 2 per token. For an expert the sum is over the tokens routed to it.
 
-    The sums are over the tokens of all processes; for an expert over those routed to it, divided by the number of all.
-
-    Labels depend on a sample's place among those of all processes only, up to rounding. On a GPU gradients of attention
-    and of experts are summed in no fixed order, so the last digits may differ between runs. The last norm, the head and
-    the loss are in float32 whatever the blocks run in.
+    Up to rounding, labels depend only on a sample's place among those of all processes. The last norm, the head and the
+    loss are in float32 whatever the blocks run in. On a GPU gradients of attention and of experts are summed in no
+    fixed order, so the last digits may differ between runs. ``done`` is called after each batch in each block, forwards
+    and backwards.
 
     Cost: all weights are read twice; two forward passes and a backward pass without gradients of weights, which takes
     as much as one of them. Memory: one block, its activations and their gradients for one batch, and on the CPU the
@@ -47,12 +47,6 @@ def sensitivities(
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.
-
-    Args:
-        model: The dense model. Not changed.
-        tokens: (samples, length) int64, this process's share; those of all processes are in order.
-        world: By default one process.
-        done: Called after each batch in each block, forwards and backwards.
 
     Returns:
         For each block by the name of each matrix (out,) float32 on the CPU, in squared nats per squared output; the
@@ -67,8 +61,7 @@ def sensitivities(
     first = min((matrix.block for matrix in model.matrices()), default=0)
     counts = world.collected(len(tokens))
     # Drawn for all processes, of which each takes its own.
-    draws_of_all = torch.rand(sum(counts), tokens.shape[1], generator=torch.Generator().manual_seed(0))
-    draws = draws_of_all.split(counts)[world.rank]
+    draws = torch.rand(sum(counts), tokens.shape[1], generator=torch.Generator().manual_seed(0))
     with model.budget.lent() as budget:
         states = model.embed(tokens, budget=budget)
         inputs: list[SpillList] = []
@@ -78,7 +71,7 @@ def sensitivities(
                 for hidden in states.hidden:
                     inputs[-1].append(hidden.cpu())
             block.advance(states, done)
-        exponents = _start(model, states, draws)
+        exponents = _start(model, states, draws.split(counts)[world.rank])
         for block in model.stream(backwards=True):
             squares = _Squares(block)
             for i, hidden in enumerate(inputs.pop()):
@@ -88,7 +81,7 @@ def sensitivities(
                 states.hidden[i], change = _normalised(gradient, f"block {block.index}")
                 exponents[i] += change
                 done()
-            means[block.index] = squares.means(world, draws_of_all.numel())
+            means[block.index] = squares.means(world, draws.numel())
             if block.index == first:
                 break
     return means
@@ -136,9 +129,9 @@ def _labels(p: Tensor, draws: Tensor) -> Tensor:
 
 def _normalised(gradient: Tensor, where: str) -> tuple[Tensor, int]:
     """(gradient / 2^exponent, the exponent): of a magnitude up to 1, because small ones would be 0 in float16."""
-    largest = float(gradient.abs().max())
-    _check(math.isfinite(largest), where)
-    exponent = math.frexp(largest)[1]
+    largest = gradient.abs().max()
+    _check(largest, where)
+    exponent = math.frexp(float(largest))[1]
     # In two steps: 2^-exponent itself can be infinite in float32.
     half = exponent // 2
     return gradient.mul(2.0**-half).mul_(2.0 ** (half - exponent)), exponent
@@ -183,17 +176,14 @@ class _Squares:
             if parameter not in self._seen:
                 raise UnsupportedModelError(f"{parameter} is not used when its block runs; please report this model")
         world.sum([self._all])
-        _check(bool(torch.isfinite(self._all).all()), f"block {self._block.index}")
+        _check(self._all, f"block {self._block.index}")
         self._all /= tokens
-        means = {}
-        for m in self._block.matrices:
-            rows = slice(m.start, m.start + m.shape[0])
-            means[m.name] = self._sums[m.parameter, m.expert][rows].to("cpu", torch.float32)
-        return means
+        rows = {m.name: self._sums[m.parameter, m.expert].narrow(0, m.start, m.shape[0]) for m in self._block.matrices}
+        return {name: value.to("cpu", torch.float32) for name, value in rows.items()}
 
 
-def _check(finite: bool, where: str) -> None:
-    if not finite:
+def _check(values: Tensor, where: str) -> None:
+    if not torch.isfinite(values).all():
         raise NumericalError(
             f"{where}: gradients are NaN or infinite on the calibration text; try --dtype float32, or another text"
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from niwaki.errors import NumericalError
+from niwaki.errors import NumericalError, named
 from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
 from niwaki.layer.patterns.rows import ALL, Rows
@@ -22,8 +22,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.pruning.masks import PatternOf, named
-from niwaki.pruning.request import Request
+from niwaki.pruning.request import PatternOf, Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
 
@@ -73,13 +72,10 @@ class BlockSolver:
             mine = [matrices[name] for name in inputs.names if owner[name] == self.world.rank]
             gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
             for matrix in mine:
-                solved = self._solve(block, matrix, gram, inputs)
+                results[matrix.name] = self._solve(block, matrix, gram, inputs)
                 self.progress.step()
                 if self.world.size == 1:
-                    keep(matrix, solved)
-                else:
-                    results[matrix.name] = solved
-                del solved
+                    keep(matrix, results.pop(matrix.name))
         if self.world.size == 1:
             return
         for name in names:  # in the order of computation, whoever was first
@@ -117,11 +113,11 @@ class BlockSolver:
     def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> Solved:
         """The whole matrix, also where this process has only some ``rows`` of it."""
         began = time.perf_counter()
-        with named(matrix):
+        with named(matrix.label):
             W = rows.own(block.weight(matrix))
             if inputs.cross is not None:
                 W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
-            weights = self.importance.get((matrix.block, matrix.name))
+            weights = self.importance.get(matrix.place)
             if weights is not None:
                 weights = rows.own(weights).unsqueeze(1).to(W.device)
                 W = W.mul_(weights)

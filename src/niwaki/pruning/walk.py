@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,13 +19,12 @@ from niwaki.models.output import Journal, Workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows
+from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_weights
 from niwaki.pruning.fit import Fit, tokens_per_part
-from niwaki.pruning.masks import PatternOf
 from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
-from niwaki.pruning.request import Request
+from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
@@ -44,13 +42,7 @@ class Streams(NamedTuple):
 
 @dataclass
 class Walk:
-    """The walk over the blocks of ``model``, which keeps ``record`` and ``clock`` up to date.
-
-    Attributes:
-        journal: What an earlier run has done; of the first process that in ``place``.
-        place: Of the first process, where the journal and the plan are kept.
-        writer: Of the first process, where weights go.
-    """
+    """The walk over the blocks of ``model``, which keeps ``record`` and ``clock`` up to date."""
 
     model: StreamedModel
     request: Request
@@ -59,23 +51,23 @@ class Walk:
     record: Record
     progress: Progress
     clock: Clock
-    journal: Journal
-    place: Workplace | None
-    writer: CheckpointWriter | None = None
+    journal: Journal  # what an earlier run has done; of the first process that in ``place``
+    place: Workplace | None  # of the first process, where the journal and the plan are kept
+    writer: CheckpointWriter | None = None  # of the first process, where weights go
     _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
 
-    def blocks(self, windows: Windows, heldout: Windows | None) -> None:
-        """Prunes all blocks with the calibration text ``windows``, and measures on ``heldout``."""
-        model, progress, clock = self.model, self.progress, self.clock
-        done = self.journal.blocks
+    def blocks(self, texts: Texts) -> None:
+        """Prunes all blocks and measures the result, on this process's share of ``texts``."""
+        model, world, progress, clock = self.model, self.world, self.progress, self.clock
+        texts = texts.shared(world)
+        tokens, heldout = texts.calibration.tokens, texts.only
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
-        tokens = windows.tokens
         planned = self._planned(tokens)
         if planned.synthetic is not None:
-            tokens = torch.cat([tokens, self.world.share(planned.synthetic)])
+            tokens = torch.cat([tokens, world.share(planned.synthetic)])
         self._solver = BlockSolver(
-            self.request, lambda m: planned.pattern(m, self.pattern_of(m)), planned.importance, self.world, progress
+            self.request, lambda m: planned.pattern(m, self.pattern_of(m)), planned.importance, world, progress
         )
         clock.lap("plan")
         streams = self._embedded(tokens, heldout)
@@ -89,7 +81,7 @@ class Walk:
             last = block.index >= stop - 1
             if streams.heldout_dense:
                 block.advance(streams.heldout_dense)
-            if block.index >= done and block.matrices:
+            if block.index >= self.journal.blocks and block.matrices:
                 self._prune(block, streams, last)
                 self._save(block.index + 1)
             else:
@@ -118,11 +110,12 @@ class Walk:
         if not effort.dense_targets and 0 < effort.epochs < 1:  # of the dense model only some are needed, put first
             order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
             tokens, dense_tokens = tokens[order], tokens[order[: max(1, round(effort.epochs * len(tokens)))]]
-        calibration = embed(tokens, part)
-        calibration_dense = embed(dense_tokens, part) if effort.dense else None
-        heldout_dense = embed(heldout.tokens) if heldout and before else None
-        heldout_pruned = embed(heldout.tokens) if heldout else None
-        return Streams(calibration, calibration_dense, heldout_pruned, heldout_dense)
+        return Streams(
+            calibration=embed(tokens, part),
+            calibration_dense=embed(dense_tokens, part) if effort.dense else None,
+            heldout_dense=embed(heldout.tokens) if heldout and before else None,
+            heldout=embed(heldout.tokens) if heldout else None,
+        )
 
     def _planned(self, tokens: Tensor) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
@@ -233,7 +226,7 @@ class Walk:
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
         model, record = self.model, self.record
-        record.sparsity = sum(self.journal.zeros.values()) / sum(math.prod(m.shape) for m in model.matrices())
+        record.sparsity = sum(self.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
                 losses = torch.cat(self.world.collected(model.losses(states)))

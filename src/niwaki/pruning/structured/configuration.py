@@ -32,11 +32,7 @@ _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 def configuration(model: StreamedModel, kept: Sequence[int], removals: Sequence[Removal]) -> dict[str, Any]:
-    """config.json for the blocks ``kept`` only, after ``removals``.
-
-    Raises:
-        UnsupportedModelError: the place of its entries for the blocks is unknown.
-    """
+    """config.json for the blocks ``kept`` only, after ``removals``; UnsupportedModelError where it is unlike others."""
     values = dict(model.checkpoint.config)
     text = values
     if isinstance(values.get("text_config"), dict):
@@ -69,10 +65,9 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
 
 
 def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], removals: Sequence[Removal]) -> None:
-    """Builds the model of the config.json in ``directory``, without weights, and compares its blocks.
+    """Builds the model of the config.json in ``directory``, without weights.
 
-    Raises:
-        UnsupportedModelError: they are not the blocks ``kept`` of ``model`` after ``removals``.
+    Raises UnsupportedModelError unless its blocks are the blocks ``kept`` of ``model`` after ``removals``.
     """
     kind = model.checkpoint.config.get("model_type")
     cannot = f"{model.checkpoint.path} ({kind}) cannot become smaller like this:"
@@ -111,11 +106,8 @@ def _traits(block: nn.Module) -> dict[str, Any]:
 def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, str]]]:
     """(keys outside blocks, for each block its keys with what they become elsewhere, ``{}`` for the block's number).
 
-    Of all tensors of the checkpoint: those that are not parameters of the model, such as buffers in old files, are
-    assigned by their names.
-
-    Raises:
-        UnsupportedModelError: a key of a block does not have the block's number.
+    Tensors that are not parameters of the model, such as buffers in old files, are assigned by their names too.
+    UnsupportedModelError where a key of a block does not have the block's number.
     """
     last = model.path.rpartition(".")[2]
     prefixes: set[str] = set()  # what is before the number of a block in keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,30 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niwaki.errors import NumericalError, UsageError
-from niwaki.files import write_json
+from niwaki.errors import NumericalError, UsageError, named
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import Shards
-from niwaki.models.device import device_name, peak_memory
+from niwaki.models.device import peak_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.output import Workplace, carry_over, check_output, workplace, write_config
-from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
-from niwaki.pruning.masks import named
 from niwaki.pruning.prune import USUAL_WINDOWS
-from niwaki.pruning.session import current_session
+from niwaki.pruning.request import begin_record
 from niwaki.pruning.structured.configuration import check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.pruning.structured.units import Removal, head_removal, neuron_removal
 from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record, StructureRecord, versions
+from niwaki.records.record import MatrixRecord, Record, StructureRecord
 
 
 def shrink(
@@ -73,7 +70,7 @@ def shrink(
         The record, which is also in ``out/niwaki.json``.
 
     Raises:
-        NiwakiError: see :mod:`niwaki.errors`. Nothing is left behind then.
+        NiwakiError: see :mod:`niwaki.errors`. Nothing is left then.
     """
     clock, progress = Clock(), progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
@@ -94,22 +91,19 @@ def shrink(
     progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
     parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
-    record = Record(
-        command=current_session().command,
-        model=str(model),
+    record = begin_record(
+        str(model),
+        streamed,
+        texts,
+        calibration,
         method="shrink",
         solver={"name": "shrink", "blocks": blocks, "neurons": neurons, "heads": heads, "damping": DAMPING},
         pattern=", ".join([f"{blocks} of {depth} blocks", *parts] if blocks else parts),
         mask_from=None,
-        calibration=texts.calibration.described(calibration.seed),
-        device=device_name(streamed.device, World()),
-        dtype=str(streamed.dtype).removeprefix("torch."),
-        flops=(depth - blocks) * sum(map(_flops, removals)),
-        versions=versions(),
-        notes=[*streamed.notes, *texts.notes],
+        flops=(depth - blocks) * sum(flops(*each.blocks[0].matrix.shape, each.size * each.count) for each in removals),
     )
-    asked = _fingerprint(streamed, texts, measurement, record)
     clock.lap("prepare")
+    asked = _fingerprint(streamed, texts, measurement, record)
     with products(tf32=False), workplace(out, asked, restart) as place:
         if place.journal.complete:  # it was interrupted just before it was moved into place
             record = Record.from_json(place.journal.record)
@@ -132,10 +126,6 @@ def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, r
         "dtype": record.dtype,
         "versions": record.versions,
     }
-
-
-def _flops(removal: Removal) -> float:
-    return flops(*removal.blocks[0].matrix.shape, removed=removal.size * removal.count)
 
 
 def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
@@ -201,7 +191,7 @@ class _Run:
         write_config(directory, configuration(model, kept, self.removals), record)
         check_structure(model, directory, kept, self.removals)
         shards = Shards(directory)
-        shards.write(_shard(0, len(kept)), {key: model.checkpoint.read(key) for key in outside})
+        shards.write(_shard(0, kept), {key: model.checkpoint.read(key) for key in outside})
         clock.lap("write")
         states = self._walk(windows, kept, blocks, shards)
         shards.finish()
@@ -210,36 +200,32 @@ class _Run:
         clock.lap("check")
         if heldout:
             self._measure("after", smaller, heldout)
-        before, after = (_sizes(one.checkpoint, outside) for one in (model, smaller))
-        parameters = {"before": sum(before), "after": sum(after)}
-        record.structure = StructureRecord(parameters, 1 - after[1] / before[1], influence, dropped, **self.removed)
+        before, after = (_size(one.checkpoint, one.checkpoint.entries) for one in (model, smaller))
+        others = _size(model.checkpoint, outside)
+        removed = 1 - (after - others) / (before - others)
+        parameters = {"before": before, "after": after}
+        record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
-        card.write(directory, record)
-        record.seconds = {**clock.seconds, "total": clock.total()}
-        write_json(directory / "niwaki.json", record.to_json())
-        place.save(record=record.to_json(), complete=True)
+        card.finish(place, record, clock)
 
     def _walk(self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards) -> HiddenStates:
         """Removes and writes; the large model's outputs after the last block, with zeros for what was removed."""
-        tokens = windows.tokens
+        tokens, checkpoint = windows.tokens, self.model.checkpoint
         if not self.removals:  # some samples are enough to know what the outputs should be
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
         states = self.model.embed(tokens)
         for block in self.model.stream():
-            if block.index in kept:
-                number, names = kept.index(block.index), blocks[block.index]
-                tensors = {key: self.model.checkpoint.read(key) for key in names}
-                for removal in self.removals:
-                    self._remove(block, removal, states, tensors)
-                shards.write(
-                    _shard(1 + number, len(kept)),
-                    {names[key].format(number): value for key, value in tensors.items()},
-                )
-                del tensors
-                self.clock.lap("write")
-                self.progress.stage(block.index, "advance", len(states.hidden))
-                block.advance(states, self.progress.step)
-                self.clock.lap("advance")
+            if block.index not in kept:
+                continue
+            number, names = kept.index(block.index), blocks[block.index]
+            tensors = {key: checkpoint.read(key) for key in names}
+            for removal in self.removals:
+                self._remove(block, removal, states, tensors)
+            shards.write(_shard(1 + number, kept), {names[key].format(number): tensors.pop(key) for key in names})
+            self.clock.lap("write")
+            self.progress.stage(block.index, "advance", len(states.hidden))
+            block.advance(states, self.progress.step)
+            self.clock.lap("advance")
             if block.index == kept[-1]:
                 break
         return states
@@ -253,7 +239,7 @@ class _Run:
         self.clock.lap("capture")
         self.progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
-        with named(matrix):
+        with named(matrix.label):
             solution = remove_units(LayerProblem(block.weight(matrix), inputs.H), removal.size, removal.count)
             tensors[matrix.key] = block.stored(matrix, solution.W)
         block.put(matrix, tensors[matrix.key])
@@ -270,19 +256,15 @@ class _Run:
         self.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, heldout: Windows) -> None:
-        self.record.perplexity[name] = model.perplexity(
-            heldout, lambda block, _: self.progress.stage(block - 1, "perplexity", 1)
-        )
+        progress = self.progress
+        self.record.perplexity[name] = model.perplexity(heldout, lambda i, _: progress.stage(i - 1, "perplexity", 1))
         self.clock.lap("perplexity")
 
 
-def _shard(number: int, blocks: int) -> str:
+def _shard(number: int, kept: Sequence[int]) -> str:
     """The file of a block, from 1, or of everything outside blocks, 0."""
-    return f"model-{1 + number:05}-of-{1 + blocks:05}.safetensors"
+    return f"model-{1 + number:05}-of-{1 + len(kept):05}.safetensors"
 
 
-def _sizes(checkpoint: Checkpoint, outside: Sequence[str]) -> tuple[int, int]:
-    """Parameters (outside blocks, in blocks)."""
-    sizes = {key: math.prod(entry.shape) for key, entry in checkpoint.entries.items()}
-    others = sum(sizes[key] for key in outside)
-    return others, sum(sizes.values()) - others
+def _size(checkpoint: Checkpoint, keys: Iterable[str]) -> int:
+    return sum(math.prod(checkpoint.entries[key].shape) for key in keys)

@@ -25,19 +25,12 @@ _WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """A parameter of a block with entries for each unit.
+    """A parameter of a block with entries for each unit."""
 
-    Attributes:
-        name: Its path in the block.
-        dimension: The dimension of the units.
-        size: Entries per unit, next to each other.
-        times: How often all units are repeated: 2 for gate and up in one matrix.
-    """
-
-    name: str
-    dimension: int
-    size: int
-    times: int = 1
+    name: str  # its path in the block
+    dimension: int  # that of the units
+    size: int  # entries per unit, next to each other
+    times: int = 1  # how often all units are repeated: 2 for gate and up in one matrix
 
     def without(self, value: Tensor, kept: Tensor) -> Tensor:
         """``value`` with the entries of the units in the mask ``kept`` (units,) only."""
@@ -55,31 +48,20 @@ class BlockUnits:
 
 @dataclass(frozen=True)
 class Removal:
-    """What is removed from each block.
+    """What is removed from each block."""
 
-    Attributes:
-        kind: "heads" or "neurons".
-        size: Columns per unit in the matrices that are fitted.
-        units: Number of units in a block: neurons, or groups of heads that share keys and values.
-        count: Units to remove.
-        config: What changes in the configuration.
-        blocks: The units of each block.
-    """
-
-    kind: str
-    size: int
-    units: int
-    count: int
-    config: dict[str, Any]
-    blocks: list[BlockUnits]
+    kind: str  # "heads" or "neurons"
+    size: int  # columns per unit in the matrices that are fitted
+    units: int  # in a block: neurons, or groups of heads that share keys and values
+    count: int  # units to remove
+    config: dict[str, Any]  # what changes in the configuration
+    blocks: list[BlockUnits]  # all of them
 
 
 def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
     """Removes ``fraction`` of the MLP neurons of each block.
 
-    Raises:
-        UsageError: these are none, or all.
-        UnsupportedModelError: a block has not exactly one MLP with a known number of neurons.
+    Raises UsageError where these are none or all, UnsupportedModelError where a block has not exactly one known MLP.
     """
     blocks = [_mlp(model, index) for index in range(len(model.blocks))]
     width = _width(model, "neurons", blocks)
@@ -95,9 +77,8 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
 def head_removal(model: StreamedModel, fraction: float) -> Removal:
     """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
 
-    Raises:
-        UsageError: this number of heads cannot be removed.
-        UnsupportedModelError: attention is not made of q, k, v and o with a number of heads in the configuration.
+    Raises UsageError where this number of heads cannot be removed, UnsupportedModelError where attention is not made of
+    q, k, v and o with a number of heads in the configuration.
     """
     heads = int(getattr(model.config, "num_attention_heads", None) or 0)
     if not heads:
