@@ -109,6 +109,7 @@ class Index:
                     f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
                     "install a later one"
                 )
+            json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text that files can have
             index = msgspec.convert(values, cls)
             index.check()
         except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -162,13 +163,13 @@ class PackedCheckpoint(Checkpoint):
                 if entry is None or (entry.shard, entry.dtype, entry.shape) != (stored.file, dtype, shape):
                     raise CheckpointError(f"{path / stored.file} is damaged: {name!r} should be there, {dtype} {shape}")
 
-    def read(self, key: str, part: int | None = None) -> Tensor:
+    def read(self, key: str, index: int | None = None) -> Tensor:
         """The dense tensor, see :meth:`Checkpoint.read`."""
         if key not in self.index.tensors:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         stored = self.index.tensors[key]
         value = dense(self.packed(key), stored) if stored.packed else self.components(key)[0]
-        return value if part is None else value[part]
+        return value if index is None else value[index]
 
     def packed(self, key: str) -> PackedMatrix:
         """The tensor without its zeros, of more than two dimensions as one matrix; CheckpointError if damaged."""
