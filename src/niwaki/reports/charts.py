@@ -65,19 +65,11 @@ def frontier(
     legend: bool = True,
     others: Sequence[Row] = (),
 ) -> Any:
-    """``y`` against sparsity, a line for each method; or beside each other for patterns that are no percentages.
+    """``y`` against sparsity, a line for each method; or, ``by_pattern``, methods beside each other at each pattern.
 
-    Args:
-        width: In pixels.
-        points: Each with "method", "sparsity" in percent or "pattern", "value", where it has an error "low" and "high",
-            "label", and "published", whether it is not measured here.
-        methods: All that have a colour, in their order.
-        y: The title of the axis.
-        by_pattern: Whether the other axis has patterns.
-        dense: Likewise "value", "low", "high" and "label" of the dense model, and its "text".
-        share: Of the width of a wide window.
-        legend: Whether the chart says which method is which.
-        others: Those of a chart that is to have the same axis of values.
+    Rows of ``points`` have "method", "sparsity" in percent or "pattern", "value", where it has an error "low" and
+    "high", "label", and "published", whether it is not measured here; ``dense`` has a "text", and no method. A colour
+    is the place in ``methods``, ``share`` is of the width of a wide window, and the axis has room for ``others`` too.
     """
     width = int(width * share) if width == _WIDE else width
     shown = {method: i for i, method in enumerate(methods) if any(point["method"] == method for point in points)}
@@ -146,23 +138,19 @@ def _dense_layers(dense: Row, scale: alt.Scale, text: bool) -> list[Any]:
 
 
 @_drawn_twice
-def heat_map(width: int, cells: Sequence[Row], rows: Sequence[str], blocks: Sequence[int], share: float = 1.0) -> Any:
-    """A rectangle for each kind of matrix and block.
+def heat_map(width: int, cells: Sequence[Row], share: float = 1.0) -> Any:
+    """A rectangle for each kind of matrix and block, on a ``share`` of a wide window.
 
-    Args:
-        width: In pixels.
-        cells: Each with "block", "row", "step" (a colour from 0 to ``STEPS`` - 1) and "label".
-        rows: The kinds of matrices, from the top.
-        blocks: Numbers of the blocks.
-        share: Of the width of a wide window.
+    ``cells`` have "block", "row" (the kind), "step" (a colour from 0 to ``STEPS`` - 1) and "label".
     """
     wide = width == _WIDE
+    rows, blocks = rows_and_blocks(cells)
     ramp = alt.Scale(domain=list(range(STEPS)), range=[f"var(--h{step})" for step in range(STEPS)])
     place = {"labelAngle": 0} if wide else {"labelAngle": -45, "orient": "top"}
     numbers = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, domain=False)
     kinds = alt.Axis(labelLimit=220, ticks=False, domain=False, **place)
-    block: Row = {"shorthand": "block:O", "title": "block", "sort": list(blocks), "axis": numbers}
-    row: Row = {"shorthand": "row:N", "title": None, "sort": list(rows), "axis": kinds}
+    block: Row = {"shorthand": "block:O", "title": "block", "sort": blocks, "axis": numbers}
+    row: Row = {"shorthand": "row:N", "title": None, "sort": rows, "axis": kinds}
     across, down = (block, row) if wide else (row, block)
     height = 30 * len(rows) if wide else max(12, min(30, 600 // len(blocks))) * len(blocks)
     return (
@@ -170,6 +158,11 @@ def heat_map(width: int, cells: Sequence[Row], rows: Sequence[str], blocks: Sequ
         .mark_rect(stroke="var(--card)", strokeWidth=1 if len(blocks) < 60 else 0.4, cornerRadius=2)
         .encode(alt.X(**across), alt.Y(**down), alt.Color("step:O", scale=ramp, legend=None), description="label:N")
     )
+
+
+def rows_and_blocks(cells: Sequence[Row]) -> tuple[list[str], list[int]]:
+    """The axes of a heat map: kinds of matrices, from the top, and blocks."""
+    return list(dict.fromkeys(cell["row"] for cell in cells)), sorted({cell["block"] for cell in cells})
 
 
 @_drawn_twice

@@ -24,7 +24,6 @@ class Run(Cell):
 
     @property
     def name(self) -> str:
-        """Such as "wanda, 2:4"."""
         return f"{self.method}, {self.pattern}"
 
     @property
@@ -51,7 +50,6 @@ class Material:
 
     @property
     def file(self) -> str:
-        """What ``json`` is the text of."""
         return "niwaki.json" if self.record else "compare.json"
 
     @property
@@ -61,17 +59,14 @@ class Material:
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the runs, like patterns and texts."""
         return list(dict.fromkeys(run.method for run in self.runs))
 
     @property
     def patterns(self) -> list[str]:
-        """What was asked of the methods."""
         return list(dict.fromkeys(run.pattern for run in self.runs))
 
     @property
     def texts(self) -> list[str]:
-        """What was measured on."""
         return list(dict.fromkeys(text for run in self.runs for text in run.perplexity))
 
     @cached_property

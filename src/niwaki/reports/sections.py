@@ -16,7 +16,7 @@ from niwaki.reports import charts
 from niwaki.reports.charts import STEPS
 from niwaki.reports.head import SPREAD, facts_of, notes_of
 from niwaki.reports.material import Material, Run
-from niwaki.reports.tables import Cell, Exhibit, Heat, Section, Table, labels_of, measured_on, with_error
+from niwaki.reports.tables import Cell, Exhibit, Section, Table, heat_of, heat_table, labels_of, measured_on, with_error
 
 #: What the stages of a run are for.
 STAGES = {
@@ -175,12 +175,12 @@ def errors(material: Material) -> Section | None:
     for run in material.runs:
         if run.full is None or not run.full.matrices or run.pattern != pattern:
             continue
-        heat = errors_of(material, run.full, "error {:.4g}")
-        drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in heat.cells]
-        figure = charts.heat_map(drawn, heat.rows, heat.blocks, 0.5 if compared else 1.0)
-        label = f"error by block and matrix, {run.method}"
-        # Those of a comparison are below, with each run.
-        exhibits.append(Exhibit([figure], None if compared else heat.table(), run.method if compared else "", label))
+        cells = errors_of(material, run.full, "error {:.4g}")
+        drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in cells]
+        figure = charts.heat_map(drawn, 0.5 if compared else 1.0)
+        # The tables of a comparison are below, with each run.
+        table, heading = (None, run.method) if compared else (heat_table(cells), "")
+        exhibits.append(Exhibit([figure], table, heading, f"error by block and matrix, {run.method}"))
     if not exhibits:
         return None
     at, same = (f"; at {pattern}", ", the same for all runs") if compared else ("", "")
@@ -200,7 +200,7 @@ def heat_pattern(material: Material) -> str:
     return most[(len(most) - 1) // 2] if most else ""
 
 
-def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> Heat:
+def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> list[charts.Row]:
     """The errors of each block's matrices; colours are equal steps on a logarithmic scale, the same over the page."""
 
     def step(error: float) -> int:
@@ -209,12 +209,12 @@ def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> Heat:
         low, high = map(math.log, material.errors)
         return min(STEPS - 1, int(STEPS * (math.log(error) - low) / (high - low)))
 
-    return Heat.of(record, lambda matrix: matrix.error, form, step)
+    return heat_of(record, lambda matrix: matrix.error, form, step)
 
 
-def zeros_of(record: Record, form: str = "{:.2%}") -> Heat:
+def zeros_of(record: Record, form: str = "{:.2%}") -> list[charts.Row]:
     """The sparsity of each block's matrices."""
-    return Heat.of(record, lambda matrix: matrix.sparsity, form, lambda zeros: min(STEPS - 1, int(STEPS * zeros)))
+    return heat_of(record, lambda matrix: matrix.sparsity, form, lambda zeros: min(STEPS - 1, int(STEPS * zeros)))
 
 
 def allocation(material: Material) -> Section | None:
@@ -231,13 +231,13 @@ def allocation(material: Material) -> Section | None:
     bars = [
         {"block": block, "value": value, "label": f"block {block}: {value:.2f} %"} for block, value in percent.items()
     ]
-    heat = zeros_of(record, "{:.2%} zeros")
-    ticks = [{**cell, "value": 100 * cell["value"]} for cell in heat.cells]
+    cells = zeros_of(record, "{:.2%} zeros")
+    ticks = [{**cell, "value": 100 * cell["value"]} for cell in cells]
     sparsities = [matrix.sparsity for matrix in record.matrices]
     why = "Bars are blocks, ticks the matrices in them: zeros are where the model misses them least."
     if max(sparsities) - min(sparsities) < 0.001:
         why = "All matrices have the same sparsity."
-    exhibit = Exhibit([charts.shares(bars, ticks)], heat.table("{:.1%}"), label="zeros by block")
+    exhibit = Exhibit([charts.shares(bars, ticks)], heat_table(cells, "{:.1%}"), label="zeros by block")
     return Section("sparsity", "Zeros in each block", why, [exhibit])
 
 
@@ -333,22 +333,18 @@ def speed(material: Material) -> Section | None:
 
 def details(material: Material) -> list[dict[str, Any]]:
     """Of each run of a comparison with a record what the page says of a single model at the top, in little room."""
-    shown = []
-    for run in material.runs if material.record is None else []:
-        if (record := run.full) is None:
-            continue
-        facts = [(f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()]
-        facts.append(("error of the matrices, geometric mean", f"{run.error:.4g}"))
-        facts += [("time", f"{run.seconds:.1f} s"), *facts_of(run.method, record)]
-        shown.append(
-            {
-                "name": run.name,
-                "facts": facts,
-                "notes": notes_of(record),
-                "error": errors_of(material, record).table(),
-                "sparsity": zeros_of(record).table("{:.1%}"),
-                "record": json.dumps(json.loads(record.to_json()), separators=(",", ":")),
-                "file": f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
-            }
-        )
-    return shown
+    return [] if material.record else [_detail(material, run, run.full) for run in material.runs if run.full]
+
+
+def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
+    facts = [(f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()]
+    facts.append(("error of the matrices, geometric mean", f"{run.error:.4g}"))
+    return {
+        "name": run.name,
+        "facts": [*facts, ("time", f"{run.seconds:.1f} s"), *facts_of(run.method, record)],
+        "notes": notes_of(record),
+        "error": heat_table(errors_of(material, record)),
+        "sparsity": heat_table(zeros_of(record), "{:.1%}"),
+        "record": json.dumps(json.loads(record.to_json()), separators=(",", ":")),
+        "file": f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
+    }
