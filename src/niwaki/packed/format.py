@@ -92,11 +92,7 @@ class Index:
 
     @classmethod
     def read(cls, directory: Path) -> Index:
-        """The index of a packed model.
-
-        Raises:
-            CheckpointError: it is not readable, not what was written, or of a later version.
-        """
+        """That of a packed model; CheckpointError if not readable, not what was written, or of a later version."""
         path = directory / INDEX
         try:
             values = json.loads(path.read_bytes())
@@ -132,11 +128,7 @@ class Index:
 
 
 class PackedCheckpoint(Checkpoint):
-    """A packed model directory, read as if it were the dense one.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or not of this format.
-    """
+    """A packed model directory, read like the dense one; CheckpointError where a file is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

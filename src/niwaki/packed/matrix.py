@@ -79,11 +79,7 @@ def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -
 def unpacked(
     mask: Tensor, values: Tensor, columns: int, dtype: torch.dtype, scales: Tensor | None = None
 ) -> PackedMatrix:
-    """What :func:`pack` made, from the tensors in a file.
-
-    Raises:
-        CheckpointError: they contradict each other.
-    """
+    """What :func:`pack` made, from the tensors in a file; CheckpointError where they contradict each other."""
     starts = _starts(mask)
     if mask.ndim != 2 or mask.shape[1] != stride(columns):
         raise CheckpointError(f"a mask for {columns} columns has the shape {tuple(mask.shape)}")

@@ -24,11 +24,9 @@ from niwaki.records.record import Record
 from niwaki.records.wording import kind, size
 from niwaki.reports.material import Extras, MaskPicture, Sample
 
-#: Rows and columns of a picture, and how many there are at most.
-CORNER, PICTURES = 256, 8
+CORNER, PICTURES = 256, 8  # rows and columns of a picture, and how many there are at most
 PROMPTS = ("The old man looked at the sea and", "She opened the letter and", "In the beginning of the year")
-#: Tokens that are generated after a prompt.
-TOKENS = 48
+TOKENS = 48  # that are generated after a prompt
 
 
 def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None) -> Extras:
@@ -57,11 +55,7 @@ def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None
 
 
 def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
-    """A corner of one matrix of each kind, from the first block that was pruned to the last.
-
-    Raises:
-        NiwakiError: the model cannot be read.
-    """
+    """A corner of one matrix of each kind, from the first block that was pruned to the last."""
     known = {(m.block, m.name): m for m in StreamedModel(checkpoint, "cpu", "float32").matrices()}
     pruned = [known[m.block, m.name] for m in record.matrices if (m.block, m.name) in known]
     if not pruned:
