@@ -103,7 +103,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tenso
 
 
 def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path = Path.AVX512_BF16) -> Tensor:
-    """(last - first, columns): rows of W as they were, bit for bit, on the device of W; RuntimeError without such rows."""
+    """(last - first, columns): rows of W as they were, bit for bit, on its device; RuntimeError without such rows."""
     last = W.shape[0] if last is None else last
     if not 0 <= first <= last <= W.shape[0]:
         raise RuntimeError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")
