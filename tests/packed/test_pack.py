@@ -790,3 +790,6 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
     (shard,) = values["shards"]
     keys = [*shard["keys"], packed]
     assert "do not have its tensors" in refused({**values, "shards": [{**shard, "keys": keys}]})
+    half = "half of a surrogate pair: \ud800"
+    for changed in ({"index": half}, {"shards": [{**shard, "header": half}]}, {"shards": [{**shard, "name": half}]}):
+        assert "surrogates not allowed" in refused({**values, **changed})

@@ -167,15 +167,18 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
         place.move()
 
 
-def carry_over(checkpoint: Checkpoint, directory: Path) -> list[str]:
-    """Copies all files of a model but its weights and what was measured on it; returns what to note about that."""
+def carry_over(checkpoint: Checkpoint, directory: Path, keep: str = "") -> list[str]:
+    """Copies all files of a model but its weights and what was measured on it; returns what to note about that.
+
+    The file ``keep`` is copied in any case.
+    """
     left: list[str] = []
     with output_errors(directory):
         for path in sorted(_files(checkpoint.path, set())):
             name = path.relative_to(checkpoint.path)
             if name.parts[0] in {".git", ".cache"} or str(name) in {*checkpoint.shards, *FINDINGS}:
                 continue
-            if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json"):
+            if name.as_posix() != keep and (path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json")):
                 left.append(str(name))
                 continue
             target = directory / name

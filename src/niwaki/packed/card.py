@@ -29,26 +29,17 @@ model = niwaki.load("DIR")  # a model of transformers
 
 
 def write(directory: Path, name: str, sizes: str) -> None:
-    """Puts the card of a packed model in the place of the dense one's, which becomes ``README.dense.md``.
-
-    Raises:
-        UsageError: the dense model has a file of that name.
-        OutputError: it cannot be written.
-    """
+    """Replaces the dense model's card, which becomes ``README.dense.md`` (UsageError where there is such a file)."""
     readme, kept = directory / "README.md", directory / _DENSE_CARD
     dense = ""
     with output_errors(directory):
         if kept.exists():
             raise UsageError(f"the model has a file {_DENSE_CARD}, where its README.md is to go; rename it")
-        inherited = top(readme)
+        about = top(readme)
         if readme.exists():
             readme.replace(kept)
             dense = f"\n[{_DENSE_CARD}]({_DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
-        about = {
-            **inherited,
-            "library_name": _LIBRARY,
-            "tags": sorted({*inherited.get("tags", []), "niwaki", "packed"}),
-        }
+        about |= {"library_name": _LIBRARY, "tags": sorted({*about.get("tags", []), "niwaki", "packed"})}
         head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
         readme.write_text(f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8")
 

@@ -28,14 +28,10 @@ _PACKED = (
 
 
 def export(model: str | Path, out: str | Path) -> None:
-    """Writes the model in directory ``model``, whose weights ``prune`` put on a grid, with packed weights to ``out``.
+    """Writes the directory ``model`` of ``prune(..., quantize=...)`` with packed weights to ``out``, new or empty.
 
     Each matrix becomes three tensors: ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and
     ``weight_shape``; all else is copied. Transformers loads it if the library compressed-tensors is installed.
-
-    Args:
-        model: A directory that ``prune(..., quantize=...)`` wrote.
-        out: A directory that does not exist or is empty.
 
     Raises:
         OutputError: weights are not on their grid any more, or a file cannot be written.

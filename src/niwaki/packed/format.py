@@ -93,11 +93,7 @@ class Index:
 
     @classmethod
     def read(cls, directory: Path) -> Index:
-        """The index of a packed model.
-
-        Raises:
-            CheckpointError: it is not readable, not what was written, or of a later version.
-        """
+        """That of a packed model; CheckpointError if not readable, not what was written, or of a later version."""
         path = directory / INDEX
         try:
             values = json.loads(path.read_bytes())
@@ -110,6 +106,7 @@ class Index:
                     f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
                     "install a later one"
                 )
+            json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text that files can have
             index = msgspec.convert(values, cls)
             index.check()
         except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -132,11 +129,7 @@ class Index:
 
 
 class PackedCheckpoint(Checkpoint):
-    """A packed model directory, read as if it were the dense one.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or not of this format.
-    """
+    """A packed model directory, read like the dense one; CheckpointError where a file is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,13 +156,13 @@ class PackedCheckpoint(Checkpoint):
                 if entry is None or (entry.shard, entry.dtype, entry.shape) != (stored.file, dtype, shape):
                     raise CheckpointError(f"{path / stored.file} is damaged: {name!r} should be there, {dtype} {shape}")
 
-    def read(self, key: str, part: int | None = None) -> Tensor:
+    def read(self, key: str, index: int | None = None) -> Tensor:
         """The dense tensor, see :meth:`Checkpoint.read`."""
         if key not in self.index.tensors:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         stored = self.index.tensors[key]
         value = dense(self.packed(key), stored) if stored.packed else self.components(key)[0]
-        return value if part is None else value[part]
+        return value if index is None else value[index]
 
     def packed(self, key: str) -> PackedMatrix:
         """The tensor without its zeros, of more than two dimensions as one matrix; CheckpointError if damaged."""

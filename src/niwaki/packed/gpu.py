@@ -1,22 +1,20 @@
 """Products with packed matrices on a GPU, for a few vectors at a time: a Triton kernel. Imports Triton.
 
 To generate text, each weight is read once for at most 16 vectors, so the floor is bytes over bandwidth. What keeps the
-kernel from it is decoding, because all positions are looked at, also those of zeros (counted in docs/packed.md). So it
-saves instructions:
+kernel from it is decoding, because all positions are looked at, also those of zeros (docs/packed.md). So it saves
+instructions:
 
 * A word of the mask is 32 columns. Where a column's value is follows from a count of the ones before it: in the words
   before by one scan over the words of a step, in the word by a population count of the bits below.
 * Two columns share a lane, their count and their address: the value of the second is the first or the second one at
   that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
-* A load without a condition is cheaper: after a zero the next value is read and not used, and there are always values
-  after the last one (PADDING).
+* Loads have no condition: after a zero the next value is read and not used; after the last one there is PADDING.
 * Nothing is added up over lanes, and nothing but the words' counts goes through shared memory, before a row ends.
 * The words of the next step are read before this one is computed.
 
-For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 the decoded values of 16 rows go to the
-tensor cores, which add up in float32 too; that takes W and x in the same half precision. Everything else is computed
-the first way, 2 vectors at a time. A lane has 32 positions in flight the first way, 64 the second, enough to hide the
-latency of memory.
+For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 in the half precision of W the decoded
+values of 16 rows go to the tensor cores, which add up in float32 too. Everything else is computed the first way, 2
+vectors at a time. A lane has 32 positions in flight the first way, 64 the second, to hide the latency of memory.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from torch import Tensor
 
 from niwaki.packed.matrix import PackedMatrix
 
-#: Vectors up to which each product is a multiply-add.
-_FEW = 2
-
+_FEW = 2  # vectors up to which each product is a multiply-add
 _DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -42,7 +38,7 @@ def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
     rows, columns = W.shape
     vectors, groups = len(x), 1 if W.scales is None else W.scales.shape[1]
     assert vectors > 0
-    assert x.shape[1:] == (columns,)
+    assert x.shape == (vectors, columns)
     assert {W.dtype, x.dtype} <= _DTYPES.keys()
     y = torch.empty(vectors, rows, dtype=x.dtype, device=x.device)
     words = W.mask.shape[1] // 4
@@ -67,16 +63,13 @@ def multiply(W: PackedMatrix, x: Tensor) -> Tensor:
 
 
 def _tile(rows: int) -> tuple[int, int]:
-    """How many rows at a time are taken for few vectors, and how many warps share them.
-
-    Four rows read x less often than two; with few rows there are then too few warps.
-    """
+    """(rows at a time for few vectors, warps that share them). Four read x less often; few rows are then few warps."""
     return 4 if rows >= 8192 else 2, 1 if rows >= 4096 else 2 if rows >= 2048 else 4
 
 
 @triton.jit
 def _ones(words):
-    """How many bits of each are 1. LLVM knows this for what it is and makes it one instruction."""
+    """How many bits of each are 1; LLVM makes it one instruction."""
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F

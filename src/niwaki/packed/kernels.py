@@ -77,10 +77,8 @@ def describe() -> str:
 def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tensor:
     """(n, rows) float32: x W^T for x (n, columns) of any float dtype, added up in float32; all on the CPU.
 
-    Reads W as it is, by the instructions of ``path`` or the best ones below that this machine has.
-
-    Raises:
-        RuntimeError: there is no native library, or a tensor has another device, dtype or shape.
+    Reads W as it is, by the instructions of ``path`` or the best ones below that this machine has. RuntimeError where
+    there is no native library, or a tensor has another device, dtype or shape.
     """
     native = library()
     if native is None:
@@ -105,11 +103,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tenso
 
 
 def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path = Path.AVX512_BF16) -> Tensor:
-    """(last - first, columns): rows of W as they were, bit for bit, on the device of W.
-
-    Raises:
-        RuntimeError: W has no such rows, or a tensor of another dtype.
-    """
+    """(last - first, columns): rows of W as they were, bit for bit, on its device; RuntimeError without such rows."""
     last = W.shape[0] if last is None else last
     if not 0 <= first <= last <= W.shape[0]:
         raise RuntimeError(f"a packed matrix with {W.shape[0]} rows has no rows {first} to {last}")

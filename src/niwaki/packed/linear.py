@@ -22,12 +22,8 @@ class SparseLinear(nn.Module):
     """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
 
     Few vectors are multiplied with W as it is, by the native kernels or on a GPU by Triton's, added up in float32. For
-    more vectors, and without such kernels, some rows of W at a time are unpacked and multiplied by torch.
-
-    Args:
-        weight: W, (out_features, in_features).
-        bias: (out_features,), or None.
-        transposed: The dense layer has its weight as (in_features, out_features), and so has ``state_dict()``.
+    more vectors, and without such kernels, some rows of W at a time are unpacked and multiplied by torch. If
+    ``transposed``, the dense layer has its weight as (in_features, out_features), and so has ``state_dict()``.
     """
 
     mask: Tensor
@@ -108,11 +104,10 @@ class SparseLinear(nn.Module):
 def _multiply(W: PackedMatrix, x: Tensor, device: str) -> Tensor:
     """(n, rows) in the dtype of x (n, columns): x W^T, by what a kind of device has for n vectors."""
     derived = (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
-    if not 0 < len(x) <= DIRECT.get(device, 0) or derived or torch.float64 in (W.dtype, x.dtype):
-        return kernels.multiply_by_tiles(W, x)
-    if device == "cpu" and kernels.library() is not None:
+    direct = 0 < len(x) <= DIRECT.get(device, 0) and not derived and torch.float64 not in (W.dtype, x.dtype)
+    if direct and device == "cpu" and kernels.library() is not None:
         return kernels.multiply(W, x).to(x.dtype)
-    if device == "cuda" and _has_triton():
+    if direct and device == "cuda" and _has_triton():
         from niwaki.packed import gpu
 
         return gpu.multiply(W, x)

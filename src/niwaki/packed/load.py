@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
-
-#: Bytes of a large page on x86-64 and most others.
-_PAGE = 1 << 21
+_PAGE = 1 << 21  # bytes of a large page on x86-64 and most others
 
 
 def load(
@@ -79,10 +77,9 @@ def load(
 
 
 def in_large_pages(W: PackedMatrix) -> PackedMatrix:
-    """``W``, on the CPU, with mask and values in memory for which the system is asked for large pages.
+    """``W`` on the CPU with mask and values in large pages: at the end of small ones reading ahead stops (docs/log.md).
 
-    In small pages each look-up stops the hardware's reading ahead (docs/log.md). Small tensors stay where they are, and
-    so does everything on systems other than Linux.
+    Small tensors stay where they are, and so does everything on systems other than Linux.
     """
     return replace(W, mask=_moved(W.mask), values=_moved(W.values))
 

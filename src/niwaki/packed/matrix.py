@@ -11,13 +11,9 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError
 
-#: Columns whose bits are one word of the mask.
-WORD = 64
-#: Zeros after the last value, so that whole registers can be read anywhere.
-PADDING = 64
-
-#: The tensors that a packed matrix consists of.
-COMPONENTS = ("mask", "values", "starts", "scales")
+WORD = 64  # columns whose bits are one word of the mask
+PADDING = 64  # zeros after the last value, so that whole registers can be read anywhere
+COMPONENTS = ("mask", "values", "starts", "scales")  # the tensors that a packed matrix consists of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,12 +45,10 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
         return self.mask.shape[0], self.columns
 
     @property
     def components(self) -> dict[str, Tensor]:
-        """The tensors that it consists of, by name."""
         return {name: value for name in COMPONENTS if (value := getattr(self, name)) is not None}
 
     @property
@@ -85,11 +79,7 @@ def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -
 def unpacked(
     mask: Tensor, values: Tensor, columns: int, dtype: torch.dtype, scales: Tensor | None = None
 ) -> PackedMatrix:
-    """What :func:`pack` made, from the tensors in a file.
-
-    Raises:
-        CheckpointError: they contradict each other.
-    """
+    """What :func:`pack` made, from the tensors in a file; CheckpointError where they contradict each other."""
     starts = _starts(mask)
     if mask.ndim != 2 or mask.shape[1] != stride(columns):
         raise CheckpointError(f"a mask for {columns} columns has the shape {tuple(mask.shape)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,16 +64,11 @@ class Sizes:
 
 
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
-    """Writes the pruned model in directory ``model`` to ``out`` without its zeros.
+    """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
     Each matrix that gets smaller is written as a mask and its values, everything else as it is. Values of weights that
     ``prune(..., quantize=...)`` put on a grid are whole numbers of 8 bits, with scales. Every file is put together
     again in memory and compared with the original before it counts as written.
-
-    Args:
-        model: A directory, a hub id, or "demo".
-        out: A directory that does not exist or is empty.
-        progress: Receives how it goes.
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
@@ -91,7 +85,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     sizes: Sizes | None = None
     with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
         if directory:
-            _carry_over(checkpoint, directory)
+            carry_over(checkpoint, directory, keep=SCALES)
             config, index = (_text(path / name) for name in _TEXTS)
             shards = packer.write(directory)
             write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
@@ -107,12 +101,9 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
 
 
 def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
-    """Writes the dense model that ``model`` was packed from to ``out``; its weight files are the same, byte for byte.
+    """Writes the dense model that :func:`pack` made the directory ``model`` from to ``out``, a new or empty directory.
 
-    Args:
-        model: A directory that :func:`pack` wrote.
-        out: A directory that does not exist or is empty.
-        progress: Receives how it goes.
+    Its weight files are the same, byte for byte.
 
     Raises:
         UsageError: the model is not packed.
@@ -127,7 +118,7 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
     checkpoint = PackedCheckpoint(path)
     with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
         if directory:
-            _carry_over(checkpoint, directory)
+            carry_over(checkpoint, directory, keep=SCALES)
             (directory / INDEX).unlink()
             card.restore(directory)
             with output_errors(directory):
@@ -212,12 +203,11 @@ class _Packer:
         )
         self.tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
-        for name in named:
-            if name in self._names:
-                raise UnsupportedModelError(
-                    f"{self._path} has a tensor {name!r}, a name that packing gives too; rename it"
-                )
-            self._names.add(name)
+        if taken := sorted(self._names & named.keys()):
+            raise UnsupportedModelError(
+                f"{self._path} has a tensor {taken[0]!r}, a name that packing gives too; rename it"
+            )
+        self._names |= named.keys()
         return named, value if W is None else dense(W, stored)
 
     def _packed(self, value: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
@@ -256,15 +246,6 @@ def _text(path: Path) -> str:
         return path.read_bytes().decode() if path.exists() else ""
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
-
-
-def _carry_over(checkpoint: Checkpoint, directory: Path) -> None:
-    """Copies everything but weights, and the scales of weights on a grid, which other runs leave out like weights."""
-    carry_over(checkpoint, directory)
-    if (checkpoint.path / SCALES).exists():
-        with output_errors(directory):
-            (directory / SCALES).parent.mkdir(exist_ok=True)
-            shutil.copyfile(checkpoint.path / SCALES, directory / SCALES)
 
 
 def _digest(path: Path) -> str:

@@ -25,11 +25,9 @@ def is_two_four(weight: Tensor) -> bool:
 
 
 def convert(streamed: StreamedModel) -> None:
-    """Converts the linear layers of a loaded model that have the pattern.
+    """Converts the linear layers of a loaded model that have the pattern (UsageError if none has it).
 
-    Raises:
-        UsageError: none has it.
-        UnsupportedModelError: torch refuses one, for its size or on this GPU.
+    UnsupportedModelError where torch refuses one, for its size or on this GPU.
     """
     converted = False
     for matrix in streamed.matrices():

@@ -1,19 +1,18 @@
 """The report's charts, as SVG text; nothing here knows of records.
 
-They are drawn when the report is made and not in the browser: the page needs no library then (which would be
-1 to 5 MB in each report), prints as it looks, and shows its charts where scripts are off. Colours are names of the
-page's CSS variables, so that charts turn dark with it. What a reader gets to see of a mark by pointing at it is its
-``aria-label``, which is also what screen readers say.
-
-Each chart is drawn twice, for wide and for narrow windows: on a phone, text that shrinks with its picture cannot be
-read.
+They are drawn when the report is made and not in the browser: so the page needs no library (which would be 1 to 5 MB
+in each report), prints as it looks, and shows its charts where scripts are off. Colours are names of the page's CSS
+variables, so that charts turn dark with it. What a reader sees of a mark by pointing at it is its ``aria-label``, which
+is also what screen readers say. Each chart is drawn twice, for wide and for narrow windows: on a phone, text that
+shrinks with its picture cannot be read.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import altair as alt
 import vl_convert
@@ -28,6 +27,7 @@ _WIDE, _NARROW = 800, 340  # pixels, with everything around the axes
 _TEXT = 14
 
 Row = dict[str, Any]
+P = ParamSpec("P")
 
 
 class Figure(NamedTuple):
@@ -37,68 +37,67 @@ class Figure(NamedTuple):
     narrow: str
 
 
+def _drawn_twice(draw: Callable[Concatenate[int, P], Any]) -> Callable[P, Figure]:
+    """Makes a function of a width in pixels, and more, that returns a chart, one of the rest that returns both."""
+
+    @functools.wraps(draw)
+    def figure(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        return Figure(*(_svg(draw(width, *args, **kwargs)) for width in (_WIDE, _NARROW)))
+
+    return figure
+
+
 def colour(index: int) -> str:
     """The colour of the method or stage with this number."""
     return f"var(--c{index % COLOURS})"
 
 
+@_drawn_twice
 def frontier(
+    width: int,
     points: Sequence[Row],
     methods: Sequence[str],
     y: str,
     *,
-    by: Literal["sparsity", "pattern"] = "sparsity",
+    by_pattern: bool = False,
     dense: Row | None = None,
     share: float = 1.0,
     legend: bool = True,
-    span: tuple[float, float] | None = None,
-) -> Figure:
-    """``y`` against sparsity, a line for each method; or beside each other for patterns that are no percentages.
+    others: Sequence[Row] = (),
+) -> Any:
+    """``y`` against sparsity, a line for each method; or, ``by_pattern``, methods beside each other at each pattern.
 
-    Args:
-        points: Each with "method", what ``by`` says ("sparsity" in percent), "value", where it has an error "low" and
-            "high", "label", and "published", whether it is not measured here.
-        methods: All that have a colour, in their order.
-        y: The title of the axis.
-        by: The other axis.
-        dense: Likewise "value", "low", "high" and "label" of the dense model, and its "text".
-        share: Of the width of a wide window.
-        legend: Whether the chart says which method is which.
-        span: The range of the axis, if it is to be that of another chart.
+    Rows of ``points`` have "method", "sparsity" in percent or "pattern", "value", where it has an error "low" and
+    "high", "label", and "published", whether it is not measured here; ``dense`` has a "text", and no method. A colour
+    is the place in ``methods``, ``share`` is of the width of a wide window, and the axis has room for ``others`` too.
     """
+    width = int(width * share) if width == _WIDE else width
     shown = {method: i for i, method in enumerate(methods) if any(point["method"] == method for point in points)}
     names = list(shown)
     colours = alt.Scale(domain=names, range=[colour(i) for i in shown.values()])
     shapes = alt.Scale(domain=names, range=[_SHAPES[i % len(_SHAPES)] for i in shown.values()])
-    scale, axis = _value_axis(*(span or value_span([*points, *([dense] if dense else [])])))
-    lines = by == "sparsity"
-    place = _by_sparsity(points) if lines else _by_pattern(points, names)
-
-    def draw(width: int) -> Any:
-        width = int(width * share) if width == _WIDE else width
-        key = _legend(width - 60, names) if legend else None
-        layers = _dense_layers(dense, scale, legend) if dense else []
-        base = _chart(points).encode(
-            y=alt.Y("value:Q", title=y, scale=scale, axis=axis),
-            color=alt.Color("method:N", scale=colours, sort=names, legend=key),
-            **place,
-        )
-        if lines:
-            dashes = alt.Scale(domain=[False, True], range=[[1, 0], [4, 3]])
-            path = base.mark_line(strokeWidth=1.6, opacity=0.75, aria=False)
-            layers.append(path.encode(strokeDash=alt.StrokeDash("published:N", scale=dashes, legend=None)))
-        bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.6, aria=False)
-        layers.append(bars.encode(y=alt.Y("low:Q", scale=scale), y2="high:Q"))
-        shape = alt.Shape("method:N", scale=shapes, sort=names, legend=key)
-        for hollow in (True, False):
-            if any(point["published"] == hollow for point in points):
-                marks = base.transform_filter(f"datum.published === {str(hollow).lower()}").mark_point(
-                    filled=not hollow, fill="var(--card)" if hollow else alt.Undefined, size=60, opacity=1
-                )
-                layers.append(marks.encode(shape=shape, description="label:N"))
-        return alt.layer(*layers).properties(width=width, height=320 if len(points) > 1 else 200)
-
-    return _figure(draw)
+    scale, axis = _value_axis([*points, *others, *([dense] if dense else [])])
+    key = _legend(width - 60, names) if legend else None
+    layers = _dense_layers(dense, scale, legend) if dense else []
+    base = _chart(points).encode(
+        y=alt.Y("value:Q", title=y, scale=scale, axis=axis),
+        color=alt.Color("method:N", scale=colours, sort=names, legend=key),
+        **(_by_pattern(points, names) if by_pattern else _by_sparsity(points)),
+    )
+    if not by_pattern:
+        dashes = alt.Scale(domain=[False, True], range=[[1, 0], [4, 3]])
+        path = base.mark_line(strokeWidth=1.6, opacity=0.75, aria=False)
+        layers.append(path.encode(strokeDash=alt.StrokeDash("published:N", scale=dashes, legend=None)))
+    bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.6, aria=False)
+    layers.append(bars.encode(y=alt.Y("low:Q", scale=scale), y2="high:Q"))
+    shape = alt.Shape("method:N", scale=shapes, sort=names, legend=key)
+    for hollow in (True, False):
+        if any(point["published"] == hollow for point in points):
+            marks = base.transform_filter(f"datum.published === {str(hollow).lower()}").mark_point(
+                filled=not hollow, fill="var(--card)" if hollow else alt.Undefined, size=60, opacity=1
+            )
+            layers.append(marks.encode(shape=shape, description="label:N"))
+    return alt.layer(*layers).properties(width=width, height=320 if len(points) > 1 else 200)
 
 
 def _by_sparsity(points: Sequence[Row]) -> Row:
@@ -114,7 +113,8 @@ def _by_pattern(points: Sequence[Row], methods: Sequence[str]) -> Row:
     return {"x": x, "xOffset": alt.XOffset("method:N", sort=methods)}
 
 
-def _value_axis(low: float, high: float) -> tuple[alt.Scale, alt.Axis]:
+def _value_axis(points: Sequence[Row]) -> tuple[alt.Scale, alt.Axis]:
+    low, high = _span(points)
     log = high / low > 2  # within that a logarithmic axis has hardly a number on it
     margin = 0.05 * (high - low)
     domain = [low / 1.05, high * 1.05] if log else [low - margin, high + margin]
@@ -137,59 +137,48 @@ def _dense_layers(dense: Row, scale: alt.Scale, text: bool) -> list[Any]:
     return layers
 
 
-def heat_map(cells: Sequence[Row], rows: Sequence[str], blocks: Sequence[int], share: float = 1.0) -> Figure:
-    """A rectangle for each kind of matrix and block.
+@_drawn_twice
+def heat_map(width: int, cells: Sequence[Row], share: float = 1.0) -> Any:
+    """A rectangle for each kind of matrix and block, on a ``share`` of a wide window.
 
-    Args:
-        cells: Each with "block", "row", "step" (a colour from 0 to ``STEPS`` - 1) and "label".
-        rows: The kinds of matrices, from the top.
-        blocks: Numbers of the blocks.
-        share: Of the width of a wide window.
+    ``cells`` have "block", "row" (the kind), "step" (a colour from 0 to ``STEPS`` - 1) and "label".
     """
+    wide = width == _WIDE
+    rows, blocks = rows_and_blocks(cells)
     ramp = alt.Scale(domain=list(range(STEPS)), range=[f"var(--h{step})" for step in range(STEPS)])
-
-    def draw(width: int) -> Any:
-        wide = width == _WIDE
-        numbers = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, domain=False)
-        place = {"labelAngle": 0} if wide else {"labelAngle": -45, "orient": "top"}
-        kinds = alt.Axis(labelLimit=220, ticks=False, domain=False, **place)
-        block: Row = {"title": "block", "sort": list(blocks), "axis": numbers}
-        row: Row = {"title": None, "sort": list(rows), "axis": kinds}
-        x = alt.X("block:O", **block) if wide else alt.X("row:N", **row)
-        y = alt.Y("row:N", **row) if wide else alt.Y("block:O", **block)
-        height = 30 * len(rows) if wide else max(12, min(30, 600 // len(blocks))) * len(blocks)
-        return (
-            _chart(cells, width=int(width * share) if wide else width, height=height)
-            .mark_rect(stroke="var(--card)", strokeWidth=1 if len(blocks) < 60 else 0.4, cornerRadius=2)
-            .encode(x, y, alt.Color("step:O", scale=ramp, legend=None), description="label:N")
-        )
-
-    return _figure(draw)
+    place = {"labelAngle": 0} if wide else {"labelAngle": -45, "orient": "top"}
+    numbers = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, domain=False)
+    kinds = alt.Axis(labelLimit=220, ticks=False, domain=False, **place)
+    block: Row = {"shorthand": "block:O", "title": "block", "sort": blocks, "axis": numbers}
+    row: Row = {"shorthand": "row:N", "title": None, "sort": rows, "axis": kinds}
+    across, down = (block, row) if wide else (row, block)
+    height = 30 * len(rows) if wide else max(12, min(30, 600 // len(blocks))) * len(blocks)
+    return (
+        _chart(cells, width=int(width * share) if wide else width, height=height)
+        .mark_rect(stroke="var(--card)", strokeWidth=1 if len(blocks) < 60 else 0.4, cornerRadius=2)
+        .encode(alt.X(**across), alt.Y(**down), alt.Color("step:O", scale=ramp, legend=None), description="label:N")
+    )
 
 
-def stacked(bars: Sequence[Row], names: Sequence[str], parts: Sequence[str], x: str) -> Figure:
+def rows_and_blocks(cells: Sequence[Row]) -> tuple[list[str], list[int]]:
+    """The axes of a heat map: kinds of matrices, from the top, and blocks."""
+    return list(dict.fromkeys(cell["row"] for cell in cells)), sorted({cell["block"] for cell in cells})
+
+
+@_drawn_twice
+def stacked(width: int, bars: Sequence[Row], names: Sequence[str], parts: Sequence[str], x: str) -> Any:
     """Horizontal bars of several parts: each row of ``bars`` has "name", "part", "value", "order" and "label"."""
     colours = alt.Scale(domain=list(parts), range=[colour(i) for i in range(len(parts))])
-
-    def draw(width: int) -> Any:
-        key = _legend(width - 140, parts)
-        return (
-            _horizontal(bars, names, x, width, max(40, 30 * len(names)))
-            .mark_bar(stroke="var(--card)", strokeWidth=0.5)
-            .encode(color=alt.Color("part:N", scale=colours, sort=list(parts), legend=key), order="order:Q")
-        )
-
-    return _figure(draw)
+    part = alt.Color("part:N", scale=colours, sort=list(parts), legend=_legend(width - 140, parts))
+    chart = _horizontal(bars, names, x, width, max(40, 30 * len(names)))
+    return chart.mark_bar(stroke="var(--card)", strokeWidth=0.5).encode(color=part, order="order:Q")
 
 
-def bars(values: Sequence[Row], names: Sequence[str], x: str) -> Figure:
+@_drawn_twice
+def bars(width: int, values: Sequence[Row], names: Sequence[str], x: str) -> Any:
     """Horizontal bars: each row of ``values`` has "name", "value" and "label"."""
-
-    def draw(width: int) -> Any:
-        chart = _horizontal(values, names, x, width, 24 * len(names))
-        return chart.mark_bar(color=colour(0), cornerRadiusEnd=2)
-
-    return _figure(draw)
+    chart = _horizontal(values, names, x, width, 24 * len(names))
+    return chart.mark_bar(color=colour(0), cornerRadiusEnd=2)
 
 
 def _horizontal(rows: Sequence[Row], names: Sequence[str], x: str, width: int, height: int) -> Any:
@@ -204,48 +193,42 @@ def _horizontal(rows: Sequence[Row], names: Sequence[str], x: str, width: int, h
     )
 
 
-def shares(blocks: Sequence[Row], matrices: Sequence[Row]) -> Figure:
+@_drawn_twice
+def shares(width: int, blocks: Sequence[Row], matrices: Sequence[Row]) -> Any:
     """Sparsity: a bar for each block and in it a tick for each matrix; rows have "block", "value" (%), "label"."""
     order = sorted({row["block"] for row in [*blocks, *matrices]})
-
-    def draw(width: int) -> Any:
-        place = (_blocks(order), alt.Y("value:Q", title="zeros, %", scale=alt.Scale(domain=[0, 100])))
-        columns = _chart(blocks).mark_bar(color="var(--h3)")
-        # The band is as wide as a bar; a tick that is wider than it would be in two blocks.
-        length = max(2, min(64, int(0.7 * (width - 60) / len(order))))
-        ticks = _chart(matrices).mark_tick(color="var(--ink)", thickness=1.5, opacity=0.75, size=length)
-        layers = alt.layer(*(marks.encode(*place, description="label:N") for marks in (columns, ticks)))
-        return layers.properties(width=width, height=220)
-
-    return _figure(draw)
+    place = (_blocks(order), alt.Y("value:Q", title="zeros, %", scale=alt.Scale(domain=[0, 100])))
+    columns = _chart(blocks).mark_bar(color="var(--h3)")
+    # The band is as wide as a bar; a tick that is wider than it would be in two blocks.
+    length = max(2, min(64, int(0.7 * (width - 60) / len(order))))
+    ticks = _chart(matrices).mark_tick(color="var(--ink)", thickness=1.5, opacity=0.75, size=length)
+    layers = alt.layer(*(marks.encode(*place, description="label:N") for marks in (columns, ticks)))
+    return layers.properties(width=width, height=220)
 
 
-def pairs(rows: Sequence[Row], y: str) -> Figure:
+@_drawn_twice
+def pairs(width: int, rows: Sequence[Row], y: str) -> Any:
     """For each block a value before and one after: rows have "block", "when", "value" and "label"."""
     order = sorted({row["block"] for row in rows})
     whens = list(dict.fromkeys(row["when"] for row in rows))
-    low, high = value_span(rows)
+    low, high = _span(rows)
     domain = [low / 1.2, high * 1.2]
     scale = alt.Scale(type="log", domain=domain, nice=False)
     axis = alt.Axis(values=_ticks(*domain), format="~g")
     fill = alt.Scale(domain=whens, range=["var(--card)", colour(0)])
-
-    def draw(width: int) -> Any:
-        base = _chart(rows).encode(_blocks(order), alt.Y("value:Q", title=y, scale=scale, axis=axis))
-        line = base.mark_line(color="var(--soft)", strokeWidth=1.5, aria=False).encode(detail="block:O")
-        dots = base.mark_point(size=70, stroke=colour(0), strokeWidth=2, opacity=1).encode(
-            fill=alt.Fill("when:N", scale=fill, sort=whens, legend=_legend(width, whens)), description="label:N"
-        )
-        return (line + dots).properties(width=width, height=240)
-
-    return _figure(draw)
+    base = _chart(rows).encode(_blocks(order), alt.Y("value:Q", title=y, scale=scale, axis=axis))
+    line = base.mark_line(color="var(--soft)", strokeWidth=1.5, aria=False).encode(detail="block:O")
+    dots = base.mark_point(size=70, stroke=colour(0), strokeWidth=2, opacity=1).encode(
+        fill=alt.Fill("when:N", scale=fill, sort=whens, legend=_legend(width, whens)), description="label:N"
+    )
+    return (line + dots).properties(width=width, height=240)
 
 
 def _blocks(order: list[int]) -> alt.X:
     return alt.X("block:O", title="block", sort=order, axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False))
 
 
-def value_span(points: Sequence[Row]) -> tuple[float, float]:
+def _span(points: Sequence[Row]) -> tuple[float, float]:
     """The least and the greatest value, with standard errors."""
     values = [point[key] for point in points for key in ("value", "low", "high") if key in point]
     low, high = min(values), max(values)
@@ -268,10 +251,6 @@ def _legend(width: float, names: Sequence[str]) -> alt.Legend:
 
 def _chart(rows: Sequence[Row], **size: Any) -> alt.Chart:
     return alt.Chart(alt.Data(values=list(rows)), **size)
-
-
-def _figure(draw: Callable[[int], Any]) -> Figure:
-    return Figure(*(_svg(draw(width)) for width in (_WIDE, _NARROW)))
 
 
 def _svg(chart: Any) -> str:

@@ -6,6 +6,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,9 @@ from niwaki.records.record import Record
 from niwaki.records.wording import kind, size
 from niwaki.reports.material import Extras, MaskPicture, Sample
 
-#: Rows and columns of a picture, and how many there are at most.
-CORNER, PICTURES = 256, 8
+CORNER, PICTURES = 256, 8  # rows and columns of a picture, and how many there are at most
 PROMPTS = ("The old man looked at the sea and", "She opened the letter and", "In the beginning of the year")
-#: Tokens that are generated after a prompt.
-TOKENS = 48
+TOKENS = 48  # that are generated after a prompt
 
 
 def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None) -> Extras:
@@ -37,36 +36,26 @@ def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None
     with a remark that says why: the record is worth a report without it.
     """
     prompts = PROMPTS if prompts is None else prompts
+    masks: list[MaskPicture] = []
+    samples: list[Sample] = []
+    wanted, remarks = "masks and text", []
     try:
         checkpoint = open_checkpoint(directory)
         masks = mask_pictures(checkpoint, record) if record.structure is None else []
+        if prompts:
+            wanted = "text"
+            pruned = generate(checkpoint, prompts)
+            samples = [Sample(prompt, text.strip(), None) for prompt, text in zip(prompts, pruned, strict=True)]
+            wanted = "text of the dense model"
+            dense = generate(_dense_model(record, checkpoint), prompts)
+            samples = [replace(sample, dense=text.strip()) for sample, text in zip(samples, dense, strict=True)]
     except NiwakiError as error:
-        return Extras(remarks=[f"masks and text: {error}"])
-    if not prompts:
-        return Extras(masks)
-    try:
-        pruned = generate(checkpoint, prompts)
-    except NiwakiError as error:
-        return Extras(masks, remarks=[f"text: {error}"])
-    dense: list[str] | list[None] = [None] * len(prompts)
-    remarks = []
-    try:
-        dense = generate(_dense_model(record, checkpoint), prompts)
-    except NiwakiError as error:
-        remarks.append(f"text of the dense model: {error}")
-    samples = [
-        Sample(prompt, smaller.strip(), larger and larger.strip())
-        for prompt, smaller, larger in zip(prompts, pruned, dense, strict=True)
-    ]
+        remarks = [f"{wanted}: {error}"]
     return Extras(masks, samples, TOKENS, remarks)
 
 
 def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
-    """A corner of one matrix of each kind, from the first block that was pruned to the last.
-
-    Raises:
-        NiwakiError: the model cannot be read.
-    """
+    """A corner of one matrix of each kind, from the first block that was pruned to the last."""
     known = {(m.block, m.name): m for m in StreamedModel(checkpoint, "cpu", "float32").matrices()}
     pruned = [known[m.block, m.name] for m in record.matrices if (m.block, m.name) in known]
     if not pruned:
@@ -118,8 +107,8 @@ def _dense_model(record: Record, pruned: Checkpoint) -> Checkpoint:
             raise CheckpointError(f"{name} is not on this machine") from error
     dense = open_checkpoint(locate_model(name))
     shapes, others = ({key: (entry.dtype, entry.shape) for key, entry in of.entries.items()} for of in (dense, pruned))
-    if record.structure:
-        same = sum(math.prod(shape) for _, shape in shapes.values()) == record.structure.parameters["before"]
+    if structure := record.structure:
+        same = sum(math.prod(shape) for _, shape in shapes.values()) == structure.parameters["before"]
     else:
         same = shapes == others
     if not same:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import NamedTuple
 
 from niwaki.pruning.effort import described
 from niwaki.records.parameters import in_words
@@ -16,13 +15,8 @@ from niwaki.reports.tables import measured_on, with_error
 #: What is after each ±, and what the bars of charts are.
 SPREAD = "standard errors: how another text of this kind would differ; models on the same text compare more tightly"
 
-
-class Tile(NamedTuple):
-    """A number in large: what it is, the number, and what belongs to it."""
-
-    what: str
-    value: str
-    where: str = ""
+#: A number in large: what it is, the number, and what belongs to it.
+Tile = tuple[str, str, str]
 
 
 def title(material: Material) -> str:
@@ -67,14 +61,14 @@ def tiles(material: Material) -> list[Tile]:
         where = measured_on(text, after)
         if before := material.dense.get(text):
             gain = f"{100 * (after.value / before.value - 1):+.1f} % against dense"
-            shown.append(Tile("perplexity dense", with_error(before), where))
-            shown.append(Tile("perplexity pruned", with_error(after), gain))
+            shown.append(("perplexity dense", with_error(before), where))
+            shown.append(("perplexity pruned", with_error(after), gain))
         else:
-            shown.append(Tile("perplexity", with_error(after), where))
+            shown.append(("perplexity", with_error(after), where))
     if not material.texts:
-        shown.append(Tile("perplexity", "?", "not measured"))
-    shown.append(Tile("time", duration(material.comparison.seconds), f"on {record.device} in {record.dtype}"))
-    return shown + [Tile("peak memory", size(peak), where) for where, peak in record.peak_memory.items()]
+        shown.append(("perplexity", "?", "not measured"))
+    shown.append(("time", duration(material.seconds), f"on {record.device} in {record.dtype}"))
+    return shown + [("peak memory", size(peak), where) for where, peak in record.peak_memory.items()]
 
 
 def _best_tiles(material: Material) -> list[Tile]:
@@ -82,54 +76,55 @@ def _best_tiles(material: Material) -> list[Tile]:
     text = material.texts[0] if material.texts else ""
     shown = []
     if dense := material.dense.get(text):
-        shown.append(Tile("perplexity dense", with_error(dense), measured_on(text, dense)))
+        shown.append(("perplexity dense", with_error(dense), measured_on(text, dense)))
     for pattern in material.patterns:
         runs = [run for run in material.runs if run.pattern == pattern and text in run.perplexity]
         if runs:
             best = min(runs, key=lambda run: run.perplexity[text].value)
-            shown.append(Tile(f"best at {pattern}", with_error(best.perplexity[text]), best.method))
+            shown.append((f"best at {pattern}", with_error(best.perplexity[text]), best.method))
     return shown
 
 
 def _removed_tiles(record: Record) -> list[Tile]:
     if structure := record.structure:
-        after, before = (structure.parameters[when] for when in ("after", "before"))
-        return [
-            Tile("fewer parameters", structure.share, f"{after:,} of {before:,} stay"),
-            Tile("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters: {record.pattern}"),
-        ]
+        stay = "{after:,} of {before:,} stay".format(**structure.parameters)
+        of = f"of the blocks' parameters: {record.pattern}"
+        return [("fewer parameters", structure.share, stay), ("removed", f"{100 * structure.removed:.1f} %", of)]
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{_part(record)}, {weights / 1e6:,.4g} M weights"
-    return [Tile("zeros", f"{100 * record.sparsity:.4g} %", of)]
+    return [("zeros", f"{100 * record.sparsity:.4g} %", of)]
 
 
 def facts(material: Material) -> list[tuple[str, str]]:
     """Names and values below the tiles."""
-    shown = [("model", material.comparison.model)]
+    shown = [("model", material.source.model)]
     if (record := material.record) is None:
-        shown.append(("runs", f"{len(material.runs)}, in {duration(material.comparison.seconds)} with measuring"))
+        shown.append(("runs", f"{len(material.runs)}, in {duration(material.seconds)} with measuring"))
     else:
         shown += facts_of(record.method, record)
-    if calibration := material.comparison.calibration:
+    if calibration := material.source.calibration:
         windows, tokens = (calibration.get(name, "?") for name in ("samples", "sequence_length"))
         source = short_text(str(calibration.get("source", "?")))
         shown.append(("calibration", f"{counted(windows, 'window')} of {counted(tokens, 'token')} of {source}"))
-    if record is not None and any("±" in tile.value for tile in tiles(material)):
+    if record is not None and any("±" in value for _, value, _ in tiles(material)):
         shown.append(("±", SPREAD))
     return shown
 
 
 def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
-    """Names and values: how it was pruned."""
-    shown = [("method", method), ("solver", in_words(record.solver))]
-    shown += [("effort", described(record.effort))] if record.effort else []
-    if record.structure is None:
-        shown += [("pattern", record.pattern)]
-    elif record.structure.blocks:
-        shown += [("blocks removed", f"{', '.join(map(str, record.structure.blocks))}, counted from 0")]
-    shown += [("mask from", record.mask_from)] if record.mask_from else []
-    shown += [("grid", record.rounding)] if record.quantization else []
-    shown += [("own text", record.own_text)] if record.own_text else []
+    """Names and values: how it was pruned; those that are empty are left out."""
+    structure = record.structure
+    removed = ", ".join(map(str, structure.blocks)) if structure else ""
+    shown = {
+        "method": method,
+        "solver": in_words(record.solver),
+        "effort": described(record.effort) if record.effort else "",
+        "pattern": "" if structure else record.pattern,
+        "blocks removed": f"{removed}, counted from 0" if removed else "",
+        "mask from": record.mask_from,
+        "grid": record.rounding,
+        "own text": record.own_text,
+    }
     if record.matrices:
-        shown += [("error", f"{record.mean_error:.4g} of the output's square, geometric mean over matrices")]
-    return shown
+        shown["error"] = f"{record.mean_error:.4g} of the output's square, geometric mean over matrices"
+    return [(name, value) for name, value in shown.items() if value]

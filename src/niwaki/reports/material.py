@@ -24,7 +24,6 @@ class Run(Cell):
 
     @property
     def name(self) -> str:
-        """Such as "wanda, 2:4"."""
         return f"{self.method}, {self.pattern}"
 
     @property
@@ -37,45 +36,37 @@ class Run(Cell):
 class Material:
     """What a directory holds: a comparison, or one pruned model."""
 
-    compared: bool
-    comparison: Comparison  # that of the directory, or one made from the record of a pruned model
+    source: Comparison | Record
     runs: list[Run]
+    dense: dict[str, Perplexity]  # of the dense model by text, where it was measured
+    seconds: float  # in total
     json: str  # the text of the file that the report is about
     speed: SpeedRecord | None = None
 
     @property
+    def record(self) -> Record | None:
+        """That of a single model; None of a comparison."""
+        return self.source if isinstance(self.source, Record) else None
+
+    @property
     def file(self) -> str:
-        """What ``json`` is the text of."""
-        return "compare.json" if self.compared else "niwaki.json"
+        return "niwaki.json" if self.record else "compare.json"
 
     @property
     def name(self) -> str:
         """Of the dense model, without its folders."""
-        return Path(self.comparison.model).name or self.comparison.model
-
-    @property
-    def dense(self) -> dict[str, Perplexity]:
-        """The dense model's perplexity by text, where it was measured."""
-        return self.comparison.cells[0].perplexity
-
-    @property
-    def record(self) -> Record | None:
-        """That of a single model; None of a comparison."""
-        return None if self.compared else self.runs[0].full
+        return Path(self.source.model).name or self.source.model
 
     @property
     def methods(self) -> list[str]:
-        """In the order of the runs, like patterns and texts."""
         return list(dict.fromkeys(run.method for run in self.runs))
 
     @property
     def patterns(self) -> list[str]:
-        """What was asked of the methods."""
         return list(dict.fromkeys(run.pattern for run in self.runs))
 
     @property
     def texts(self) -> list[str]:
-        """What was measured on."""
         return list(dict.fromkeys(text for run in self.runs for text in run.perplexity))
 
     @cached_property
@@ -112,9 +103,7 @@ class Sample:
             return 0
         shorter = min(len(self.pruned), len(self.dense))
         same = next((i for i in range(shorter) if self.pruned[i] != self.dense[i]), shorter)
-        if self.pruned == self.dense:
-            return same
-        return self.pruned.rfind(" ", 0, same + 1) + 1 if same else 0
+        return same if self.pruned == self.dense else self.pruned.rfind(" ", 0, same + 1) + 1
 
 
 class Extras(NamedTuple):
@@ -150,24 +139,16 @@ def _pruned(text: str, speed: SpeedRecord | None) -> Material:
     stages = dict(record.seconds)
     total = stages.pop("total", sum(stages.values()))
     run = Run(record.method, record.pattern, record.sparsity, after, total, record.mean_error, stages, full=record)
-    comparison = Comparison(
-        record.model,
-        record.calibration,
-        texts=[*after],
-        cells=[Cell("dense", "", 0.0, before), run],
-        command=record.command,
-        versions=record.versions,
-        seconds=total,
-    )
-    return Material(False, comparison, [run], text, speed)
+    return Material(record, [run], before, total, text, speed)
 
 
 def _compared(directory: Path, text: str) -> Material:
     comparison = Comparison.from_json(text)
     if not comparison.cells:
         raise CheckpointError("it has no results")
+    dense, *cells = comparison.cells
     runs = []
-    for cell in comparison.cells[1:]:
+    for cell in cells:
         record = None
         if cell.record is not None:
             path = (directory / cell.record).resolve()
@@ -175,4 +156,4 @@ def _compared(directory: Path, text: str) -> Material:
                 raise CheckpointError(f"it names a record outside of its directory: {cell.record}")
             record = Record.load(path)
         runs.append(Run(**vars(cell), full=record))
-    return Material(True, comparison, runs, text)
+    return Material(comparison, runs, dense.perplexity, comparison.seconds, text)

@@ -38,6 +38,7 @@ def report(
         CheckpointError: its files cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
+    directory = Path(directory).expanduser()
     material = load(directory)
     check_extra(reference)
     extras = None
@@ -45,8 +46,8 @@ def report(
         (progress or Progress()).status("reading masks and generating text")
         from niwaki.reports.from_model import extras as read_extras
 
-        extras = read_extras(Path(directory).expanduser(), material.record, prompts)
-    return write(render(material, extras, reference=reference), Path(directory).expanduser(), out)
+        extras = read_extras(directory, material.record, prompts)
+    return write(render(material, extras, reference=reference), directory, out)
 
 
 def check_extra(reference: str | None = None) -> None:
@@ -66,7 +67,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
     check_extra(reference)
     import jinja2
 
-    from niwaki.reports import charts, head, runs, sections
+    from niwaki.reports import charts, head, sections
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("niwaki.reports"),
@@ -86,7 +87,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
         facts=head.facts(material),
         sections=sections.sections(material, reference is not None),
         extras=extras or Extras(),
-        runs=runs.details(material),
+        runs=sections.details(material),
         steps=range(charts.STEPS),
         style=style,
         script=script,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from niwaki.records.record import Perplexity, Record
-from niwaki.records.wording import counted, kind, number
+from niwaki.records.wording import counted, kind, number, short_text
 from niwaki.reports import charts
 from niwaki.reports.charts import STEPS
-from niwaki.reports.head import SPREAD
+from niwaki.reports.head import SPREAD, facts_of, notes_of
 from niwaki.reports.material import Material, Run
-from niwaki.reports.tables import Cell, Exhibit, Heat, Section, Table, labels_of, measured_on, with_error
+from niwaki.reports.tables import Cell, Exhibit, Section, Table, heat_of, heat_table, labels_of, measured_on, with_error
 
 #: What the stages of a run are for.
 STAGES = {
@@ -44,7 +46,7 @@ def sections(material: Material, reference: bool = False) -> list[Section]:
 
 def frontier(material: Material) -> Section | None:
     """Of a comparison, for each text perplexity against sparsity, beside it patterns that are no percentages."""
-    if not material.compared or not material.texts:
+    if material.record or not material.texts:
         return None
     dashed = " The dashed line is the dense model." if material.dense else ""
     why = f"Lower is better. Bars are {SPREAD}.{dashed}"
@@ -55,19 +57,16 @@ def frontier(material: Material) -> Section | None:
 def _frontier_of(material: Material, text: str) -> Exhibit:
     runs = [run for run in material.runs if text in run.perplexity]
     plain, grouped = ([point_of(run, text) for run in runs if run.grouped is wanted] for wanted in (False, True))
-    shared: dict[str, Any] = {"span": charts.value_span([*plain, *grouped])}
+    line = None
     if dense := material.dense.get(text):
-        label = f"dense: {with_error(dense)}"
-        line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": label}
-        shared = {"span": charts.value_span([*plain, *grouped, line]), "dense": line}
+        line = {**_interval(dense), "text": f"dense {number(dense.value)}", "label": f"dense: {with_error(dense)}"}
     both = bool(plain and grouped)
+    draw = partial(charts.frontier, methods=material.methods, y="perplexity", dense=line)
     figures = []
     if plain:
-        share = 0.66 if both else 1.0
-        figures.append(charts.frontier(plain, material.methods, "perplexity", share=share, **shared))
+        figures.append(draw(plain, others=grouped, share=0.66 if both else 1.0))
     if grouped:
-        shared |= {"by": "pattern", "share": 0.32 if both else 1.0, "legend": not both}
-        figures.append(charts.frontier(grouped, material.methods, "perplexity", **shared))
+        figures.append(draw(grouped, others=plain, by_pattern=True, share=0.32 if both else 1.0, legend=not both))
     title = measured_on(text, runs[0].perplexity[text])
     return Exhibit(figures, _perplexities(material, text), title, "perplexity against sparsity", open=True)
 
@@ -83,11 +82,9 @@ def _perplexities(material: Material, text: str) -> Table:
     if dense := material.dense.get(text):
         rows.append([Cell("dense"), Cell(with_error(dense)), *[Cell("")] * (len(columns) - 1)])
     for method in material.methods:
-        row = [Cell(method)]
-        for pattern, column in columns.items():
-            one = column.get(method)
-            row.append(Cell(with_error(one), best=one.value == best.get(pattern)) if one else Cell(""))
-        rows.append(row)
+        row = ((column.get(method), best.get(pattern)) for pattern, column in columns.items())
+        cells = (Cell(with_error(one), best=one.value == least) if one else Cell("") for one, least in row)
+        rows.append([Cell(method), *cells])
     return Table(["method", *columns], rows)
 
 
@@ -118,8 +115,8 @@ def published(material: Material) -> Section:
     """Published results next to these, a chart for each model and context that was published.
 
     Perplexities of other models, texts and contexts do not compare, so no published one is drawn into the chart of
-    what was measured here. What is drawn is the ratio to the dense model's perplexity, which says how much of a
-    model is lost, and one chart for each published model: models differ in how much they lose, too.
+    what was measured here. What is drawn is the ratio to the dense model's perplexity, which says how much of a model
+    is lost, and one chart for each published model: models differ in how much they lose, too.
     """
     results = json.loads((files("niwaki.reports") / "published.json").read_text(encoding="utf-8"))
     own = ratios(material)
@@ -132,35 +129,26 @@ def published(material: Material) -> Section:
     for where, series in by_model.items():
         points, rows = [], []
         for item in series:
+            method, dense = item["method"], item["dense"]
             for pattern, value in item["perplexity"].items():
-                ratio = value / item["dense"]
-                rows.append([item["method"], pattern, f"{value:g}", f"{item['dense']:g}", f"{ratio:.3g}"])
-                if pattern.endswith("%"):
-                    points.append(_published_point(item, where, pattern, value))
+                ratio = value / dense
+                rows.append([method, pattern, f"{value:g}", f"{dense:g}", f"{ratio:.3g}"])
+                if pattern.endswith(" %"):
+                    times = f"{value:g}, {ratio:.3g} times the dense {dense:g}"
+                    label = f"published, not measured: {method} at {pattern}, {where}: {times}"
+                    point = {"sparsity": float(pattern.removesuffix(" %")), "value": ratio, "label": label}
+                    points.append({**point, "method": method, "published": True})
         figure = charts.frontier([*points, *own], methods, "perplexity / dense perplexity", share=0.48)
         table = Table.of(["method", "pattern", "perplexity", "dense", "ratio"], rows)
         title = f"{where} ({'; '.join(dict.fromkeys(results['sources'][item['source']] for item in series))})"
         exhibits.append(Exhibit([figure], table, title, f"published, not measured: {title}"))
-    here = "the runs above" if material.compared else "this model"
+    filled = f"; filled marks are {'this model' if material.record else 'the runs above'}" if own else ""
     why = (
-        "Hollow marks on dashed lines are published, not measured here"
-        + (f"; filled marks are {here}" if own else "")
-        + ". All are ratios to the dense model's own perplexity. Other models, texts and contexts lose differently, so "
-        "filled and hollow marks compare only roughly; hollow ones of one chart are on the same terms."
+        f"Hollow marks on dashed lines are published, not measured here{filled}. All are ratios to the dense model's "
+        "own perplexity. Other models, texts and contexts lose differently, so filled and hollow marks compare only "
+        "roughly; hollow ones of one chart are on the same terms."
     )
     return Section("published", "Beside published results", why, exhibits, beside=True)
-
-
-def _published_point(item: dict[str, Any], where: str, pattern: str, value: float) -> charts.Row:
-    ratio = value / item["dense"]
-    times = f"{value:g}, {ratio:.3g} times the dense {item['dense']:g}"
-    return {
-        "method": item["method"],
-        "sparsity": float(pattern.rstrip(" %")),
-        "value": ratio,
-        "published": True,
-        "label": f"published, not measured: {item['method']} at {pattern}, {where}: {times}",
-    }
 
 
 def ratios(material: Material) -> list[charts.Row]:
@@ -181,18 +169,18 @@ def ratios(material: Material) -> list[charts.Row]:
 
 def errors(material: Material) -> Section | None:
     """Errors of blocks and matrices, of a comparison for each run of one pattern."""
-    compared = material.compared
+    compared = material.record is None
     pattern = heat_pattern(material)
     exhibits = []
     for run in material.runs:
         if run.full is None or not run.full.matrices or run.pattern != pattern:
             continue
-        heat = errors_of(material, run.full, "error {:.4g}")
-        drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in heat.cells]
-        figure = charts.heat_map(drawn, heat.rows, heat.blocks, 0.5 if compared else 1.0)
-        label = f"error by block and matrix, {run.method}"
-        # Those of a comparison are below, with each run.
-        exhibits.append(Exhibit([figure], None if compared else heat.table(), run.method if compared else "", label))
+        cells = errors_of(material, run.full, "error {:.4g}")
+        drawn = [{**cell, "label": f"{run.method}, {cell['label']}"} for cell in cells]
+        figure = charts.heat_map(drawn, 0.5 if compared else 1.0)
+        # The tables of a comparison are below, with each run.
+        table, heading = (None, run.method) if compared else (heat_table(cells), "")
+        exhibits.append(Exhibit([figure], table, heading, f"error by block and matrix, {run.method}"))
     if not exhibits:
         return None
     at, same = (f"; at {pattern}", ", the same for all runs") if compared else ("", "")
@@ -212,7 +200,7 @@ def heat_pattern(material: Material) -> str:
     return most[(len(most) - 1) // 2] if most else ""
 
 
-def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> Heat:
+def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> list[charts.Row]:
     """The errors of each block's matrices; colours are equal steps on a logarithmic scale, the same over the page."""
 
     def step(error: float) -> int:
@@ -221,12 +209,12 @@ def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> Heat:
         low, high = map(math.log, material.errors)
         return min(STEPS - 1, int(STEPS * (math.log(error) - low) / (high - low)))
 
-    return Heat.of(record, lambda matrix: matrix.error, form, step)
+    return heat_of(record, lambda matrix: matrix.error, form, step)
 
 
-def zeros_of(record: Record, form: str = "{:.2%}") -> Heat:
+def zeros_of(record: Record, form: str = "{:.2%}") -> list[charts.Row]:
     """The sparsity of each block's matrices."""
-    return Heat.of(record, lambda matrix: matrix.sparsity, form, lambda zeros: min(STEPS - 1, int(STEPS * zeros)))
+    return heat_of(record, lambda matrix: matrix.sparsity, form, lambda zeros: min(STEPS - 1, int(STEPS * zeros)))
 
 
 def allocation(material: Material) -> Section | None:
@@ -240,16 +228,16 @@ def allocation(material: Material) -> Section | None:
         zeros[matrix.block] += matrix.sparsity * math.prod(matrix.shape)
         weights[matrix.block] += math.prod(matrix.shape)
     percent = {block: 100 * count / weights[block] for block, count in zeros.items()}
-    blocks = [
+    bars = [
         {"block": block, "value": value, "label": f"block {block}: {value:.2f} %"} for block, value in percent.items()
     ]
-    heat = zeros_of(record, "{:.2%} zeros")
-    ticks = [{**cell, "value": 100 * cell["value"]} for cell in heat.cells]
+    cells = zeros_of(record, "{:.2%} zeros")
+    ticks = [{**cell, "value": 100 * cell["value"]} for cell in cells]
     sparsities = [matrix.sparsity for matrix in record.matrices]
     why = "Bars are blocks, ticks the matrices in them: zeros are where the model misses them least."
     if max(sparsities) - min(sparsities) < 0.001:
         why = "All matrices have the same sparsity."
-    exhibit = Exhibit([charts.shares(blocks, ticks)], heat.table("{:.1%}"), label="zeros by block")
+    exhibit = Exhibit([charts.shares(bars, ticks)], heat_table(cells, "{:.1%}"), label="zeros by block")
     return Section("sparsity", "Zeros in each block", why, [exhibit])
 
 
@@ -285,25 +273,20 @@ def time(material: Material) -> Section | None:
             by_method[run.method].append(run)
     if not by_method:
         return None
-    compared = material.compared
     known = dict.fromkeys(name for run in material.runs for name, seconds in run.stages.items() if seconds > 0)
-    stages = sorted(known, key=lambda name: [*STAGES, *known].index(name))
+    stages = sorted(known, key=[*STAGES, *known].index)
     mean = {
         (method, stage): sum(run.stages.get(stage, 0.0) for run in runs) / len(runs)
         for method, runs in by_method.items()
         for stage in stages
     }
-    drawn = [
-        {
-            "name": method if compared else "",
-            "part": stage,
-            "value": seconds,
-            "order": stages.index(stage),
-            "label": f"{method}, {stage}: {seconds:.2f} s" + (f" ({STAGES[stage]})" if stage in STAGES else ""),
-        }
-        for (method, stage), seconds in mean.items()
-        if seconds > 0
-    ]
+    compared = material.record is None
+    drawn = []
+    for (method, stage), seconds in mean.items():
+        if seconds > 0:
+            label = f"{method}, {stage}: {seconds:.2f} s" + (f" ({STAGES[stage]})" if stage in STAGES else "")
+            place = {"name": method if compared else "", "part": stage, "order": stages.index(stage)}
+            drawn.append({**place, "value": seconds, "label": label})
     if compared:
         rows = [[method, *(f"{mean[method, stage]:.2f}" for stage in stages)] for method in by_method]
         table = Table.of(["method", *stages], rows)
@@ -346,3 +329,22 @@ def speed(material: Material) -> Section | None:
         f"{material.speed.conditions()}."
     )
     return Section("speed", "Speed and size", why, [Exhibit([], Table.of(head, rows), open=True)])
+
+
+def details(material: Material) -> list[dict[str, Any]]:
+    """Of each run of a comparison with a record what the page says of a single model at the top, in little room."""
+    return [] if material.record else [_detail(material, run, run.full) for run in material.runs if run.full]
+
+
+def _detail(material: Material, run: Run, record: Record) -> dict[str, Any]:
+    facts = [(f"perplexity, {short_text(text)}", with_error(value)) for text, value in run.perplexity.items()]
+    facts.append(("error of the matrices, geometric mean", f"{run.error:.4g}"))
+    return {
+        "name": run.name,
+        "facts": [*facts, ("time", f"{run.seconds:.1f} s"), *facts_of(run.method, record)],
+        "notes": notes_of(record),
+        "error": heat_table(errors_of(material, record)),
+        "sparsity": heat_table(zeros_of(record), "{:.1%}"),
+        "record": json.dumps(json.loads(record.to_json()), separators=(",", ":")),
+        "file": f"{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')}.json",
+    }

@@ -72,34 +72,28 @@ def labels_of(names: Iterable[str]) -> dict[str, str]:
     return {name: end if ends.count(end) == 1 else name for name, end in last.items()}
 
 
-class Heat(NamedTuple):
-    """A value for each block and kind of matrix; of experts the mean."""
+def heat_of(
+    record: Record, value: Callable[[MatrixRecord], float], form: str, step: Callable[[float], int]
+) -> list[charts.Row]:
+    """The ``value`` of each block and kind of matrix, of experts the mean, as ``form`` writes it, in a colour."""
+    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for matrix in record.matrices:
+        groups[matrix.block, kind(matrix.name)].append(value(matrix))
+    labels = labels_of(name for _, name in groups)
+    cells = []
+    for (block, name), values in groups.items():
+        mean = sum(values) / len(values)
+        label = f"block {block} {name}: {form.format(mean)}"
+        if len(values) > 1:
+            low, high = form.format(min(values)), form.format(max(values))
+            label = f"{label}, the mean of {len(values)} ({low} to {high})"
+        cells.append({"block": block, "row": labels[name], "value": mean, "step": step(mean), "label": label})
+    return cells
 
-    cells: list[charts.Row]  # with "block", "row", "value", "step" and "label"
-    rows: list[str]  # the kinds of matrices
-    blocks: list[int]
 
-    @classmethod
-    def of(
-        cls, record: Record, value: Callable[[MatrixRecord], float], form: str, step: Callable[[float], int]
-    ) -> Heat:
-        """Of the matrices of a record: their ``value``, written by the format ``form``, in the colour ``step``."""
-        groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for matrix in record.matrices:
-            groups[matrix.block, kind(matrix.name)].append(value(matrix))
-        labels = labels_of(name for _, name in groups)
-        cells: list[charts.Row] = []
-        for (block, name), values in groups.items():
-            mean = sum(values) / len(values)
-            label = f"block {block} {name}: {form.format(mean)}"
-            if len(values) > 1:
-                low, high = form.format(min(values)), form.format(max(values))
-                label = f"{label}, the mean of {len(values)} ({low} to {high})"
-            cells.append({"block": block, "row": labels[name], "value": mean, "step": step(mean), "label": label})
-        return cls(cells, list(labels.values()), sorted({block for block, _ in groups}))
-
-    def table(self, form: str = "{:.4f}") -> Table:
-        """The numbers, a row for each block."""
-        cells = {(cell["block"], cell["row"]): Cell(form.format(cell["value"]), cell["step"]) for cell in self.cells}
-        rows = [[Cell(str(block)), *(cells.get((block, row), Cell("")) for row in self.rows)] for block in self.blocks]
-        return Table(["block", *self.rows], rows)
+def heat_table(cells: Sequence[charts.Row], form: str = "{:.4f}") -> Table:
+    """The numbers of a heat map, a row for each block."""
+    kinds, blocks = charts.rows_and_blocks(cells)
+    shown = {(cell["block"], cell["row"]): Cell(form.format(cell["value"]), cell["step"]) for cell in cells}
+    rows = [[Cell(str(block)), *(shown.get((block, kind), Cell("")) for kind in kinds)] for block in blocks]
+    return Table(["block", *kinds], rows)
