@@ -226,7 +226,7 @@ class TestQuota:
     def test_runs_keep_to_both(self, width: int, quota: PerRow | Unstructured) -> None:
         of_each = torch.zeros(13, dtype=torch.long)
         for runs, (start, stop, part) in enumerate(Quota(NM(2, 4), quota).slices((13, 96), width)):
-            mask = part.mask(random_scores(13, stop - start, seed=start))
+            mask = part(random_scores(13, stop - start, seed=start))
             assert mask.reshape(-1, 4).sum(dim=1).max() <= 2
             assert stop - start <= max(width + 3, 4)
             assert abs(zeros_of(mask) - 0.6 * mask.numel()) <= 1

@@ -13,6 +13,11 @@ from niwaki.layer.tf32 import products
 
 #: Rows that are computed at a time where they are independent: enough for the full rate of products.
 _ROWS = 1024
+#: The error where not even a large damping helps.
+NOT_DEFINITE = (
+    "a Gram matrix is not positive definite even when heavily damped; "
+    "look for NaN, infinite or huge activations in the calibration data"
+)
 
 
 def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
@@ -36,10 +41,7 @@ def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor,
         if not info.item():
             return L, damping
         if not (step > 0 and damping <= mean * L.shape[0] < math.inf):
-            raise NumericalError(
-                "a Gram matrix is not positive definite even when heavily damped; "
-                "look for NaN, infinite or huge activations in the calibration data"
-            )
+            raise NumericalError(NOT_DEFINITE)
         damping = step = step * 10
         del L
         L = copy().mT
@@ -54,8 +56,8 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
 
-    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one Cholesky factorisation and one
-    triangular inverse, instead of a factorisation, an inverse and another factorisation, each of which loses digits.
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one factorisation and one triangular
+    inverse, instead of a factorisation, an inverse and another factorisation, each of which loses digits.
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
     U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
@@ -71,8 +73,8 @@ def masked_conjugate_gradients(
     """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
 
     H is (in, in), positive definite, of unit diagonal, which needs no preconditioner; all others are (out, in), and
-    ``start`` is zero off the mask. The rows are independent problems, each with its own step lengths; a row that has
-    converged stops. Cost: one (out, in) x (in, in) product a step.
+    ``start`` is zero off the mask. Each row has its own step lengths and stops when it has converged. Cost: one
+    (out, in) x (in, in) product a step.
 
     Returns:
         (Z, residual): Z is zero off the mask and never worse than ``start`` in any row, up to rounding. The residual is

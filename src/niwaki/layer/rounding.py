@@ -36,10 +36,9 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         Z = P(X + (rho / gamma_t) U)
         U = U + X - Z
 
-    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean. This is ADMM whose
-    penalty changes where that costs nothing, as in the solver ``continuation``. Then, with the codes q fixed, the
-    scales of a row minimise (w - q s) H (w - q s)^T + ridge |...|^2, one small system of equations for each row; the
-    ridge keeps them near the old ones.
+    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean: ADMM whose penalty
+    changes where that costs nothing, as in the solver ``continuation``. Then, with the codes q fixed, the scales of a
+    row minimise (w - q s) H (w - q s)^T, with a ridge that keeps them near the old ones: a small system for each row.
 
     A kept weight may be 0 on the grid. Weights of inputs that are never active are rounded to the nearest.
 
@@ -47,8 +46,7 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
 
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
-    2024, arXiv 2401.02938, there for masks. GPTQ (arXiv 2210.17323) goes over the columns once instead, and SparseGPT
-    (arXiv 2301.00774, section 3.5) prunes in the same pass.
+    2024, arXiv 2401.02938, there for masks.
 
     Returns:
         The solution, with the ``stats`` of the given one, and the scales (out, groups). Both are in the dtype of W,

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -15,9 +15,15 @@ from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
 
+#: From scores (out, in) the mask of the weights that are kept.
+Choice: TypeAlias = Callable[[Tensor], Tensor]
+
 
 class Pattern(abc.ABC):
     """A set of allowed supports for a matrix of shape (out, in)."""
+
+    #: Whether weights can be removed one by one on the way to an allowed set.
+    single: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # at run time a dataclass field would take the property for its default
 
@@ -44,13 +50,12 @@ class Pattern(abc.ABC):
         return _Partial(self, fraction)
 
     @abc.abstractmethod
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         """Cuts a matrix of ``shape`` into runs of columns, for solvers that go from left to right.
 
         Yields:
-            (start, stop, what has the ``mask`` of columns start..stop), in order; counts add up to that of the whole.
-            Runs are about ``width`` wide, or the pattern's own group, and never cross a multiple of ``width`` that is
-            a multiple of ``group``.
+            (start, stop, the choice among columns start..stop), in order; counts add up to that of the whole. Runs are
+            about ``width`` wide, or the pattern's own group, and never cross a multiple of both.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
@@ -104,20 +109,8 @@ class Pattern(abc.ABC):
         """The number of weights in the whole matrix, of which ``scores`` has some rows."""
         return self.rows.of(scores.shape[0]) * scores.shape[1]
 
-    @property
-    def single(self) -> bool:
-        """Whether weights can be removed one by one on the way to an allowed set."""
-        return True
-
-    def check(self, shape: tuple[int, int]) -> None:  # noqa: B027 - most patterns fit every shape
+    def check(self, shape: Sequence[int]) -> None:  # noqa: B027 - most patterns fit every shape
         """Raises PatternError where the pattern does not fit a matrix of ``shape``."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of columns of a matrix: ``mask(scores)`` is what a pattern allows there."""
-
-    mask: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ class _Partial(Pattern):
     def sparsity(self) -> float:
         return self.final.sparsity * self.fraction
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         self.final.check(shape)
 
     def mask(self, scores: Tensor) -> Tensor:
@@ -145,7 +138,7 @@ class _Partial(Pattern):
         zeros = round(self.fraction * zeros_at_end)
         return safe if zeros == zeros_at_end else keep_highest(scores.masked_fill(safe, math.inf), zeros, rows)
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         raise NotImplementedError("gradual solvers do not go column by column")
 
 
@@ -159,26 +152,44 @@ class ByRows(Pattern):
         return replace(self, rows=rows)
 
 
-class Counted(ByRows):
-    """A pattern with a number of zeros, of which each run of columns has its share."""
+class Counted(Pattern):
+    """A pattern with a number of zeros (or of units of them), of which each run of columns has its share."""
 
     @abc.abstractmethod
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
         """The mask with this number of zeros in all rows of the matrix."""
 
-    def zeros(self, scores: Tensor) -> int:
-        """The number of zeros in all rows of the matrix."""
-        return zeros_of(self.sparsity, self.weights(scores))
+    def zeros(self, weights: int) -> int:
+        """Of so many weights; the one formula, because s * rows * columns depends on the order of the products."""
+        return round(self.sparsity * weights)
 
     def mask(self, scores: Tensor) -> Tensor:
-        return self.keep(scores, self.zeros(scores))
+        self.check(scores.shape)
+        return self.keep(scores, self.zeros(self.weights(scores)))
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         rows = self.rows.of(shape[0])
         for start, stop in runs(shape[1], width, self.group):
-            zeros = zeros_of(self.sparsity, rows * stop) - zeros_of(self.sparsity, rows * start)
-            yield start, stop, Run(functools.partial(self.keep, zeros=zeros))
+            zeros = self.zeros(rows * stop) - self.zeros(rows * start)
+            yield start, stop, functools.partial(self.keep, zeros=zeros)
+
+
+@dataclass(frozen=True)
+class BySparsity(Counted):
+    """A pattern of any ``sparsity``, the fraction of zeros."""
+
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}")
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, sparsity=sparsity)
+
+    def partial(self, fraction: float) -> Pattern:
+        return replace(self, sparsity=self.sparsity * fraction)
 
 
 class Tiled(Pattern):
@@ -194,7 +205,7 @@ class Tiled(Pattern):
     def exchange(self, columns: int) -> int:
         return 0
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         height, width = self.tile
         if shape[0] % height or shape[1] % width:
             raise PatternError(
@@ -211,16 +222,6 @@ def runs(columns: int, width: int, group: int = 1) -> Iterator[tuple[int, int]]:
         if stop > start:
             yield start, stop
             start = stop
-
-
-def check_sparsity(sparsity: float) -> None:
-    if not 0 <= sparsity < 1:
-        raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {sparsity:g}")
-
-
-def zeros_of(sparsity: float, weights: int) -> int:
-    """The number of zeros: one formula, because s * rows * columns depends on the order of the products."""
-    return round(sparsity * weights)
 
 
 def short_number(value: float) -> str:

@@ -48,9 +48,9 @@ def parse_pattern(text: str) -> Pattern:
             nm, rest = parse_pattern(within), parse_pattern(quota)
             if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
                 return Quota(nm, rest)
-        elif match := re.fullmatch(r"(transposable-|mixed-)?(\d+):(\d+)", within):
-            n, m = int(match[2]), int(match[3])
-            return TransposableNM(n, m) if match[1] == "transposable-" else MixedNM(n, m) if match[1] else NM(n, m)
+        elif match := re.fullmatch(r"(transposable-|mixed-|)(\d+):(\d+)", within):
+            kinds = {kind.prefix: kind for kind in (NM, MixedNM, TransposableNM)}
+            return kinds[match[1]](int(match[2]), int(match[3]))
         elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
             return Block(float(number), (int(match[1]), int(match[2])))
         elif kind in ("unstructured", "per-row"):

@@ -133,9 +133,7 @@ def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
     """
     if rows is not ALL or (values.device.type == "cuda" and values.dtype == torch.float32):
         return _kth_by_counting(values, k, rows)
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(np.partition(values.detach().numpy(), k - 1)[k - 1 : k].copy())
-    return values.kthvalue(k).values
+    return kth_smallest_per_row(values, k)
 
 
 def _kth_by_counting(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
@@ -163,8 +161,8 @@ def _kth_by_counting(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
 def kth_smallest_per_row(scores: Tensor, k: int) -> Tensor:
     """(rows, 1): the k-th smallest (from 1) of each row; by numpy on a CPU, see :func:`kth_smallest`."""
     if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(np.partition(scores.detach().numpy(), k - 1, axis=1)[:, k - 1 : k].copy())
-    return scores.kthvalue(k, dim=1, keepdim=True).values
+        return torch.from_numpy(np.partition(scores.detach().numpy(), k - 1)[..., k - 1 : k].copy())
+    return scores.kthvalue(k, keepdim=True).values
 
 
 def _middle_of_four(grouped: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 from niwaki.errors import PatternError, UsageError
 from niwaki.layer.patterns import Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,22 @@ class Solver(abc.ABC):
             raise UsageError(f"{name} must be {range_}; got {value!r}")
 
 
+def parameter(default: T, range_: str, accepts: Callable[[T], bool]) -> T:
+    """A parameter with this default, and its range in words and as a test, which finite numbers have to pass."""
+    return field(default=default, metadata={"range": range_, "accepts": accepts})
+
+
 def at_least(least: int, default: N) -> N:
-    """The default of a parameter that must be ``least`` or more."""
-    return field(default=default, metadata={"range": f"{least} or more", "accepts": lambda value: value >= least})
+    return parameter(default, f"{least} or more", lambda value: value >= least)
 
 
 def above_0(default: float) -> float:
-    """The default of a parameter that must be above 0."""
-    return field(default=default, metadata={"range": "above 0", "accepts": lambda value: value > 0})
+    return parameter(default, "above 0", lambda value: value > 0)
+
+
+def one_of(choices: Any, default: T) -> T:
+    """A parameter that is one of the words of a Literal."""
+    return parameter(default, ", ".join(get_args(choices)), lambda value: value in get_args(choices))
 
 
 def exchange_width(name: str, pattern: Pattern, columns: int) -> int:

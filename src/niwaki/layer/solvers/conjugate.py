@@ -12,9 +12,7 @@ from niwaki.layer.solvers._base import Solver, at_least, product
 
 @dataclass(frozen=True)
 class ConjugateGradients(Solver):
-    """Conjugate gradients on the weights of a mask, all rows side by side.
-
-    With unit diagonal, k = ``iterations`` steps from M * W0 on
+    """With unit diagonal, k = ``iterations`` steps from M * W0 on
 
         minimise  tr((Z - W0) (H + lambda I) (Z - W0)^T)   over Z = M * Z
 
@@ -39,8 +37,7 @@ class ConjugateGradients(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        W0, H = scaled.W, scaled.new_H()
-        H.diagonal().add_(self.damping)
+        W0, H = scaled.W, scaled.new_H(self.damping)
         mask = pattern.mask(W0.abs())
         Z, residual = masked_conjugate_gradients(H, W0, W0.masked_fill(~mask, 0.0), mask, self.iterations)
         scaled.report(monitor, self.iterations, self.iterations, Z, mask)

@@ -44,7 +44,7 @@ class Swaps(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        W, H = scaled.W, scaled.H
+        W, H = scaled.W, scaled.new_H()
         width = exchange_width("swaps", pattern, W.shape[1])
         mask = pattern.mask(W.abs()).clone()
         D = W.masked_fill(mask, 0.0)
@@ -80,13 +80,11 @@ class Swaps(Solver):
         return 3 * product(rows, columns)
 
 
-def _best(
-    w: Tensor,  # (rows, in)
-    A: Tensor,  # (rows, in): what pruning a kept weight or keeping a pruned one changes on its own
-    kept: Tensor,  # (rows, in) bool
-    blocks: Tensor,  # (runs, width, width)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best exchange of each row: (change, one column, the other), infinite without one."""
+def _best(w: Tensor, A: Tensor, kept: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The best exchange of each row: (change, one column, the other), infinite without one.
+
+    A (rows, in), as ``w``, is what pruning a kept weight or keeping a pruned one changes on its own.
+    """
     runs, width, _ = blocks.shape
     rows = torch.arange(len(w), device=w.device)
     if runs == 1:
