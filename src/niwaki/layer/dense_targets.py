@@ -26,7 +26,8 @@ def dense_targets(W: Tensor, gram: Gram, cross: Tensor, share: float, ridge: flo
 
     Args:
         W: (out, in), the original weights, or some of their rows. Not changed.
-        gram: H = Xp^T Xp / tokens, (in, in); ``cross`` is Xp^T X / tokens.
+        gram: H = Xp^T Xp / tokens, (in, in).
+        cross: Xp^T X / tokens, (in, in).
         share: From 0, W itself, to 1.
         ridge: Relative to the unit diagonal of H, above 0: it keeps W where the inputs say little.
     """

@@ -56,8 +56,8 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
 
-    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one factorisation and one triangular
-    inverse, instead of a factorisation, an inverse and another factorisation, each of which loses digits.
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one factorisation and one
+    triangular inverse, instead of two factorisations and an inverse, each of which loses digits.
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
     U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT

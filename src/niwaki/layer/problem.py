@@ -171,7 +171,7 @@ class Normalised:
         self.W = W if order is None else W[:, order]
 
     def new_H(self, damping: float | Tensor = 0.0) -> Tensor:  # noqa: N802 - as the papers call it
-        """(in, in), new: H with unit diagonal (without a metric), 0 for dead inputs, and ``damping`` on the diagonal."""
+        """(in, in), new: H with unit diagonal (without a metric), 0 for dead inputs, then diag(``damping``) added."""
         H = self.gram.unit()
         if self._metric is not None:
             H.div_(self._metric).div_(self._metric.unsqueeze(1))
@@ -184,7 +184,7 @@ class Normalised:
         return H
 
     def restore(self, W: Tensor, rows: slice = slice(None)) -> Tensor:
-        """W, which has all or some ``rows``, in the problem's own coordinates; dead inputs get their old weights back."""
+        """W, which has these ``rows``, in the problem's own coordinates; dead inputs get their old weights back."""
         live = self._scale > 0
         scale, old = torch.where(live, self._scale, 1.0), self._problem.W[rows]
         restored = torch.empty_like(W)

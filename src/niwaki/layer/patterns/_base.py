@@ -36,17 +36,11 @@ class Pattern(abc.ABC):
         """(out, in) bool, True where a weight is kept: the allowed mask that keeps the greatest sum of squared scores.
 
         ``scores`` (out, in) are floating point, finite, at least 0, and stay unchanged. They are magnitudes such as |W|
-        and not squares: where weights are chosen together their sizes matter.
-
-        Raises:
-            PatternError: the pattern does not fit the shape.
+        and not squares: where weights are chosen together their sizes matter. PatternError if the shape does not fit.
         """
 
     def partial(self, fraction: float) -> Pattern:
-        """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep.
-
-        A given mask (``Fixed``) stays as it is.
-        """
+        """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep."""
         return _Partial(self, fraction)
 
     @abc.abstractmethod
@@ -68,10 +62,7 @@ class Pattern(abc.ABC):
         return 1
 
     def exchange(self, columns: int) -> int:
-        """The length of the runs of a row within which a kept and a pruned weight may change places.
-
-        0 where weights of several rows or columns are chosen together.
-        """
+        """The length of the runs of a row within which a kept and a pruned weight may change places; 0 if none may."""
         return columns
 
     def reordered(self, columns: Tensor) -> Pattern:
@@ -79,17 +70,14 @@ class Pattern(abc.ABC):
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """What, up to ties, kept scores are above; broadcastable to ``scores``, for a choice by degrees.
+        """What kept scores are above, up to ties; broadcastable to ``scores``.
 
         None if scores do not decide one by one (blocks, given masks), or if nothing is dropped.
         """
         return None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
-        """A pattern for each run of columns with these ``scores``, in whole groups; together they keep as this one.
-
-        None if runs cannot choose on their own.
-        """
+        """Patterns for runs of whole groups with these ``scores``, together as this one; None if runs cannot choose."""
         return None
 
     @property
@@ -100,8 +88,7 @@ class Pattern(abc.ABC):
     def for_rows(self, rows: Rows) -> Pattern | None:
         """The same pattern where ``scores`` and masks have only ``rows``; None if rows are chosen together.
 
-        Sparsity, counts and thresholds stay those of the whole matrix. The processes with its other rows make the same
-        calls in the same order.
+        Sparsity, counts and thresholds stay those of the whole matrix.
         """
         return None
 
@@ -142,7 +129,7 @@ class _Partial(Pattern):
         raise NotImplementedError("gradual solvers do not go column by column")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ByRows(Pattern):
     """A pattern that can be restricted to some ``rows`` of a matrix."""
 

@@ -88,8 +88,7 @@ class TransposableNM(Tiled, _NOfM):
     """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
 
     A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact: of all such tiles
-    (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares, and of equal sums the first (see
-    ``tile_choices``). For greater m, Hubara et al. solve a minimum-cost flow for each tile, or approximate it.
+    (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares.
 
     Reference: Hubara et al. 2021, arXiv 2102.08124, where N counts zeros; here n counts what is kept.
     """
@@ -117,13 +116,9 @@ class TransposableNM(Tiled, _NOfM):
 class Quota(Counted, ByRows):
     """n:m with more zeros: at most n of every m, and a sparsity above 1 - n/m.
 
-    The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That is optimal:
-    groups of m are within rows and rows within the matrix, and with such nested (laminar) limits on counts it is best
-    to take the highest weights that fit.
-
-    Args:
-        within: The pattern n:m.
-        quota: The sparsity of each row, or of the matrix; PatternError if lower than that of n:m.
+    The mask is that of ``within``, then the selection of ``quota`` (for each row, or the matrix) among the weights that
+    are left. With such nested (laminar) limits on counts it is optimal to take the highest weights that fit.
+    PatternError if the sparsity of ``quota`` is the lower one.
     """
 
     within: NM

@@ -1,4 +1,4 @@
-"""What all solvers have in common."""
+"""What all solvers have in common, and two of them in sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_args
 
 from niwaki.errors import PatternError, UsageError
-from niwaki.layer.patterns import Pattern, Unstructured
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 
 N = TypeVar("N", int, float)
@@ -18,10 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Solver(abc.ABC):
-    """A method with its hyper-parameters: a frozen dataclass that is called with a problem and a pattern.
+    """A method: a frozen dataclass whose fields are its parameters, and the command line's ``--set`` options.
 
-    The fields are the method's parameters and the command line's ``--set`` options. A new solver is one file with one
-    subclass and one line in ``SOLVERS``.
+    A new solver is one file with one subclass and one line in ``SOLVERS``.
     """
 
     def __post_init__(self) -> None:
@@ -39,9 +38,9 @@ class Solver(abc.ABC):
         """
 
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations for a matrix of shape (out, in) = (rows, columns) with an H of its own.
+        """Floating-point operations of products and factorisations for a matrix (rows, columns) with an H of its own.
 
-        Those of products and factorisations, with the two products that measure the error: here no more than these.
+        That includes the two products that measure the error: here no more than these.
         """
         return 2 * product(rows, columns)
 
@@ -65,6 +64,33 @@ class Solver(abc.ABC):
         value = getattr(self, name)
         if not accepted or (isinstance(value, float) and not math.isfinite(value)):
             raise UsageError(f"{name} must be {range_}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class MaskThenUpdate(Solver):
+    """``mask`` chooses which weights stay, ``update`` starts again from the dense ones and fits them.
+
+    Where ``update`` refines masks itself (DSnoT, swaps), the pattern's freedom is still there for it as
+    ``Fixed.within``. On the command line it is written ``mask+update``, for more than two from left to right:
+    ``wanda+swaps+exact``.
+    """
+
+    mask: Solver
+    update: Solver
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        mask = self.mask(problem, pattern).mask
+        return self.update(problem, Fixed(mask, within=pattern, rows=pattern.rows), monitor)
+
+    @property
+    def separable_rows(self) -> bool:
+        return self.mask.separable_rows and self.update.separable_rows
+
+    def flops(self, rows: int, columns: int) -> float:
+        return self.mask.flops(rows, columns) + self.update.flops(rows, columns)
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        return self.mask.default_pattern(sparsity)
 
 
 def parameter(default: T, range_: str, accepts: Callable[[T], bool]) -> T:

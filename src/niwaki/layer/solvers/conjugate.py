@@ -12,7 +12,9 @@ from niwaki.layer.solvers._base import Solver, at_least, product
 
 @dataclass(frozen=True)
 class ConjugateGradients(Solver):
-    """With unit diagonal, k = ``iterations`` steps from M * W0 on
+    """Conjugate gradients on the weights of a mask, all rows side by side.
+
+    With unit diagonal, k = ``iterations`` steps from M * W0 on
 
         minimise  tr((Z - W0) (H + lambda I) (Z - W0)^T)   over Z = M * Z
 

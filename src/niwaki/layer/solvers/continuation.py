@@ -86,8 +86,8 @@ class Continuation(Solver):
         pattern.check(problem.W.shape)
         unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
         metric = unexplained.pow(0.375) / typical**0.375
-        columns = torch.arange(problem.W.shape[1], device=problem.W.device)
-        order, widths = _interleaved(columns, pattern.group, self.parts)
+        order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
+        order = order.to(problem.W.device)
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
@@ -194,8 +194,8 @@ def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:
     return [memory[: part.numel()].view(part.shape) for part in parts]
 
 
-def _interleaved(columns: Tensor, group: int, parts: int) -> tuple[Tensor, list[int]]:
+def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
     """(order of the columns, widths of the parts): part i has groups i, i + parts, i + 2 parts ..."""
-    groups = columns.split(group)
-    taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
-    return torch.cat([torch.cat(part) for part in taken]), [sum(len(g) for g in part) for part in taken]
+    groups = torch.arange(columns).split(group)
+    taken = [torch.cat(groups[i::parts]) for i in range(min(parts, len(groups)))]
+    return torch.cat(taken), [len(part) for part in taken]
