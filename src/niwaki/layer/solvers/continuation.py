@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,8 +94,6 @@ class Continuation(Solver):
         kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
-        ends = list(itertools.accumulate(widths))
-        columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
         # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
         # Of (out, in) there are W0, U and Y = Z - U - W0, of which Z is made for a part at a time.
         W0s = W0.split(widths, dim=1)
@@ -133,9 +130,9 @@ class Continuation(Solver):
                     W.copy_(W0s[i])
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
                 if own_choices:
-                    P = _choice(own_choices[i], scores[i], slice(None), softness)
+                    P = _choice(own_choices[i], scores[i : i + 1], 0, softness)
                 else:
-                    P = _choice(pattern, torch.cat(scores, dim=1), columns[i], softness)
+                    P = _choice(pattern, scores, i, softness)
                 V = W.add_(U)
                 torch.mul(V, P, out=Z)
                 torch.sub(V, Z, out=U)
@@ -159,14 +156,15 @@ class Continuation(Solver):
         return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
 
 
-def _choice(pattern: Pattern, scores: Tensor, columns: slice, softness: float) -> Tensor:
-    """(out, columns), bool or from 0 to 1: how far each weight of ``columns`` is kept, by the scores of all."""
+def _choice(pattern: Pattern, parts: list[Tensor], i: int, softness: float) -> Tensor:
+    """Bool or from 0 to 1: how far each weight of part ``i`` is kept, by the scores of all parts."""
+    own, widths = parts[i], [part.shape[1] for part in parts]
+    scores = own if len(parts) == 1 else torch.cat(parts, dim=1)
     theta = pattern.threshold(scores)
     if theta is None:
-        return pattern.mask(scores)[:, columns]
-    own = scores[:, columns]
+        return pattern.mask(scores).split(widths, dim=1)[i]
     if theta.shape == scores.shape:
-        theta = theta[:, columns]
+        theta = theta.split(widths, dim=1)[i]
     if softness == 0:
         return own > theta
     P: Tensor = own / theta.clamp(min=torch.finfo(own.dtype).tiny)
