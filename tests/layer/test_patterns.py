@@ -309,6 +309,9 @@ class TestFixed:
         assert torch.equal(Fixed(values).mask(random_scores(6, 9)), values)
         assert torch.equal(Fixed(values).partial(0.3).mask(random_scores(6, 9)), values)
 
+    def test_other_masks_are_other_patterns(self) -> None:
+        assert Fixed(torch.ones(2, 4, dtype=torch.bool)) != Fixed(torch.zeros(2, 4, dtype=torch.bool))
+
     def test_sparsity_is_the_fraction_of_zeros(self) -> None:
         assert Fixed(torch.tensor([[True, False, False, False]])).sparsity == 0.75
 

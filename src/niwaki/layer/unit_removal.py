@@ -50,10 +50,7 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
     kept = _greedy(scaled.W.clone(), A, size, count).repeat_interleave(size)
     del A
     V = scaled.W.masked_fill(~kept, 0.0)
-    H = problem.gram.live()
-    L, _ = damped_cholesky(lambda: H[kept][:, kept], used)
-    V[:, kept] += torch.cholesky_solve((scaled.W[:, ~kept] @ H[~kept][:, kept]).T, L).T  # W_S H_SK (R_KK)^-1
-    del H, L
+    V[:, kept] += _taken_over(problem.gram.live(), scaled.W, kept, used)
     return problem.solution(scaled.restore(V), kept.expand_as(V), damping_asked=DAMPING, damping=used)
 
 
@@ -62,6 +59,12 @@ def flops(rows: int, columns: int, removed: int) -> float:
     kept = columns - removed
     inverse, choice = 2 * columns**3, 2 * removed * columns * (columns + rows)
     return float(inverse + choice + kept**3 / 3 + 2 * rows * kept * columns)
+
+
+def _taken_over(H: Tensor, W: Tensor, kept: Tensor, damping: float) -> Tensor:
+    """(out, kept): W_S H_SK (H_KK + damping I)^-1."""
+    L, _ = damped_cholesky(lambda: H[kept][:, kept], damping)
+    return torch.cholesky_solve((W[:, ~kept] @ H[~kept][:, kept]).T, L).T
 
 
 def _greedy(V: Tensor, A: Tensor, size: int, count: int) -> Tensor:

@@ -162,7 +162,8 @@ def _choice(pattern: Pattern, parts: list[Tensor], i: int, softness: float) -> T
     scores = own if len(parts) == 1 else torch.cat(parts, dim=1)
     theta = pattern.threshold(scores)
     if theta is None:
-        return pattern.mask(scores).split(widths, dim=1)[i]
+        kept: Tensor = pattern.mask(scores).split(widths, dim=1)[i]
+        return kept
     if theta.shape == scores.shape:
         theta = theta.split(widths, dim=1)[i]
     if softness == 0:
