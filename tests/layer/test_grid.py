@@ -382,7 +382,7 @@ def test_matrices_with_the_same_inputs_share_a_factorisation(monkeypatch: pytest
         calls += 1
         return inverse_of_damped(copy, damping)
 
-    monkeypatch.setattr("niwaki.layer.rounding.inverse_of_damped", counted)
+    monkeypatch.setattr("niwaki.layer.linalg.inverse_of_damped", counted)
     shared = Gram(gram(inputs("correlated", 16, 0)))
     for seed in range(3):
         problem = LayerProblem(normal(4, 16, seed=seed), shared)

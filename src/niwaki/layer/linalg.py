@@ -53,6 +53,12 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
     return torch.cholesky_inverse(L, out=L), used
 
 
+def resolvent(copy: Callable[[], Tensor], rho: float, damping: float = 0.0) -> tuple[Tensor, float]:
+    """(rho (H + (damping + rho) I)^-1, damping that was used), by Cholesky; see :func:`damped_cholesky`."""
+    inverse, used = inverse_of_damped(copy, damping + rho)
+    return inverse.mul_(rho), used - rho
+
+
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
 

@@ -63,10 +63,7 @@ class Gram:
         return (self.H * inverse).mul_(inverse.unsqueeze(1))
 
     def live(self) -> Tensor:
-        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then.
-
-        Nothing else changes: the rest of their rows is 0, and so are their normalised weights.
-        """
+        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then."""
         H = self.unit()
         H.diagonal().add_(self.norm == 0)
         return H

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.grid import Grid, usable
-from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.linalg import resolvent
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.tf32 import products
 
@@ -24,7 +24,9 @@ _ROWS = 1024
 
 
 def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
-    """``solution`` with weights on ``grid``, for the same mask, and their scales.
+    """``solution`` with weights on ``grid``, for the same mask and with the same ``stats``, and scales (out, groups).
+
+    Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
 
     Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; the same with
     scales fitted to it.
@@ -44,16 +46,8 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
 
     Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
-
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
     2024, arXiv 2401.02938, there for masks.
-
-    Returns:
-        The solution, with the ``stats`` of the given one, and the scales (out, groups). Both are in the dtype of W,
-        with values that ``dtype`` has.
-
-    Raises:
-        UsageError: the grid does not fit the number of inputs.
     """
     gram, W = problem.gram, problem.W
     R = gram.derived("onto grid", lambda: _resolvent(gram))
@@ -89,9 +83,9 @@ def flops(rows: int, columns: int) -> float:
 
 def _resolvent(gram: Gram) -> Tensor:
     """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalised."""
-    inverse, _ = inverse_of_damped(gram.live, _RHO)
+    R, _ = resolvent(gram.live, _RHO)
     norm = torch.where(gram.norm > 0, gram.norm, 1.0)
-    return inverse.mul_(_RHO).mul_(norm.unsqueeze(1)).div_(norm)
+    return R.mul_(norm.unsqueeze(1)).div_(norm)
 
 
 def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:

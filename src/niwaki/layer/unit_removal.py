@@ -27,9 +27,8 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
     Units go one after the other (in at most 128 steps), each time those that add least to this error. With A = R^-1
     unit u adds tr(V_u (A_uu)^-1 V_u^T), and then V becomes V - V_u (A_uu)^-1 A_u: and A becomes
     A - A_:u (A_uu)^-1 A_u:. In the end V_K is solved for anew, because each of these steps rounds. Inputs that are
-    always 0 go first; those of them that stay keep their weights.
-
-    ``stats["damping"]`` is more than asked for if that was not enough in floating point.
+    always 0 go first; those of them that stay keep their weights. ``stats["damping"]`` is more than asked for if that
+    was not enough in floating point.
 
     Raises:
         UsageError: ``size`` does not divide the columns, or nothing would be removed, or nothing would stay.

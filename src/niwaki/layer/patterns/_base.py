@@ -63,7 +63,7 @@ class Pattern(abc.ABC):
 
     def exchange(self, columns: int) -> int:
         """The length of the runs of a row within which a kept and a pruned weight may change places; 0 if none may."""
-        return columns
+        return columns if self.single else 0
 
     def reordered(self, columns: Tensor) -> Pattern:
         """The same pattern for a matrix whose columns are taken in the order ``columns``, groups as a whole."""
@@ -188,9 +188,6 @@ class Tiled(Pattern):
     @abc.abstractmethod
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a tile."""
-
-    def exchange(self, columns: int) -> int:
-        return 0
 
     def check(self, shape: Sequence[int]) -> None:
         height, width = self.tile

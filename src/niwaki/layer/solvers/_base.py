@@ -70,9 +70,8 @@ class Solver(abc.ABC):
 class MaskThenUpdate(Solver):
     """``mask`` chooses which weights stay, ``update`` starts again from the dense ones and fits them.
 
-    Where ``update`` refines masks itself (DSnoT, swaps), the pattern's freedom is still there for it as
-    ``Fixed.within``. On the command line it is written ``mask+update``, for more than two from left to right:
-    ``wanda+swaps+exact``.
+    Where ``update`` refines masks itself (DSnoT, swaps), it may do so ``within`` the pattern. On the command line it is
+    written ``mask+update``, for more than two from left to right: ``wanda+swaps+exact``.
     """
 
     mask: Solver

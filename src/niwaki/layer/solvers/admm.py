@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.linalg import resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, one_of, product
@@ -61,12 +61,8 @@ class ADMM(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-
-        def resolvent() -> tuple[torch.Tensor, float]:
-            inverse, used = inverse_of_damped(scaled.new_H, self.damping + self.rho)
-            return inverse.mul_(self.rho), used
-
-        R, used = problem.gram.derived(("admm", self.damping, self.rho), resolvent)
+        key = ("admm", self.damping, self.rho)
+        R, used = problem.gram.derived(key, lambda: resolvent(scaled.new_H, self.rho, self.damping))
         W0 = scaled.W
         # Three buffers for all steps, because fresh memory of that size costs page faults each time.
         V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)
@@ -78,7 +74,7 @@ class ADMM(Solver):
             torch.sub(V, U, alpha=2, out=Y).sub_(W0)  # Z - U - W0
             torch.addmm(W0, Y, R, out=V).add_(U)
             scaled.report(monitor, step, self.iterations, V, mask)
-        return problem.solution(scaled.restore(V), mask, damping=used - self.rho, damping_asked=self.damping)
+        return problem.solution(scaled.restore(V), mask, damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return columns**3 + (self.iterations + 2) * product(rows, columns)

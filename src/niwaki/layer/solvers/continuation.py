@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients
+from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients, resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
@@ -114,8 +114,9 @@ class Continuation(Solver):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
                 key = ("continuation", self.damping, rho, pattern.group, self.parts)
                 Rs = ()  # before there is another
-                Rs, used = problem.gram.derived(key, lambda rho=rho: _resolvent(new_H, rho, widths))  # type: ignore[misc]
-                raised = max(raised, used - rho)
+                R, used = problem.gram.derived(key, lambda rho=rho: resolvent(new_H, rho))  # type: ignore[misc]
+                Rs, raised = R.split(widths, dim=1), max(raised, used)
+                del R
                 for U, part in zip(Us, Ys, strict=True):
                     part.add_(U, alpha=1 - before / rho)
                     U.mul_(before / rho)
@@ -180,11 +181,6 @@ def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
     c = 1 / inverse.diagonal()
     typical = float(c[live].log().mean().exp()) if bool(live.any()) else 1.0
     return torch.where(live, c, typical), typical
-
-
-def _resolvent(new_H: Callable[[], Tensor], rho: float, widths: list[int]) -> tuple[Sequence[Tensor], float]:
-    inverse, used = inverse_of_damped(new_H, rho)
-    return inverse.mul_(rho).split(widths, dim=1), used
 
 
 def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:

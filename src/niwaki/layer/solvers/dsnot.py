@@ -26,8 +26,8 @@ class DSnoT(Solver):
         i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
         j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
 
-    so that both lessen e_r, by W_ri E[A_i] - W_rj E[A_j]. The start is Wanda's mask, or the one that is given
-    (``sparsegpt+dsnot``). It needs ``Gram.mean``.
+    so that both lessen e_r. The start is Wanda's mask, or the one that is given (``sparsegpt+dsnot``). It needs
+    ``Gram.mean``.
 
     Differences from the paper, with figures in docs/log.md:
 

@@ -44,7 +44,6 @@ class Exact(Solver):
     one batch, two copies of W and one of H.
 
     Attributes:
-        damping: lambda; it holds on to the old weights.
         memory: GiB that a batch may take. A batch has at least one row, whatever it takes.
     """
 

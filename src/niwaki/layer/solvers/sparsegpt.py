@@ -37,7 +37,6 @@ class SparseGPT(Solver):
     Reference: Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1.
 
     Attributes:
-        damping: lambda, relative to the mean diagonal of H.
         block_size: Columns whose mask is chosen together (the paper's B_s), and whose updates of the columns to the
             right (B), which does not change the result.
     """
