@@ -11,8 +11,8 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.tf32 import products
 
-#: Rows that are computed at a time where they are independent: enough for the full rate of products.
-_ROWS = 1024
+#: Rows that are worked on at a time, to save memory: enough for the full rate of products.
+STRIP = 1024
 #: The error where not even a large damping helps.
 NOT_DEFINITE = (
     "a Gram matrix is not positive definite even when heavily damped; "
@@ -89,7 +89,7 @@ def masked_conjugate_gradients(
     """
     solved = start.clone()
     before = after = 0.0
-    for Z, goal, allowed in zip(solved.split(_ROWS), target.split(_ROWS), mask.split(_ROWS), strict=True):
+    for Z, goal, allowed in zip(solved.split(STRIP), target.split(STRIP), mask.split(STRIP), strict=True):
         R = ((goal - Z) @ H).mul_(allowed)
         P = R.clone()
         rr = R.square().sum(dim=1, keepdim=True)
@@ -112,12 +112,12 @@ def masked_conjugate_gradients(
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
     """tr(D H D^T) with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
-    strips: Iterable[Tensor] = A.split(_ROWS)
+    strips: Iterable[Tensor] = A.split(STRIP)
     if B is not None:
-        strips = (rows - others for rows, others in zip(A.split(_ROWS), B.split(_ROWS), strict=True))
+        strips = (rows - others for rows, others in zip(A.split(STRIP), B.split(STRIP), strict=True))
     return math.fsum(float((D @ H).mul_(D).sum(dtype=torch.float64)) for D in strips)
 
 
 def is_finite(A: Tensor) -> bool:
     """Whether all of A (rows, n) is finite, without the copy of A that torch makes."""
-    return all(bool(torch.isfinite(rows).all()) for rows in A.split(_ROWS))
+    return all(bool(torch.isfinite(rows).all()) for rows in A.split(STRIP))

@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
-from niwaki.layer.linalg import is_finite, quadratic_form
+from niwaki.layer.linalg import STRIP, is_finite, quadratic_form
 
 T = TypeVar("T")
-
-#: Rows or columns that are reordered at a time.
-_STRIP = 1024
 
 #: Called as monitor(step, steps, relative error, estimated from some of the rows).
 Monitor = Callable[[int, int, float], None]
@@ -173,9 +170,9 @@ class Normalised:
         if self._metric is not None:
             H.div_(self._metric).div_(self._metric.unsqueeze(1))
         if self._order is not None:
-            for rows in H.split(_STRIP):
+            for rows in H.split(STRIP):
                 rows.copy_(rows[:, self._order])
-            for columns in H.split(_STRIP, dim=1):
+            for columns in H.split(STRIP, dim=1):
                 columns.copy_(columns[self._order])
         H.diagonal().add_(damping)
         return H
@@ -185,7 +182,7 @@ class Normalised:
         live = self._scale > 0
         scale, old = torch.where(live, self._scale, 1.0), self._problem.W[rows]
         restored = torch.empty_like(W)
-        for V, new, before in zip(W.split(_STRIP), restored.split(_STRIP), old.split(_STRIP), strict=True):
+        for V, new, before in zip(W.split(STRIP), restored.split(STRIP), old.split(STRIP), strict=True):
             torch.where(live, self.original(V) / scale, before, out=new)
         return restored
 

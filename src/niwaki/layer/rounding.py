@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.grid import Grid, usable
-from niwaki.layer.linalg import resolvent
+from niwaki.layer.linalg import STRIP, resolvent
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.tf32 import products
 
@@ -19,8 +19,6 @@ _PENALTIES = (0.3, 0.7)
 _RHO = math.sqrt(_PENALTIES[0] * _PENALTIES[1])
 #: Of the least squares for scales, relative to the squared output of each group.
 _RIDGE = 1e-3
-#: Rows that are worked on at a time.
-_ROWS = 1024
 
 
 def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
@@ -53,8 +51,8 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
     R = gram.derived("onto grid", lambda: _resolvent(gram))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
-    for start in range(0, W.shape[0], _ROWS):
-        rows = slice(start, start + _ROWS)
+    for start in range(0, W.shape[0], STRIP):
+        rows = slice(start, start + STRIP)
         target, mask, solved = W[rows], solution.mask[rows], solution.W[rows]
         first = grid.scales(solved, importance, dtype)
 

@@ -68,9 +68,8 @@ class Swaps(Solver):
                 improved.append(rows)
             active = torch.cat(improved)
             swaps += len(active)
-            done = len(active) == 0
-            scaled.report(monitor, self.iterations if done else step, self.iterations, W, mask)
-            if done:
+            scaled.report(monitor, step if len(active) else self.iterations, self.iterations, W, mask)
+            if not len(active):
                 break
         at_limit = len(active)
         return problem.solution(problem.W, mask, swaps=swaps, converged=int(not at_limit), rows_at_limit=at_limit)
