@@ -270,7 +270,7 @@ def test_strips_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(dtype=F64)
     before = solved(problem, Unstructured(0.5))
     whole, scales = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
-    monkeypatch.setattr("niwaki.layer.rounding._ROWS", 5)
+    monkeypatch.setattr("niwaki.layer.rounding.STRIP", 5)
     found, in_strips = onto_grid(problem, before, Grid(4, 8), torch.bfloat16)
     assert torch.equal(found.W, whole.W)
     assert torch.equal(in_strips, scales)
@@ -382,7 +382,7 @@ def test_matrices_with_the_same_inputs_share_a_factorisation(monkeypatch: pytest
         calls += 1
         return inverse_of_damped(copy, damping)
 
-    monkeypatch.setattr("niwaki.layer.rounding.inverse_of_damped", counted)
+    monkeypatch.setattr("niwaki.layer.linalg.inverse_of_damped", counted)
     shared = Gram(gram(inputs("correlated", 16, 0)))
     for seed in range(3):
         problem = LayerProblem(normal(4, 16, seed=seed), shared)

@@ -214,9 +214,7 @@ def test_a_monitor_counts_removals() -> None:
 
 
 class Together(PerRow):
-    @property
-    def single(self) -> bool:
-        return False
+    single = False
 
 
 def test_weights_that_stand_or_fall_together() -> None:

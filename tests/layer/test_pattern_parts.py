@@ -80,7 +80,7 @@ class TestSlices:
         for start, stop, part in pattern.slices((rows, 96), width):
             assert start == end
             assert stop > start
-            mask = part.mask(scores[:, start:stop])
+            mask = part(scores[:, start:stop])
             assert mask.shape == (rows, stop - start)
             total += zeros_of(mask)
             end = stop
@@ -98,14 +98,14 @@ class TestSlices:
     @pytest.mark.parametrize("pattern", [Unstructured(0.1), PerRow(0.1)], ids=str)
     def test_the_order_of_products_has_no_influence(self, pattern: Pattern) -> None:
         """0.1 * 3 * 15 is above 4.5 and 0.1 * 45 is not."""
-        parts = [part.mask(random_scores(3, b - a)) for a, b, part in pattern.slices((3, 15), 8)]
+        parts = [part(random_scores(3, b - a)) for a, b, part in pattern.slices((3, 15), 8)]
         assert zeros_of(torch.cat(parts, dim=1)) == zeros_of(pattern.mask(random_scores(3, 15))) == 4
 
     def test_per_row_gives_each_row_its_share_of_each_run(self) -> None:
         total = torch.zeros(13, dtype=torch.long)
         runs = 0
         for start, stop, part in PerRow(0.6).slices((13, 96), 20):
-            of_each = (~part.mask(random_scores(13, stop - start, seed=start))).sum(dim=1)
+            of_each = (~part(random_scores(13, stop - start, seed=start))).sum(dim=1)
             assert of_each.max() - of_each.min() <= 1
             total += of_each
             runs += 1
@@ -115,13 +115,13 @@ class TestSlices:
     def test_blocks_are_cut_between(self) -> None:
         for start, stop, part in Block(0.5).slices((8, 96), 20):
             scores = random_scores(8, stop - start, seed=start)
-            zeros = zeros_of(part.mask(scores))
+            zeros = zeros_of(part(scores))
             assert abs(zeros / 16 - 0.5 * scores.numel() / 16) <= 1
-            assert torch.equal(part.mask(scores), naive_blocks(scores, zeros / scores.numel(), (4, 4)))
+            assert torch.equal(part(scores), naive_blocks(scores, zeros / scores.numel(), (4, 4)))
 
     def test_fixed_is_cut_like_the_matrix(self) -> None:
         values = tied_scores(6, 9) > 1
-        parts = [part.mask(values[:, a:b].float()) for a, b, part in Fixed(values).slices((6, 9), 4)]
+        parts = [part(values[:, a:b].float()) for a, b, part in Fixed(values).slices((6, 9), 4)]
         assert torch.equal(torch.cat(parts, dim=1), values)
 
 

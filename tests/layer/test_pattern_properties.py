@@ -167,7 +167,7 @@ class TestProperties:
         end = total = 0
         for start, stop, part in pattern.slices(shape, width):
             assert start == end < stop
-            total += zeros_of(part.mask(scores[:, start:stop]))
+            total += zeros_of(part(scores[:, start:stop]))
             end = stop
         assert end == shape[1]
         assert total == zeros_of(pattern.mask(scores))
@@ -179,7 +179,7 @@ def test_counts_add_up_at_any_sparsity(rows: int, columns: int, width: int, spar
     scores = random_scores(rows, columns)
     for pattern in (Unstructured(sparsity), PerRow(sparsity), Block(sparsity, (1, 1))):
         parts = pattern.slices((rows, columns), width)
-        cut = sum(zeros_of(part.mask(scores[:, start:stop])) for start, stop, part in parts)
+        cut = sum(zeros_of(part(scores[:, start:stop])) for start, stop, part in parts)
         assert cut == zeros_of(pattern.mask(scores)) == round(sparsity * (rows * columns))
 
 
@@ -189,7 +189,7 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
     for pattern in (Quota(NM(2, 4), PerRow(sparsity)), Quota(NM(2, 4), Unstructured(sparsity))):
         zeros = 0
         for start, stop, part in pattern.slices((rows, 4 * groups), width):
-            mask = part.mask(scores[:, start:stop])
+            mask = part(scores[:, start:stop])
             assert mask.reshape(-1, 4).sum(dim=1).max() <= 2
             zeros += zeros_of(mask)
         assert zeros == zeros_of(pattern.mask(scores)) == round(sparsity * (rows * 4 * groups))

@@ -226,7 +226,7 @@ class TestQuota:
     def test_runs_keep_to_both(self, width: int, quota: PerRow | Unstructured) -> None:
         of_each = torch.zeros(13, dtype=torch.long)
         for runs, (start, stop, part) in enumerate(Quota(NM(2, 4), quota).slices((13, 96), width)):
-            mask = part.mask(random_scores(13, stop - start, seed=start))
+            mask = part(random_scores(13, stop - start, seed=start))
             assert mask.reshape(-1, 4).sum(dim=1).max() <= 2
             assert stop - start <= max(width + 3, 4)
             assert abs(zeros_of(mask) - 0.6 * mask.numel()) <= 1
@@ -308,6 +308,9 @@ class TestFixed:
         values = tied_scores(6, 9) > 1
         assert torch.equal(Fixed(values).mask(random_scores(6, 9)), values)
         assert torch.equal(Fixed(values).partial(0.3).mask(random_scores(6, 9)), values)
+
+    def test_other_masks_are_other_patterns(self) -> None:
+        assert Fixed(torch.ones(2, 4, dtype=torch.bool)) != Fixed(torch.zeros(2, 4, dtype=torch.bool))
 
     def test_sparsity_is_the_fraction_of_zeros(self) -> None:
         assert Fixed(torch.tensor([[True, False, False, False]])).sparsity == 0.75

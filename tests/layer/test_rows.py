@@ -110,7 +110,7 @@ def test_runs_of_columns(pattern: Pattern, kind: str, size: int) -> None:
         share = among(pattern, rows).slices((len(own), COLUMNS), 5)
         for (start, stop, run), (start_, stop_, run_) in zip(share, whole, strict=True):
             assert (start, stop) == (start_, stop_)
-            assert torch.equal(run.mask(own[:, start:stop]), rows.own(run_.mask(scores[:, start_:stop_])))
+            assert torch.equal(run(own[:, start:stop]), rows.own(run_(scores[:, start_:stop_])))
 
     in_each(size, ROWS, work)
 

@@ -21,13 +21,13 @@ def dense_targets(W: Tensor, gram: Gram, cross: Tensor, share: float, ridge: flo
     |X W^T - Xp What^T|^2 is the layer problem with H = Xp^T Xp / tokens and W* (ridge 0) instead of W, up to a
     constant. An input that is always 0 keeps its weights.
 
-    Cost: a factorisation and an inverse of (in, in), and a product of (in, in) with itself, once for all matrices
-    that share ``gram``; a product of (out, in) with (in, in).
+    Cost: a factorisation, an inverse and a product of (in, in), once for all matrices that share ``gram``; a product of
+    (out, in) with (in, in).
 
     Args:
         W: (out, in), the original weights, or some of their rows. Not changed.
         gram: H = Xp^T Xp / tokens, (in, in).
-        cross: (in, in), Xp^T X / tokens.
+        cross: Xp^T X / tokens, (in, in).
         share: From 0, W itself, to 1.
         ridge: Relative to the unit diagonal of H, above 0: it keeps W where the inputs say little.
     """

@@ -21,14 +21,11 @@ class Grid:
     """The numbers q s with whole q from -2^(bits-1) to 2^(bits-1) - 1 and a scale s for each row and group of inputs.
 
     Scales are positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype.
-    Given s, q is the whole number next to q s / s.
+    Given s, q is the whole number next to q s / s. UsageError if a number is out of range.
 
     Attributes:
         bits: From 2 to 8.
         group: The number of consecutive inputs that share a scale; None for all of a row.
-
-    Raises:
-        UsageError: a number is out of range.
     """
 
     bits: int
@@ -113,11 +110,7 @@ def scale_dtype(stored: torch.dtype) -> torch.dtype:
 
 
 def parse_grid(text: str) -> Grid:
-    """The grid of a text such as ``"int4:128"``, or ``"int8"`` for one scale for each row.
-
-    Raises:
-        UsageError: it is not a valid grid.
-    """
+    """The grid of a text such as ``"int4:128"``, or ``"int8"`` for one scale for each row; UsageError if not valid."""
     match = re.fullmatch(r"int([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a valid grid for weights; try int4:128, int4 or int8")

@@ -11,8 +11,13 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.tf32 import products
 
-#: Rows that are computed at a time where they are independent: enough for the full rate of products.
-_ROWS = 1024
+#: Rows that are worked on at a time, to save memory: enough for the full rate of products.
+STRIP = 1024
+#: The error where not even a large damping helps.
+NOT_DEFINITE = (
+    "a Gram matrix is not positive definite even when heavily damped; "
+    "look for NaN, infinite or huge activations in the calibration data"
+)
 
 
 def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
@@ -36,10 +41,7 @@ def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor,
         if not info.item():
             return L, damping
         if not (step > 0 and damping <= mean * L.shape[0] < math.inf):
-            raise NumericalError(
-                "a Gram matrix is not positive definite even when heavily damped; "
-                "look for NaN, infinite or huge activations in the calibration data"
-            )
+            raise NumericalError(NOT_DEFINITE)
         damping = step = step * 10
         del L
         L = copy().mT
@@ -51,11 +53,17 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
     return torch.cholesky_inverse(L, out=L), used
 
 
+def resolvent(copy: Callable[[], Tensor], rho: float, damping: float = 0.0) -> tuple[Tensor, float]:
+    """(rho (H + (damping + rho) I)^-1, damping that was used), by Cholesky; see :func:`damped_cholesky`."""
+    inverse, used = inverse_of_damped(copy, damping + rho)
+    return inverse.mul_(rho), used - rho
+
+
 def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     """The upper triangular U with U^T U = (H + damping I)^-1, and the damping that was used.
 
-    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one Cholesky factorisation and one
-    triangular inverse, instead of a factorisation, an inverse and another factorisation, each of which loses digits.
+    With J the reversal of the order, J (H + damping I) J = L L^T gives U = J L^-1 J: one factorisation and one
+    triangular inverse, instead of two factorisations and an inverse, each of which loses digits.
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
     U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
@@ -71,8 +79,8 @@ def masked_conjugate_gradients(
     """Conjugate gradients on min_Z tr((Z - target) H (Z - target)^T) over Z with support in ``mask``.
 
     H is (in, in), positive definite, of unit diagonal, which needs no preconditioner; all others are (out, in), and
-    ``start`` is zero off the mask. The rows are independent problems, each with its own step lengths; a row that has
-    converged stops. Cost: one (out, in) x (in, in) product a step.
+    ``start`` is zero off the mask. Each row has its own step lengths and stops when it has converged. Cost: one
+    (out, in) x (in, in) product a step.
 
     Returns:
         (Z, residual): Z is zero off the mask and never worse than ``start`` in any row, up to rounding. The residual is
@@ -81,7 +89,7 @@ def masked_conjugate_gradients(
     """
     solved = start.clone()
     before = after = 0.0
-    for Z, goal, allowed in zip(solved.split(_ROWS), target.split(_ROWS), mask.split(_ROWS), strict=True):
+    for Z, goal, allowed in zip(solved.split(STRIP), target.split(STRIP), mask.split(STRIP), strict=True):
         R = ((goal - Z) @ H).mul_(allowed)
         P = R.clone()
         rr = R.square().sum(dim=1, keepdim=True)
@@ -104,12 +112,12 @@ def masked_conjugate_gradients(
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
     """tr(D H D^T) with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
-    strips: Iterable[Tensor] = A.split(_ROWS)
+    strips: Iterable[Tensor] = A.split(STRIP)
     if B is not None:
-        strips = (rows - others for rows, others in zip(A.split(_ROWS), B.split(_ROWS), strict=True))
+        strips = (rows - others for rows, others in zip(A.split(STRIP), B.split(STRIP), strict=True))
     return math.fsum(float((D @ H).mul_(D).sum(dtype=torch.float64)) for D in strips)
 
 
 def is_finite(A: Tensor) -> bool:
     """Whether all of A (rows, n) is finite, without the copy of A that torch makes."""
-    return all(bool(torch.isfinite(rows).all()) for rows in A.split(_ROWS))
+    return all(bool(torch.isfinite(rows).all()) for rows in A.split(STRIP))

@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
-from niwaki.layer.linalg import is_finite, quadratic_form
+from niwaki.layer.linalg import STRIP, is_finite, quadratic_form
 
 T = TypeVar("T")
-
-#: Rows or columns that are reordered at a time.
-_STRIP = 1024
 
 #: Called as monitor(step, steps, relative error, estimated from some of the rows).
 Monitor = Callable[[int, int, float], None]
@@ -63,10 +60,7 @@ class Gram:
         return (self.H * inverse).mul_(inverse.unsqueeze(1))
 
     def live(self) -> Tensor:
-        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then.
-
-        That changes nothing else: the rest of their rows is 0, and so are their normalised weights.
-        """
+        """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then."""
         H = self.unit()
         H.diagonal().add_(self.norm == 0)
         return H
@@ -98,11 +92,9 @@ class Solution:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """One matrix to prune.
+    """One matrix to prune: W (out, in), float32 or float64, and H (in, in) of the same dtype and device.
 
-    Args:
-        W: (out, in) float32 or float64, the weights to reproduce.
-        H: (in, in) of the same dtype and device, or a :class:`Gram` that several problems share.
+    H may be a :class:`Gram` that several problems share.
 
     Raises:
         UsageError: shapes, dtypes or devices do not go together.
@@ -145,11 +137,7 @@ class LayerProblem:
         return relative(self.loss(What), self.power)
 
     def solution(self, What: Tensor, mask: Tensor, **stats: float | int | str) -> Solution:
-        """``What`` off the mask set to +0.0, checked and with its error.
-
-        Raises:
-            NumericalError: a weight is NaN or infinite.
-        """
+        """``What`` off the mask set to +0.0, with its error; raises NumericalError if a weight is NaN or infinite."""
         # masked_fill, not a product: a negative weight times False is -0.0. Adding +0.0 changes -0.0 on the mask too.
         W = What.masked_fill(~mask, 0.0).add_(0.0)
         if not is_finite(W):
@@ -158,18 +146,14 @@ class LayerProblem:
 
 
 class Normalised:
-    """The problem in coordinates where H has unit diagonal: W norm instead of W, see :class:`Gram`.
+    """The problem in coordinates where H has unit diagonal: W (out, in) is its W times the norms of the inputs.
 
     In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit, and H needs no
     preconditioner (Boza 2024, section 3.1).
 
     Args:
-        problem: Its ``gram`` is kept, for factorisations.
         metric: (in,) positive, factors of the weights in addition to the norms.
         order: (in,) a new order of the columns.
-
-    Attributes:
-        W: (out, in), the weights times the norms of their inputs (and the metric).
     """
 
     def __init__(self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None) -> None:
@@ -180,32 +164,25 @@ class Normalised:
         W = problem.W * self._scale
         self.W = W if order is None else W[:, order]
 
-    @cached_property
-    def H(self) -> Tensor:  # noqa: N802 - as the papers call it
-        """(in, in), unit diagonal (without a metric); rows and columns of dead inputs are zero."""
-        return self.new_H()
-
-    def new_H(self) -> Tensor:  # noqa: N802
-        """``H``, new each time, which may be changed. It may take gigabytes."""
+    def new_H(self, damping: float | Tensor = 0.0) -> Tensor:  # noqa: N802 - as the papers call it
+        """(in, in), new: H with unit diagonal (without a metric), 0 for dead inputs, then diag(``damping``) added."""
         H = self.gram.unit()
         if self._metric is not None:
             H.div_(self._metric).div_(self._metric.unsqueeze(1))
         if self._order is not None:
-            for rows in H.split(_STRIP):
+            for rows in H.split(STRIP):
                 rows.copy_(rows[:, self._order])
-            for columns in H.split(_STRIP, dim=1):
+            for columns in H.split(STRIP, dim=1):
                 columns.copy_(columns[self._order])
+        H.diagonal().add_(damping)
         return H
 
     def restore(self, W: Tensor, rows: slice = slice(None)) -> Tensor:
-        """(out, in), or the ``rows`` that W has, in the problem's own coordinates.
-
-        Dead inputs get their old weights back: the text says nothing about them.
-        """
+        """W, which has these ``rows``, in the problem's own coordinates; dead inputs get their old weights back."""
         live = self._scale > 0
         scale, old = torch.where(live, self._scale, 1.0), self._problem.W[rows]
         restored = torch.empty_like(W)
-        for V, new, before in zip(W.split(_STRIP), restored.split(_STRIP), old.split(_STRIP), strict=True):
+        for V, new, before in zip(W.split(STRIP), restored.split(STRIP), old.split(STRIP), strict=True):
             torch.where(live, self.original(V) / scale, before, out=new)
         return restored
 

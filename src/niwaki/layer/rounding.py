@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.grid import Grid, usable
-from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.linalg import STRIP, resolvent
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.tf32 import products
 
@@ -19,12 +19,12 @@ _PENALTIES = (0.3, 0.7)
 _RHO = math.sqrt(_PENALTIES[0] * _PENALTIES[1])
 #: Of the least squares for scales, relative to the squared output of each group.
 _RIDGE = 1e-3
-#: Rows that are worked on at a time.
-_ROWS = 1024
 
 
 def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torch.dtype) -> tuple[Solution, Tensor]:
-    """``solution`` with weights on ``grid``, for the same mask, and their scales.
+    """``solution`` with weights on ``grid``, for the same mask and with the same ``stats``, and scales (out, groups).
+
+    Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
 
     Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; the same with
     scales fitted to it.
@@ -36,33 +36,23 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         Z = P(X + (rho / gamma_t) U)
         U = U + X - Z
 
-    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean. This is ADMM whose
-    penalty changes where that costs nothing, as in the solver ``continuation``. Then, with the codes q fixed, the
-    scales of a row minimise (w - q s) H (w - q s)^T + ridge |...|^2, one small system of equations for each row; the
-    ridge keeps them near the old ones.
+    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean: ADMM whose penalty
+    changes where that costs nothing, as in the solver ``continuation``. Then, with the codes q fixed, the scales of a
+    row minimise (w - q s) H (w - q s)^T, with a ridge that keeps them near the old ones: a small system for each row.
 
     A kept weight may be 0 on the grid. Weights of inputs that are never active are rounded to the nearest.
 
     Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.
-
     References: ADMM on a grid, Leng et al. 2018, arXiv 1707.09870; with the layer's own Hessian in the step for X, Boza
-    2024, arXiv 2401.02938, there for masks. GPTQ (arXiv 2210.17323) goes over the columns once instead, and SparseGPT
-    (arXiv 2301.00774, section 3.5) prunes in the same pass.
-
-    Returns:
-        The solution, with the ``stats`` of the given one, and the scales (out, groups). Both are in the dtype of W,
-        with values that ``dtype`` has.
-
-    Raises:
-        UsageError: the grid does not fit the number of inputs.
+    2024, arXiv 2401.02938, there for masks.
     """
     gram, W = problem.gram, problem.W
     R = gram.derived("onto grid", lambda: _resolvent(gram))
     importance, dead = gram.H.diagonal().clamp(min=0), gram.norm == 0
     weights, scales = torch.empty_like(W), W.new_empty(W.shape[0], grid.groups(W.shape[1]))
-    for start in range(0, W.shape[0], _ROWS):
-        rows = slice(start, start + _ROWS)
+    for start in range(0, W.shape[0], STRIP):
+        rows = slice(start, start + STRIP)
         target, mask, solved = W[rows], solution.mask[rows], solution.W[rows]
         first = grid.scales(solved, importance, dtype)
 
@@ -91,9 +81,9 @@ def flops(rows: int, columns: int) -> float:
 
 def _resolvent(gram: Gram) -> Tensor:
     """(in, in): rho (H + rho I)^-1 of the H with unit diagonal, for weights that are not normalised."""
-    inverse, _ = inverse_of_damped(gram.live, _RHO)
+    R, _ = resolvent(gram.live, _RHO)
     norm = torch.where(gram.norm > 0, gram.norm, 1.0)
-    return inverse.mul_(_RHO).mul_(norm.unsqueeze(1)).div_(norm)
+    return R.mul_(norm.unsqueeze(1)).div_(norm)
 
 
 def _swept(W: Tensor, start: Tensor, R: Tensor, nearest: Callable[[Tensor], Tensor]) -> Tensor:

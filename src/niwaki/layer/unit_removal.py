@@ -27,11 +27,8 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
     Units go one after the other (in at most 128 steps), each time those that add least to this error. With A = R^-1
     unit u adds tr(V_u (A_uu)^-1 V_u^T), and then V becomes V - V_u (A_uu)^-1 A_u: and A becomes
     A - A_:u (A_uu)^-1 A_u:. In the end V_K is solved for anew, because each of these steps rounds. Inputs that are
-    always 0 go first; those of them that stay keep their weights.
-
-    Returns:
-        The solution, whose mask is the same in all rows. ``stats["damping"]`` is more than asked for if that was not
-        enough in floating point.
+    always 0 go first; those of them that stay keep their weights. ``stats["damping"]`` is more than asked for if that
+    was not enough in floating point.
 
     Raises:
         UsageError: ``size`` does not divide the columns, or nothing would be removed, or nothing would stay.
@@ -39,8 +36,7 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
 
     Cost: 2 in^3 for the inverse, 2 s in (in + out) for s removed columns and at most 128 out in size for what units
     add, and for the last solution (in - s)^3 / 3 + 2 out (in - s) in; memory of three matrices like H and three like W.
-    Reference: ZipLM, arXiv 2302.04089, which has these formulas and takes one unit after the other; the ridge, the
-    steps and the last solution are this file's.
+    Reference: ZipLM, arXiv 2302.04089, for these formulas, with one unit after the other, no ridge, no last solution.
     """
     columns = problem.W.shape[1]
     units = columns // size

@@ -18,16 +18,6 @@ from niwaki.layer.patterns.parsing import fraction, make_pattern, parse_pattern
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 __all__ = [
-    "NM",
-    "Block",
-    "Fixed",
-    "MixedNM",
-    "Pattern",
-    "PerRow",
-    "Quota",
-    "TransposableNM",
-    "Unstructured",
-    "fraction",
-    "make_pattern",
-    "parse_pattern",
-]
+    "NM", "Block", "Fixed", "MixedNM", "Pattern", "PerRow", "Quota", "TransposableNM", "Unstructured", "fraction",
+    "make_pattern", "parse_pattern",
+]  # fmt: skip

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -15,9 +15,15 @@ from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
 
+#: From scores (out, in) the mask of the weights that are kept.
+Choice: TypeAlias = Callable[[Tensor], Tensor]
+
 
 class Pattern(abc.ABC):
     """A set of allowed supports for a matrix of shape (out, in)."""
+
+    #: Whether weights can be removed one by one on the way to an allowed set.
+    single: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # at run time a dataclass field would take the property for its default
 
@@ -30,27 +36,20 @@ class Pattern(abc.ABC):
         """(out, in) bool, True where a weight is kept: the allowed mask that keeps the greatest sum of squared scores.
 
         ``scores`` (out, in) are floating point, finite, at least 0, and stay unchanged. They are magnitudes such as |W|
-        and not squares: where weights are chosen together their sizes matter.
-
-        Raises:
-            PatternError: the pattern does not fit the shape.
+        and not squares: where weights are chosen together their sizes matter. PatternError if the shape does not fit.
         """
 
     def partial(self, fraction: float) -> Pattern:
-        """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep.
-
-        A given mask (``Fixed``) stays as it is.
-        """
+        """The pattern with ``fraction`` (in [0, 1]) of its zeros, which keeps all that this one would keep."""
         return _Partial(self, fraction)
 
     @abc.abstractmethod
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         """Cuts a matrix of ``shape`` into runs of columns, for solvers that go from left to right.
 
         Yields:
-            (start, stop, what has the ``mask`` of columns start..stop), in order; counts add up to that of the whole.
-            Runs are about ``width`` wide, or the pattern's own group, and never cross a multiple of ``width`` that is
-            a multiple of ``group``.
+            (start, stop, the choice among columns start..stop), in order; counts add up to that of the whole. Runs are
+            about ``width`` wide, or the pattern's own group, and never cross a multiple of both.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
@@ -63,28 +62,22 @@ class Pattern(abc.ABC):
         return 1
 
     def exchange(self, columns: int) -> int:
-        """The length of the runs of a row within which a kept and a pruned weight may change places.
-
-        0 where weights of several rows or columns are chosen together.
-        """
-        return columns
+        """The length of the runs of a row within which a kept and a pruned weight may change places; 0 if none may."""
+        return columns if self.single else 0
 
     def reordered(self, columns: Tensor) -> Pattern:
         """The same pattern for a matrix whose columns are taken in the order ``columns``, groups as a whole."""
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """What, up to ties, kept scores are above; broadcastable to ``scores``, for a choice by degrees.
+        """What kept scores are above, up to ties; broadcastable to ``scores``.
 
         None if scores do not decide one by one (blocks, given masks), or if nothing is dropped.
         """
         return None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
-        """A pattern for each run of columns with these ``scores``, in whole groups; together they keep as this one.
-
-        None if runs cannot choose on their own.
-        """
+        """Patterns for runs of whole groups with these ``scores``, together as this one; None if runs cannot choose."""
         return None
 
     @property
@@ -95,8 +88,7 @@ class Pattern(abc.ABC):
     def for_rows(self, rows: Rows) -> Pattern | None:
         """The same pattern where ``scores`` and masks have only ``rows``; None if rows are chosen together.
 
-        Sparsity, counts and thresholds stay those of the whole matrix. The processes with its other rows make the same
-        calls in the same order.
+        Sparsity, counts and thresholds stay those of the whole matrix.
         """
         return None
 
@@ -104,20 +96,8 @@ class Pattern(abc.ABC):
         """The number of weights in the whole matrix, of which ``scores`` has some rows."""
         return self.rows.of(scores.shape[0]) * scores.shape[1]
 
-    @property
-    def single(self) -> bool:
-        """Whether weights can be removed one by one on the way to an allowed set."""
-        return True
-
-    def check(self, shape: tuple[int, int]) -> None:  # noqa: B027 - most patterns fit every shape
+    def check(self, shape: Sequence[int]) -> None:  # noqa: B027 - most patterns fit every shape
         """Raises PatternError where the pattern does not fit a matrix of ``shape``."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of columns of a matrix: ``mask(scores)`` is what a pattern allows there."""
-
-    mask: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -135,7 +115,7 @@ class _Partial(Pattern):
     def sparsity(self) -> float:
         return self.final.sparsity * self.fraction
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         self.final.check(shape)
 
     def mask(self, scores: Tensor) -> Tensor:
@@ -145,11 +125,11 @@ class _Partial(Pattern):
         zeros = round(self.fraction * zeros_at_end)
         return safe if zeros == zeros_at_end else keep_highest(scores.masked_fill(safe, math.inf), zeros, rows)
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         raise NotImplementedError("gradual solvers do not go column by column")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ByRows(Pattern):
     """A pattern that can be restricted to some ``rows`` of a matrix."""
 
@@ -159,26 +139,44 @@ class ByRows(Pattern):
         return replace(self, rows=rows)
 
 
-class Counted(ByRows):
-    """A pattern with a number of zeros, of which each run of columns has its share."""
+class Counted(Pattern):
+    """A pattern with a number of zeros (or of units of them), of which each run of columns has its share."""
 
     @abc.abstractmethod
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
         """The mask with this number of zeros in all rows of the matrix."""
 
-    def zeros(self, scores: Tensor) -> int:
-        """The number of zeros in all rows of the matrix."""
-        return zeros_of(self.sparsity, self.weights(scores))
+    def zeros(self, weights: int) -> int:
+        """Of so many weights; the one formula, because s * rows * columns depends on the order of the products."""
+        return round(self.sparsity * weights)
 
     def mask(self, scores: Tensor) -> Tensor:
-        return self.keep(scores, self.zeros(scores))
+        self.check(scores.shape)
+        return self.keep(scores, self.zeros(self.weights(scores)))
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         rows = self.rows.of(shape[0])
         for start, stop in runs(shape[1], width, self.group):
-            zeros = zeros_of(self.sparsity, rows * stop) - zeros_of(self.sparsity, rows * start)
-            yield start, stop, Run(functools.partial(self.keep, zeros=zeros))
+            zeros = self.zeros(rows * stop) - self.zeros(rows * start)
+            yield start, stop, functools.partial(self.keep, zeros=zeros)
+
+
+@dataclass(frozen=True)
+class BySparsity(Counted):
+    """A pattern of any ``sparsity``, the fraction of zeros."""
+
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}")
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return replace(self, sparsity=sparsity)
+
+    def partial(self, fraction: float) -> Pattern:
+        return replace(self, sparsity=self.sparsity * fraction)
 
 
 class Tiled(Pattern):
@@ -191,10 +189,7 @@ class Tiled(Pattern):
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a tile."""
 
-    def exchange(self, columns: int) -> int:
-        return 0
-
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         height, width = self.tile
         if shape[0] % height or shape[1] % width:
             raise PatternError(
@@ -211,16 +206,6 @@ def runs(columns: int, width: int, group: int = 1) -> Iterator[tuple[int, int]]:
         if stop > start:
             yield start, stop
             start = stop
-
-
-def check_sparsity(sparsity: float) -> None:
-    if not 0 <= sparsity < 1:
-        raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {sparsity:g}")
-
-
-def zeros_of(sparsity: float, weights: int) -> int:
-    """The number of zeros: one formula, because s * rows * columns depends on the order of the products."""
-    return round(sparsity * weights)
 
 
 def short_number(value: float) -> str:

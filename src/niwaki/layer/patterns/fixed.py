@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Pattern, Run, runs
+from niwaki.layer.patterns._base import ByRows, Choice, Pattern, runs
 from niwaki.layer.patterns.rows import Rows
 
 
@@ -34,7 +34,7 @@ class Fixed(ByRows):
     def for_rows(self, rows: Rows) -> Pattern | None:
         return replace(self, values=rows.own(self.values), rows=rows)
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         if tuple(self.values.shape) != tuple(shape):
             raise PatternError(f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}")
 
@@ -45,13 +45,13 @@ class Fixed(ByRows):
         return self.within.exchange(columns) if self.within else 0
 
     def mask(self, scores: Tensor) -> Tensor:
-        self.check((scores.shape[0], scores.shape[1]))
+        self.check(scores.shape)
         return self.values.to(scores.device)
 
     def partial(self, fraction: float) -> Pattern:
         return self
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         for start, stop in runs(shape[1], width):
-            yield start, stop, Run(Fixed(self.values[:, start:stop]).mask)
+            yield start, stop, Fixed(self.values[:, start:stop]).mask

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Counted, Pattern, Run, Tiled, runs, short_number
+from niwaki.layer.patterns._base import ByRows, Choice, Counted, Pattern, Tiled, runs, short_number
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
@@ -19,8 +20,12 @@ from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 class _NOfM(Pattern):
     """``n`` of ``m`` weights are kept in each group."""
 
+    prefix: ClassVar[str] = ""
     n: int
     m: int
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{self.n}:{self.m}"
 
     def __post_init__(self) -> None:
         if not 0 < self.n <= self.m:
@@ -34,30 +39,27 @@ class _NOfM(Pattern):
     def group(self) -> int:
         return self.m
 
-    def slices(self, shape: tuple[int, int], width: int) -> Iterator[tuple[int, int, Run]]:
+    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         for start, stop in runs(shape[1], self.m):
-            yield start, stop, Run(self.mask)
+            yield start, stop, self.mask
 
 
 @dataclass(frozen=True)
 class NM(_NOfM, ByRows):
     """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
 
-    def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
-
     def exchange(self, columns: int) -> int:
         return self.m
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         if shape[1] % self.m:
             raise PatternError(
                 f"the pattern {self} needs a number of columns that {self.m} divides; this matrix has {shape[1]}"
             )
 
     def mask(self, scores: Tensor) -> Tensor:
-        self.check((scores.shape[0], scores.shape[1]))
+        self.check(scores.shape)
         return keep_highest_of_each(scores, self.n, self.m)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
@@ -74,8 +76,7 @@ class MixedNM(NM):
     Until :mod:`niwaki.pruning.plan` chooses the numbers it is n:m.
     """
 
-    def __str__(self) -> str:
-        return f"mixed-{self.n}:{self.m}"
+    prefix = "mixed-"
 
     def at(self, sparsity: float) -> Pattern | None:
         kept = math.floor((1 - sparsity) * self.m + 1e-9)
@@ -87,11 +88,12 @@ class TransposableNM(Tiled, _NOfM):
     """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
 
     A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact: of all such tiles
-    (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares, and of equal sums the first (see
-    ``tile_choices``). For greater m, Hubara et al. solve a minimum-cost flow for each tile, or approximate it.
+    (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares.
 
-    Reference: Hubara et al. 2021, arXiv 2102.08124, where N counts zeros; here n counts what is kept.
+    Reference: Hubara et al. 2021, arXiv 2102.08124, with a minimum-cost flow for greater m; its N counts zeros.
     """
+
+    prefix = "transposable-"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,29 +103,22 @@ class TransposableNM(Tiled, _NOfM):
                 f"3 per row there are 297,200; use m up to 4, as in transposable-2:4, or plain {self.n}:{self.m}"
             )
 
-    def __str__(self) -> str:
-        return f"transposable-{self.n}:{self.m}"
-
     @property
     def tile(self) -> tuple[int, int]:
         return (self.m, self.m)
 
     def mask(self, scores: Tensor) -> Tensor:
-        self.check((scores.shape[0], scores.shape[1]))
+        self.check(scores.shape)
         return keep_best_tiles(scores, self.n, self.m)
 
 
 @dataclass(frozen=True)
-class Quota(Counted):
+class Quota(Counted, ByRows):
     """n:m with more zeros: at most n of every m, and a sparsity above 1 - n/m.
 
-    The mask is that of ``within``, then the selection of ``quota`` among the weights that are left. That is optimal:
-    groups of m are within rows and rows within the matrix, and with such nested (laminar) limits on counts it is best
-    to take the highest weights that fit.
-
-    Args:
-        within: The pattern n:m.
-        quota: The sparsity of each row, or of the matrix; PatternError if lower than that of n:m.
+    The mask is that of ``within``, then the selection of ``quota`` (for each row, or the matrix) among the weights that
+    are left. With such nested (laminar) limits on counts it is optimal to take the highest weights that fit.
+    PatternError if the sparsity of ``quota`` is the lower one.
     """
 
     within: NM
@@ -150,7 +145,7 @@ class Quota(Counted):
     def exchange(self, columns: int) -> int:
         return self.within.exchange(columns)
 
-    def check(self, shape: tuple[int, int]) -> None:
+    def check(self, shape: Sequence[int]) -> None:
         self.within.check(shape)
 
     def for_rows(self, rows: Rows) -> Pattern | None:

@@ -16,8 +16,7 @@ from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]) -> Pattern:
     """The pattern that ``given`` says; for a fraction of zeros (:func:`fraction`) the one that ``usual`` makes.
 
-    Raises:
-        PatternError: it is neither, or its numbers are out of range.
+    PatternError if it is neither, or its numbers are out of range.
     """
     if isinstance(given, Pattern):
         return given
@@ -36,11 +35,7 @@ def fraction(given: float | str) -> Decimal | None:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """A pattern from its ``str``, such as ``"2:4"``, ``"block-4x4:0.5"`` or ``"2:4+unstructured:0.6"``.
-
-    Raises:
-        PatternError: the text is not valid, or a number is out of range.
-    """
+    """A pattern from its ``str``, such as ``"2:4"`` or ``"2:4+unstructured:0.6"``; PatternError if not valid."""
     within, plus, quota = text.strip().partition("+")
     kind, _, number = within.partition(":")
     try:
@@ -48,9 +43,9 @@ def parse_pattern(text: str) -> Pattern:
             nm, rest = parse_pattern(within), parse_pattern(quota)
             if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
                 return Quota(nm, rest)
-        elif match := re.fullmatch(r"(transposable-|mixed-)?(\d+):(\d+)", within):
-            n, m = int(match[2]), int(match[3])
-            return TransposableNM(n, m) if match[1] == "transposable-" else MixedNM(n, m) if match[1] else NM(n, m)
+        elif match := re.fullmatch(r"(transposable-|mixed-|)(\d+):(\d+)", within):
+            kinds = {kind.prefix: kind for kind in (NM, MixedNM, TransposableNM)}
+            return kinds[match[1]](int(match[2]), int(match[3]))
         elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
             return Block(float(number), (int(match[1]), int(match[2])))
         elif kind in ("unstructured", "per-row"):

@@ -8,28 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns._base import Counted, Pattern, check_sparsity, short_number
+from niwaki.layer.patterns._base import ByRows, BySparsity, Pattern, short_number
 from niwaki.layer.patterns.selection import keep_highest, keep_highest_per_row, kth_smallest, kth_smallest_per_row
 
 
 @dataclass(frozen=True)
-class _OneByOne(Counted):
-    """Weights are chosen one by one."""
-
-    sparsity: float
-
-    def __post_init__(self) -> None:
-        check_sparsity(self.sparsity)
-
-    def at(self, sparsity: float) -> Pattern | None:
-        return replace(self, sparsity=sparsity)
-
-    def partial(self, fraction: float) -> Pattern:
-        return replace(self, sparsity=self.sparsity * fraction)
-
-
-@dataclass(frozen=True)
-class Unstructured(_OneByOne):
+class Unstructured(BySparsity, ByRows):
     """The lowest ``round(sparsity * out * in)`` scores of the whole matrix are zero."""
 
     def __str__(self) -> str:
@@ -39,7 +23,7 @@ class Unstructured(_OneByOne):
         return keep_highest(scores, zeros, self.rows)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        zeros = self.zeros(scores)
+        zeros = self.zeros(self.weights(scores))
         return kth_smallest(scores.reshape(-1), zeros, self.rows) if zeros else None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
@@ -53,13 +37,12 @@ class Unstructured(_OneByOne):
 
 
 @dataclass(frozen=True)
-class PerRow(_OneByOne):
+class PerRow(BySparsity, ByRows):
     """Every row (output) has the same number of zeros, to within one.
 
     Where ``sparsity * in`` is not a whole number, rows whose next weight has the lowest score have one more: the total
-    is exactly ``round(sparsity * out * in)``. (Solvers that choose masks for one run of columns after another do so
-    within each run: a row is at most one zero per run away from its share.) Rounding every row down, as public code
-    does, gives 59.9 % for 60 %.
+    is exactly ``round(sparsity * out * in)``. Solvers that choose masks for one run of columns after another do so
+    within each run. Rounding every row down, as public code does, gives 59.9 % for 60 %.
     """
 
     def __str__(self) -> str:
@@ -69,5 +52,5 @@ class PerRow(_OneByOne):
         return keep_highest_per_row(scores, zeros, self.rows)
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        zeros = self.zeros(scores) // self.rows.of(scores.shape[0])
+        zeros = self.zeros(self.weights(scores)) // self.rows.of(scores.shape[0])
         return kth_smallest_per_row(scores, zeros) if zeros else None

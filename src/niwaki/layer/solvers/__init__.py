@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from niwaki.layer.solvers._base import Solver
-from niwaki.layer.solvers._compose import MaskThenUpdate
+from niwaki.layer.solvers._base import MaskThenUpdate, Solver
 from niwaki.layer.solvers.admm import ADMM
 from niwaki.layer.solvers.alps import ALPS
 from niwaki.layer.solvers.conjugate import ConjugateGradients
@@ -64,7 +63,7 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
 
     Args:
         name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
-            ``+``: the mask of those before with the weights of the last one, see :class:`MaskThenUpdate`.
+            ``+``, see :class:`MaskThenUpdate`.
         settings: Parameter name to value, as text; of the last solver of several.
 
     Raises:
@@ -80,8 +79,7 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
 def describe(solver: Solver) -> dict[str, Any]:
     """The solver as data, for records: its "name", as in ``SOLVERS`` or "wanda+exact", and all parameters by name.
 
-    Those of :class:`MaskThenUpdate` are two such descriptions. A class that is not in ``SOLVERS`` goes by its own name
-    in small letters.
+    Those of :class:`MaskThenUpdate` are two such descriptions.
     """
     if isinstance(solver, MaskThenUpdate):
         mask, update = describe(solver.mask), describe(solver.update)

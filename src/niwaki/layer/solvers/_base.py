@@ -1,25 +1,26 @@
-"""What all solvers have in common."""
+"""What all solvers have in common, and two of them in sequence."""
 
 from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 from niwaki.errors import PatternError, UsageError
-from niwaki.layer.patterns import Pattern, Unstructured
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Solver(abc.ABC):
-    """A method with its hyper-parameters: a frozen dataclass that is called with a problem and a pattern.
+    """A method: a frozen dataclass whose fields are its parameters, and the command line's ``--set`` options.
 
-    The fields are the method's parameters and the command line's ``--set`` options. A new solver is one file with one
-    subclass and one line in ``SOLVERS``.
+    A new solver is one file with one subclass and one line in ``SOLVERS``.
     """
 
     def __post_init__(self) -> None:
@@ -37,9 +38,9 @@ class Solver(abc.ABC):
         """
 
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations for a matrix of shape (out, in) = (rows, columns) with an H of its own.
+        """Floating-point operations of products and factorisations for a matrix (rows, columns) with an H of its own.
 
-        Those of products and factorisations, with the two products that measure the error: here no more than these.
+        That includes the two products that measure the error: here no more than these.
         """
         return 2 * product(rows, columns)
 
@@ -65,14 +66,48 @@ class Solver(abc.ABC):
             raise UsageError(f"{name} must be {range_}; got {value!r}")
 
 
+@dataclass(frozen=True)
+class MaskThenUpdate(Solver):
+    """``mask`` chooses which weights stay, ``update`` starts again from the dense ones and fits them.
+
+    Where ``update`` refines masks itself (DSnoT, swaps), it may do so ``within`` the pattern. On the command line it is
+    written ``mask+update``, for more than two from left to right: ``wanda+swaps+exact``.
+    """
+
+    mask: Solver
+    update: Solver
+
+    def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
+        mask = self.mask(problem, pattern).mask
+        return self.update(problem, Fixed(mask, within=pattern, rows=pattern.rows), monitor)
+
+    @property
+    def separable_rows(self) -> bool:
+        return self.mask.separable_rows and self.update.separable_rows
+
+    def flops(self, rows: int, columns: int) -> float:
+        return self.mask.flops(rows, columns) + self.update.flops(rows, columns)
+
+    def default_pattern(self, sparsity: float) -> Pattern:
+        return self.mask.default_pattern(sparsity)
+
+
+def parameter(default: T, range_: str, accepts: Callable[[T], bool]) -> T:
+    """A parameter with this default, and its range in words and as a test, which finite numbers have to pass."""
+    return field(default=default, metadata={"range": range_, "accepts": accepts})
+
+
 def at_least(least: int, default: N) -> N:
-    """The default of a parameter that must be ``least`` or more."""
-    return field(default=default, metadata={"range": f"{least} or more", "accepts": lambda value: value >= least})
+    return parameter(default, f"{least} or more", lambda value: value >= least)
 
 
 def above_0(default: float) -> float:
-    """The default of a parameter that must be above 0."""
-    return field(default=default, metadata={"range": "above 0", "accepts": lambda value: value > 0})
+    return parameter(default, "above 0", lambda value: value > 0)
+
+
+def one_of(choices: Any, default: T) -> T:
+    """A parameter that is one of the words of a Literal."""
+    return parameter(default, ", ".join(get_args(choices)), lambda value: value in get_args(choices))
 
 
 def exchange_width(name: str, pattern: Pattern, columns: int) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.linalg import resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, one_of, product
 
 Schedule = Literal["constant", "cubic", "printed"]
 
@@ -36,21 +36,19 @@ class ADMM(Solver):
 
     Differences from the paper:
 
-    1. (H + lambda I) W0 = (H + (lambda + rho) I) W0 - rho W0, so the update is computed as W = W0 + (Z - U - W0) R with
-       R = rho (H + (lambda + rho) I)^-1: one product a step and none before the first, and what is rounded is the
-       change of the weights rather than the weights.
-    2. R comes from a Cholesky factorisation, shared by all matrices with the same input.
-    3. The default schedule is ``constant`` also for n:m, where the published code is gradual; see docs/methods.md.
-    4. Dead inputs keep their weights unless the mask takes them.
+    1. The update is computed as W = W0 + (Z - U - W0) R with R = rho (H + (lambda + rho) I)^-1: the same, one product a
+       step and none before the first, and what is rounded is the change of the weights rather than the weights.
+    2. The default schedule is ``constant`` also for n:m, where the published code is gradual; see docs/methods.md.
+    3. Dead inputs keep their weights unless the mask takes them.
 
-    Cost: in^3 for R and 2 out in^2 for each of k steps, with one selection among the weights in each of the first k_s;
-    memory of R and four copies of W.
+    Cost: in^3 for R, once for all matrices with the same input, and 2 out in^2 for each of k steps, with a selection in
+    each of the first k_s; memory of R and four copies of W.
     Reference: Boza 2024, arXiv 2401.02938, algorithm 1 and eqs. 5-7.
     """
 
     iterations: int = at_least(1, 20)
     sparsification_steps: int = 15
-    schedule: Schedule = "constant"
+    schedule: Schedule = one_of(Schedule, "constant")
     rho: float = above_0(1.0)
     damping: float = at_least(0, 0.1)
 
@@ -58,18 +56,13 @@ class ADMM(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, most = self.sparsification_steps, self.iterations
-        self._require("sparsification_steps", 1 <= steps <= most, f"1 to iterations ({most})")
-        self._require("schedule", self.schedule in get_args(Schedule), ", ".join(get_args(Schedule)))
+        possible = 1 <= self.sparsification_steps <= self.iterations
+        self._require("sparsification_steps", possible, f"1 to iterations ({self.iterations})")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-
-        def resolvent() -> tuple[torch.Tensor, float]:
-            inverse, used = inverse_of_damped(scaled.new_H, self.damping + self.rho)
-            return inverse.mul_(self.rho), used
-
-        R, used = problem.gram.derived(("admm", self.damping, self.rho), resolvent)
+        key = ("admm", self.damping, self.rho)
+        R, used = problem.gram.derived(key, lambda: resolvent(scaled.new_H, self.rho, self.damping))
         W0 = scaled.W
         # Three buffers for all steps, because fresh memory of that size costs page faults each time.
         V, U, Y = W0.clone(), torch.empty_like(W0), torch.empty_like(W0)
@@ -81,7 +74,7 @@ class ADMM(Solver):
             torch.sub(V, U, alpha=2, out=Y).sub_(W0)  # Z - U - W0
             torch.addmm(W0, Y, R, out=V).add_(U)
             scaled.report(monitor, step, self.iterations, V, mask)
-        return problem.solution(scaled.restore(V), mask, damping=used - self.rho, damping_asked=self.damping)
+        return problem.solution(scaled.restore(V), mask, damping=used, damping_asked=self.damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return columns**3 + (self.iterations + 2) * product(rows, columns)

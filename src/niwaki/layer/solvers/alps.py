@@ -25,8 +25,7 @@ class ALPS(Solver):
 
         W = (H' + rho I)^-1 (H' W0 - V + rho D),   D = P(W + V / rho),   V = V + rho (W - D)
 
-    Every 3 steps, s is the number of weights that are in the support of D now or were 3 steps ago but not both, and k
-    the number of kept weights:
+    Every 3 steps, with s the number of weights that entered or left the support of D since, and k that of kept ones,
 
         rho = 1.3 rho  if s >= 0.1 k,    1.2 rho  if s >= 0.005 k,    1.1 rho  if s >= 1
 
@@ -36,16 +35,14 @@ class ALPS(Solver):
 
     1. W = W0 + (H' + rho I)^-1 (rho (D - W0) - V): the same, one product a step, none before the first.
     2. At most ``iterations`` steps; ``stats["converged"]`` says whether the support stayed.
-    3. The damping is relative to the unit diagonal of H, and so an equal part of each input's own H_jj; in the
-       published code it is 1 % of the mean of the diagonal before that is scaled.
+    3. The damping is an equal part of each input's own H_jj; in the published code it is 1 % of the mean of the
+       diagonal before that is scaled.
     4. The published code also starts over with rho / 5 while the first changes are small, and stops after step 30 at
        s < 0.0003 k. Its mask is that of W at the end, here it is the support of D.
 
-    Cost: about 9 in^3 for the eigendecomposition, which matrices with the same input share, 2 in^3 for each new rho,
-    and 2 out in^2 a step with a selection among the weights; memory of the eigenvectors, of (H' + rho I)^-1, and six
-    copies of W.
-    Reference: Meng et al. 2024, arXiv 2406.07831, algorithms 1 and 2, sections 3.2 and 3.3; the code is
-    github.com/mazumder-lab/ALPS.
+    Cost: about 9 in^3 for the eigendecomposition, once for matrices with the same input, 2 in^3 for each new rho, and
+    2 out in^2 and a selection a step; memory of the eigenvectors, of (H' + rho I)^-1, and six copies of W.
+    Reference: Meng et al. 2024, arXiv 2406.07831, sections 3.2 and 3.3; the code is github.com/mazumder-lab/ALPS.
     """
 
     iterations: int = at_least(1, 300)
@@ -56,8 +53,7 @@ class ALPS(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
         W0, rho, steps = scaled.W, self.rho, self.iterations + self.finish
-        H = scaled.new_H()
-        H.diagonal().add_(self.damping)
+        H = scaled.new_H(self.damping)
         L, Q = scaled.gram.derived("eigh", lambda: torch.linalg.eigh(scaled.new_H()))
         # Eigenvalues below 0 are rounding errors of a singular H.
         L = L.clamp(min=0) + self.damping

@@ -39,8 +39,7 @@ class ConjugateGradients(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        W0, H = scaled.W, scaled.new_H()
-        H.diagonal().add_(self.damping)
+        W0, H = scaled.W, scaled.new_H(self.damping)
         mask = pattern.mask(W0.abs())
         Z, residual = masked_conjugate_gradients(H, W0, W0.masked_fill(~mask, 0.0), mask, self.iterations)
         scaled.report(monitor, self.iterations, self.iterations, Z, mask)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients
+from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients, resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
 
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
 _METRIC_DAMPING = 0.02
@@ -34,8 +34,8 @@ class Continuation(Solver):
     Penalties: gamma_1 .. gamma_k, k = ``sweeps``, rise geometrically from ``penalty_start`` to ``penalty_end``, times
     c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
 
-    The columns are cut into ``parts`` by taking every ``parts``-th group of them. From W = W0, U = 0, in sweep
-    t = 1..k, with x = (t - 1) / (k - 1), for each part of the columns after the other:
+    Each of the ``parts`` has every ``parts``-th group of columns. From W = W0, U = 0, in sweep t = 1..k, with
+    x = (t - 1) / (k - 1), for one part after the other:
 
         W = W0 + (Z - U - W0) R                     its columns, with the present Z and U of all parts
         W = W + (relaxation - 1) (W - Z)
@@ -48,19 +48,16 @@ class Continuation(Solver):
     others; U is rescaled there, so that the multiplier rho U stays. In the end the mask is that of |Z + U|, and
     ``finish`` steps of conjugate gradients refit the weights with H' in the place of H.
 
-    With a small gamma a pruned weight comes back easily, while all weights are still near W0; as gamma grows and e_t
-    falls they settle. theta is that of the scores of all parts, as they were computed last. From 4,096 weights on a
-    part has a theta of its own where groups stand for themselves (n:m), and for unstructured sparsity, there with the
-    share of zeros that the mask of |W0| gives it.
+    theta is that of the scores of all parts, as they were computed last. From 4,096 weights on a part has its own where
+    groups stand for themselves (n:m), and for unstructured sparsity, with the share of zeros of its |W0| in the mask.
 
-    Differences from the paper: not published elsewhere. Boza 2024 (section 3.4) warns that ADMM with the L0 constraint
-    and one fixed penalty may cycle; the growing penalty and the refit mend it. ALPS (arXiv 2406.07831) is the nearest
-    published method. What each of these gives is in docs/log.md:
+    Differences from the paper: not published elsewhere; ALPS (arXiv 2406.07831) is the nearest. Boza 2024 (section 3.4)
+    warns that ADMM with the L0 constraint and one fixed penalty may cycle. Against that, with figures in docs/log.md:
 
-    1. Only the choice of weights has a penalty that changes in every step, at no cost; the weights need two inverses.
+    1. A penalty that grows: first a pruned weight comes back easily, later all settle. In every step it is only that of
+       the choice of weights, at no cost; the weights need two inverses.
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
-    3. Parts, one after the other: two columns that stand in for each other are not both dropped, or both kept, in the
-       same step. A sweep costs the same product, cut into pieces.
+    3. Parts: two columns that stand in for each other are not both dropped, or both kept, in the same step.
     4. The choice by degrees: half as many sweeps for the same error.
 
     Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a selection among the
@@ -72,8 +69,8 @@ class Continuation(Solver):
     parts: int = at_least(1, 4)
     penalty_start: float = above_0(0.3)
     penalty_end: float = 1.0
-    softness: float = 0.4
-    relaxation: float = 1.6
+    softness: float = parameter(0.4, "from 0 to 1", lambda value: 0 <= value <= 1)
+    relaxation: float = parameter(1.6, "between 0 and 2", lambda value: 0 < value < 2)
     damping: float = at_least(0, 0.005)
     finish: int = at_least(0, 2)
 
@@ -83,31 +80,20 @@ class Continuation(Solver):
         super().__post_init__()
         least = f"at least penalty_start ({self.penalty_start:g})"
         self._require("penalty_end", self.penalty_end >= self.penalty_start, least)
-        self._require("softness", 0 <= self.softness <= 1, "from 0 to 1")
-        self._require("relaxation", 0 < self.relaxation < 2, "between 0 and 2")
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        pattern.check((problem.W.shape[0], problem.W.shape[1]))
+        pattern.check(problem.W.shape)
         unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
         metric = unexplained.pow(0.375) / typical**0.375
-        order, widths = _interleaved(
-            torch.arange(problem.W.shape[1], device=problem.W.device), pattern.group, self.parts
-        )
+        order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
+        order = order.to(problem.W.device)
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
-        damping = self.damping / metric[order].square()
-
-        def new_H() -> Tensor:  # noqa: N802
-            H = scaled.new_H()
-            H.diagonal().add_(damping)
-            return H
-
+        new_H = functools.partial(scaled.new_H, self.damping / metric[order].square())
         kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
-        ends = list(itertools.accumulate(widths))
-        columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
         # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
         # Of (out, in) there are W0, U and Y = Z - U - W0, of which Z is made for a part at a time.
         W0s = W0.split(widths, dim=1)
@@ -128,8 +114,9 @@ class Continuation(Solver):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
                 key = ("continuation", self.damping, rho, pattern.group, self.parts)
                 Rs = ()  # before there is another
-                Rs, used = problem.gram.derived(key, lambda rho=rho: _resolvent(new_H, rho, widths))  # type: ignore[misc]
-                raised = max(raised, used - rho)
+                R, used = problem.gram.derived(key, lambda rho=rho: resolvent(new_H, rho))  # type: ignore[misc]
+                Rs, raised = R.split(widths, dim=1), max(raised, used)
+                del R
                 for U, part in zip(Us, Ys, strict=True):
                     part.add_(U, alpha=1 - before / rho)
                     U.mul_(before / rho)
@@ -144,9 +131,9 @@ class Continuation(Solver):
                     W.copy_(W0s[i])
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
                 if own_choices:
-                    P = _choice(own_choices[i], scores[i], slice(None), softness)
+                    P = _choice(own_choices[i], scores[i : i + 1], 0, softness)
                 else:
-                    P = _choice(pattern, torch.cat(scores, dim=1), columns[i], softness)
+                    P = _choice(pattern, scores, i, softness)
                 V = W.add_(U)
                 torch.mul(V, P, out=Z)
                 torch.sub(V, Z, out=U)
@@ -170,14 +157,16 @@ class Continuation(Solver):
         return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
 
 
-def _choice(pattern: Pattern, scores: Tensor, columns: slice, softness: float) -> Tensor:
-    """(out, columns), bool or from 0 to 1: how far each weight of ``columns`` is kept, by the scores of all."""
+def _choice(pattern: Pattern, parts: list[Tensor], i: int, softness: float) -> Tensor:
+    """Bool or from 0 to 1: how far each weight of part ``i`` is kept, by the scores of all parts."""
+    own, widths = parts[i], [part.shape[1] for part in parts]
+    scores = own if len(parts) == 1 else torch.cat(parts, dim=1)
     theta = pattern.threshold(scores)
     if theta is None:
-        return pattern.mask(scores)[:, columns]
-    own = scores[:, columns]
+        kept: Tensor = pattern.mask(scores).split(widths, dim=1)[i]
+        return kept
     if theta.shape == scores.shape:
-        theta = theta[:, columns]
+        theta = theta.split(widths, dim=1)[i]
     if softness == 0:
         return own > theta
     P: Tensor = own / theta.clamp(min=torch.finfo(own.dtype).tiny)
@@ -194,19 +183,14 @@ def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
     return torch.where(live, c, typical), typical
 
 
-def _resolvent(new_H: Callable[[], Tensor], rho: float, widths: list[int]) -> tuple[Sequence[Tensor], float]:
-    inverse, used = inverse_of_damped(new_H, rho)
-    return inverse.mul_(rho).split(widths, dim=1), used
-
-
 def _in_turns(parts: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of the shapes of ``parts`` that share their memory, for what is only needed of one at a time."""
     memory = torch.empty_like(max(parts, key=Tensor.numel)).view(-1)
     return [memory[: part.numel()].view(part.shape) for part in parts]
 
 
-def _interleaved(columns: Tensor, group: int, parts: int) -> tuple[Tensor, list[int]]:
+def _interleaved(columns: int, group: int, parts: int) -> tuple[Tensor, list[int]]:
     """(order of the columns, widths of the parts): part i has groups i, i + parts, i + 2 parts ..."""
-    groups = columns.split(group)
-    taken = [groups[i::parts] for i in range(min(parts, len(groups)))]
-    return torch.cat([torch.cat(part) for part in taken]), [sum(len(g) for g in part) for part in taken]
+    groups = torch.arange(columns).split(group)
+    taken = [torch.cat(groups[i::parts]) for i in range(min(parts, len(groups)))]
+    return torch.cat(taken), [len(part) for part in taken]

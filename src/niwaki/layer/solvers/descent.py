@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, one_of, parameter, product
 
 Method = Literal["adam", "sgd"]
 BETA_2, EPSILON = 0.999, 1e-8  # Adam's own
@@ -36,32 +36,25 @@ class Descent(Solver):
     Differences from the paper, with figures in docs/log.md:
 
     1. Full gradients from the Gram matrix, not those of batches of tokens: no noise, and no pass over the tokens.
-    2. Coordinates of unit diagonal, in which SGD needs half as many steps.
-    3. eta is relative, see above.
+    2. Coordinates of unit diagonal, in which SGD needs half as many steps, and a relative eta.
 
     Cost: 2 out in^2 for each of ``iterations + 1`` steps and no factorisation; memory of H and four (sgd) or five
     (adam) copies of W.
-    Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv 1412.6980, algorithm 1. Compared
-    in figures 1 and 2 of Boza 2024, arXiv 2401.02938.
+    Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv 1412.6980, algorithm 1.
 
     Attributes:
         learning_rate: eta; 0.1 is for adam, sgd wants 1.
         momentum: beta.
     """
 
-    method: Method = "adam"
+    method: Method = one_of(Method, "adam")
     learning_rate: float = above_0(0.1)
     iterations: int = at_least(1, 100)
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require("method", self.method in get_args(Method), ", ".join(get_args(Method)))
-        self._require("momentum", 0 <= self.momentum < 1, "0 to below 1")
+    momentum: float = parameter(0.9, "0 to below 1", lambda value: 0 <= value < 1)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        W0, H, beta = scaled.W, scaled.H, self.momentum
+        W0, H, beta = scaled.W, scaled.new_H(), self.momentum
         mask = pattern.mask(W0.abs())
         Z = W0.masked_fill(~mask, 0.0)
         if self.method == "sgd":

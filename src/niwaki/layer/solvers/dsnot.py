@@ -26,15 +26,14 @@ class DSnoT(Solver):
         i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
         j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
 
-    so that both lessen e_r, by W_ri E[A_i] - W_rj E[A_j]. The start is Wanda's mask, or the one that is given
-    (``sparsegpt+dsnot``). It needs ``Gram.mean``.
+    so that both lessen e_r. The start is Wanda's mask, or the one that is given (``sparsegpt+dsnot``). It needs
+    ``Gram.mean``.
 
     Differences from the paper, with figures in docs/log.md:
 
-    1. A row stops before an exchange that would not reduce |e_r|. Otherwise weights move to and fro around 0. The
+    1. A row stops before an exchange that would not reduce |e_r|, or weights would move to and fro around 0. The
        published code continues, but takes no weight twice.
-    2. The threshold is relative, so that it has no unit; the published code's 0.1 is for activations summed over a
-       sequence.
+    2. The threshold is relative; the published code's 0.1 is for activations summed over a sequence.
     3. In n:m, i and j are of the same group, and i is the best of the groups that have a j. The published code prunes
        the lowest weight of i's group whatever its sign, and stops where e_r would change its own.
     4. The variance is that over all tokens; the published code has the mean of those within the sequences.

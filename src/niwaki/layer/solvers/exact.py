@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
+from niwaki.layer.linalg import NOT_DEFINITE
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, product
@@ -36,14 +37,13 @@ class Exact(Solver):
     and ``stats["damping"]`` has the largest. Weights of dead inputs stay. ``stats["residual"]`` is the norm of the
     differences of the equations above, with the damping that was used, relative to that of their right-hand sides.
 
-    Differences from a paper: none known; this is least squares. Solving for the change, rather than for the weights,
-    has smaller numbers to round. Iterative refinement gains nothing (docs/log.md). The batches are this file's.
+    Differences from a paper: none known; this is least squares. The change has smaller numbers to round than the
+    weights. Iterative refinement gains nothing (docs/log.md).
 
-    Cost: sum over rows of k^3 / 3 for support k, at most out in^3 / 3, one product 2 out in^2, and up to as much for
-    the residual; memory of one batch, two copies of W and one of H.
+    Cost: sum over rows of k^3 / 3 for support k, one product 2 out in^2, and up to as much for the residual; memory of
+    one batch, two copies of W and one of H.
 
     Attributes:
-        damping: lambda; it holds on to the old weights.
         memory: GiB that a batch may take. A batch has at least one row, whatever it takes.
     """
 
@@ -56,7 +56,7 @@ class Exact(Solver):
         mask = pattern.mask(W.abs())
         rows, columns = W.shape
         # One more column, of zeros: what the padding of short supports refers to.
-        B = torch.nn.functional.pad(W.masked_fill(mask, 0.0) @ scaled.H, (0, 1))  # (out, in + 1): w0_P H_P:
+        B = torch.nn.functional.pad(W.masked_fill(mask, 0.0) @ scaled.new_H(), (0, 1))  # (out, in + 1): w0_P H_P:
         H = torch.nn.functional.pad(problem.gram.live(), (0, 1, 0, 1))
         V = torch.nn.functional.pad(W, (0, 1))
         sizes, order = mask.sum(dim=1).sort(descending=True, stable=True)
@@ -111,10 +111,7 @@ class Exact(Solver):
         step = max(used, columns * torch.finfo(A.dtype).eps)
         while (failed := info.nonzero().squeeze(1)).numel():
             if step > columns:
-                raise NumericalError(
-                    "a Gram matrix is not positive definite even when heavily damped; "
-                    "look for NaN, infinite or huge activations in the calibration data"
-                )
+                raise NumericalError(NOT_DEFINITE)
             step *= 10
             A[failed] += (step - used) * torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
             used = step

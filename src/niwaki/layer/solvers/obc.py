@@ -26,8 +26,8 @@ class OBC(Solver):
         p = argmin w_p^2 / C_pp,    w -= C_:p w_p / C_pp,    C -= C_:p C_p: / C_pp
 
     w is then always the exact solution for the weights that remain. In each step the pattern chooses a mask from
-    sqrt(w^2 / C_ii), with removed weights below all others, and each row, side by side, removes the cheapest of the
-    weights that it prunes and that remain, until all these are removed. This is, for
+    sqrt(w^2 / C_ii), with removed weights below all others, and each row removes the cheapest of the weights that it
+    prunes and that remain, until all these are removed. This is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
         unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
@@ -39,16 +39,14 @@ class OBC(Solver):
     1. C is not stored. With g_t = C_:p / sqrt(C_pp) at step t, C = (H + lambda I)^-1 - sum_t g_t g_t^T, of which only
        the diagonal and one column per step are needed: half the traffic or less, k/in of the memory for k removals.
     2. Without structure the paper traces all rows to the end and picks among the traces. Here no more is removed than
-       the pattern asks for, and patterns of every kind go the same way.
+       the pattern asks for, and all patterns go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
 
     Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in.
-    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4, with eq. 3 and lemma 1 (eq. 4). What it does
-    without structure is also in its code, github.com/IST-DASLab/OBC.
+    Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4; the code is github.com/IST-DASLab/OBC.
 
     Attributes:
-        memory: GiB that the vectors g may take. Without structure it is an estimate from the first mask, above what was
-            used on trained layers.
+        memory: GiB that the vectors g may take. Without structure what they take is estimated from the first mask.
     """
 
     damping: float = at_least(0, 0.01)

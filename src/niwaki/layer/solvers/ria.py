@@ -15,17 +15,14 @@ from niwaki.layer.solvers._base import Solver, at_least
 class RIA(Solver):
     """What = M * W0, where a row or a column of small weights is not lost as a whole.
 
-    M = the pattern's mask of
-
-        (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
+    M = the pattern's mask of  (|W_ij| / sum_k |W_ik|  +  |W_ij| / sum_k |W_kj|)  |X_j|_2^a
 
     with a the ``power`` and |X_j|_2 the norm of input j over the calibration tokens, sqrt(H_jj) up to a factor. By
     default weights compete across the whole matrix, as in the published code.
 
     Differences from the paper:
 
-    1. The channel permutation that the paper adds for n:m is left out: it moves inputs between groups, and so it would
-       have to change the layers before this one too.
+    1. No channel permutation for n:m: it moves inputs between groups, which changes the layers before this one too.
 
     Cost: one selection; memory of one matrix.
     Reference: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models", ICLR

@@ -23,7 +23,7 @@ class SparseGPT(Solver):
         E_j = (W_j - M_j W_j) / U_jj,    W_k -= E_j U_jk  for k > j,    W_j = M_j W_j
 
     U_jj^2 is the j-th diagonal entry of the inverse of the Hessian of the columns from j on. Patterns square scores
-    themselves, so they are given the root of the paper's W_ij^2 / U_jj^2.
+    themselves, so the score is the root of the paper's.
 
     Differences from the paper:
 
@@ -37,9 +37,8 @@ class SparseGPT(Solver):
     Reference: Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1.
 
     Attributes:
-        damping: lambda, relative to the mean diagonal of H.
-        block_size: Columns whose mask is chosen together (the paper's B_s) and whose updates of the columns to the
-            right are made together (B). The second has no influence on the result.
+        block_size: Columns whose mask is chosen together (the paper's B_s), and whose updates of the columns to the
+            right (B), which does not change the result.
     """
 
     damping: float = at_least(0, 0.01)
@@ -57,7 +56,7 @@ class SparseGPT(Solver):
         # Groups of n:m must not be cut by the end of a block.
         width = math.ceil(self.block_size / pattern.group) * pattern.group
         runs = pattern.slices((rows, columns), width)
-        start, stop, run = next(runs)
+        start, stop, choose = next(runs)
         W = problem.W.T.contiguous()  # (in, out): a column of W is then contiguous
         dead = problem.gram.norm == 0
         M = torch.empty_like(W, dtype=torch.bool)
@@ -68,8 +67,8 @@ class SparseGPT(Solver):
                 if j == start:
                     scores = (W[start:stop] / U.diagonal()[start:stop, None]).abs_()
                     scores[dead[start:stop]] = 0.0
-                    M[start:stop] = run.mask(scores.T).T
-                    start, stop, run = next(runs, (columns, columns, run))
+                    M[start:stop] = choose(scores.T).T
+                    start, stop, choose = next(runs, (columns, columns, choose))
                 torch.mul(W[j], ~M[j], out=E[j - left]).div_(U[j, j])
                 W[j + 1 : right].addr_(U[j, j + 1 : right], E[j - left], alpha=-1)
             W[right:].addmm_(U[left:right, right:].T, E, alpha=-1)

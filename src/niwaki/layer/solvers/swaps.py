@@ -44,7 +44,7 @@ class Swaps(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-        W, H = scaled.W, scaled.H
+        W, H = scaled.W, scaled.new_H()
         width = exchange_width("swaps", pattern, W.shape[1])
         mask = pattern.mask(W.abs()).clone()
         D = W.masked_fill(mask, 0.0)
@@ -68,9 +68,8 @@ class Swaps(Solver):
                 improved.append(rows)
             active = torch.cat(improved)
             swaps += len(active)
-            done = len(active) == 0
-            scaled.report(monitor, self.iterations if done else step, self.iterations, W, mask)
-            if done:
+            scaled.report(monitor, step if len(active) else self.iterations, self.iterations, W, mask)
+            if not len(active):
                 break
         at_limit = len(active)
         return problem.solution(problem.W, mask, swaps=swaps, converged=int(not at_limit), rows_at_limit=at_limit)
@@ -80,13 +79,11 @@ class Swaps(Solver):
         return 3 * product(rows, columns)
 
 
-def _best(
-    w: Tensor,  # (rows, in)
-    A: Tensor,  # (rows, in): what pruning a kept weight or keeping a pruned one changes on its own
-    kept: Tensor,  # (rows, in) bool
-    blocks: Tensor,  # (runs, width, width)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best exchange of each row: (change, one column, the other), infinite without one."""
+def _best(w: Tensor, A: Tensor, kept: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The best exchange of each row: (change, one column, the other), infinite without one.
+
+    A (rows, in), as ``w``, is what pruning a kept weight or keeping a pruned one changes on its own.
+    """
     runs, width, _ = blocks.shape
     rows = torch.arange(len(w), device=w.device)
     if runs == 1:

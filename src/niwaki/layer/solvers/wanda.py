@@ -13,8 +13,8 @@ from niwaki.layer.solvers._base import Solver
 class Wanda(Solver):
     """What = M * W0 with M the pattern's mask of |W_ij| |X_j|_2 (eq. 1).
 
-    |X_j|_2 is the norm of input j over the calibration tokens, which is sqrt(H_jj) up to a factor. By default each row
-    keeps the same number of weights, as section 3 of the paper recommends.
+    |X_j|_2, the norm of input j over the calibration tokens, is sqrt(H_jj) up to a factor. By default each row keeps
+    the same number of weights, as section 3 of the paper recommends.
 
     Differences from the paper:
 
