@@ -14,9 +14,8 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_table, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
-from niwaki.records.parameters import in_words
 from niwaki.records.record import MatrixRecord, Record
-from niwaki.records.wording import counted, duration, kind, operations, short
+from niwaki.records.wording import counted, duration, in_words, kind, operations, short
 
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")

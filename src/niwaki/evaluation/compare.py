@@ -26,9 +26,10 @@ from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.prune import prune
 from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
-from niwaki.records.parameters import in_words, plain
+from niwaki.records.data import plain
 from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
+from niwaki.records.wording import in_words
 
 
 def compare(

@@ -10,9 +10,8 @@ from huggingface_hub import ModelCardData
 from niwaki.files import output_errors
 from niwaki.models.model_card import notes, top
 from niwaki.pruning.effort import described
-from niwaki.records.parameters import in_words
 from niwaki.records.record import Record
-from niwaki.records.wording import counted
+from niwaki.records.wording import counted, in_words
 
 #: The dense model's own card, which the new one replaces.
 BASE_CARD = "README.base.md"

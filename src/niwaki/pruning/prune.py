@@ -31,9 +31,8 @@ from niwaki.pruning.masks import patterns_of
 from niwaki.pruning.request import Request, take_masks
 from niwaki.pruning.session import current_session
 from niwaki.pruning.walk import Walk
-from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record
+from niwaki.records.record import Clock, Record
 
 #: Windows that perplexity is measured on, where nobody says how many.
 USUAL_WINDOWS = 16

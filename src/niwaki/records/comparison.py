@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from niwaki.files import write_json
-from niwaki.records import data
+from niwaki.records.data import JsonFile
 from niwaki.records.record import Perplexity
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
@@ -57,7 +58,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Comparison:
+class Comparison(JsonFile):
     """Methods at patterns, on one model with one calibration text: ``compare.json``.
 
     Attributes:
@@ -128,15 +129,6 @@ class Comparison:
             rows.append([*row, Entry(f"{sum(cell.seconds for cell in cells.values()) / len(cells):.1f}")])
         return ["method", *patterns, "seconds"], rows
 
-    def to_json(self) -> str:
-        """JSON text, indented."""
-        return data.to_text(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Comparison:
-        """The inverse of :meth:`to_json`; CheckpointError if it is not the text of a comparison."""
-        return data.from_text(text, cls)
-
     def to_csv(self) -> str:
         """:meth:`rows` as CSV, with all digits."""
         rows, file = self.rows(), io.StringIO()
@@ -171,9 +163,9 @@ class Comparison:
         write_json(directory / "compare.md", self.to_markdown())
 
     @classmethod
-    def load(cls, directory: str | Path) -> Comparison:
+    def load(cls, path: str | os.PathLike[str]) -> Comparison:
         """From a directory that ``niwaki compare`` wrote, all done or not (if not, CheckpointError)."""
-        return data.load(Path(directory) / "compare.json", cls.from_json)
+        return super().load(Path(path) / "compare.json")
 
 
 #: Below each table.

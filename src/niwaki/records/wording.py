@@ -1,9 +1,10 @@
-"""How names, numbers, bytes and durations are written for people."""
+"""How names, solvers, numbers, bytes and durations are written for people."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 
 def counted(count: int | str, noun: str, plural: str = "") -> str:
@@ -20,6 +21,17 @@ def kind(name: str) -> str:
 def short(name: str) -> str:
     """The last part of a name that is no number."""
     return [part for part in kind(name).split(".") if part != "*"][-1]
+
+
+def in_words(described: dict[str, Any]) -> str:
+    """``"admm-grad (iterations 20, rho 0.5)"``; with the mask of another ``"wanda + exact (memory 1)"``."""
+    if "as written" in described:
+        return str(described["as written"])
+    if "mask" in described and "update" in described:
+        return f"{in_words(described['mask'])} + {in_words(described['update'])}"
+    shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in described.items()}
+    values = ", ".join(f"{key} {value}" for key, value in shown.items() if key != "name")
+    return f"{described['name']} ({values})" if values else str(described["name"])
 
 
 def duration(seconds: float) -> str:
