@@ -29,10 +29,18 @@ Order = Literal["first", "random"]
 TF32 = Literal["auto", "always", "never"]
 #: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
 Text: TypeAlias = "str | os.PathLike[str] | Windows | Tensor"
+Chosen = TypeVar("Chosen", bound="_Options")
+
+
+class _Options:
+    @classmethod
+    def of(cls: type[Chosen], value: Any) -> Chosen:
+        """``value``, or where it is something else the options with it in the first field and the usual rest."""
+        return value if isinstance(value, cls) else cls(value)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(_Options):
     """The text that matrices and blocks are fitted on.
 
     Where one is wanted a text alone will do: ``calibration="text.txt"``.
@@ -61,14 +69,9 @@ class Calibration:
         _check_count("the length of windows", self.length, 2, optional=True)
         _check_count("the seed", self.seed, 0)
 
-    @classmethod
-    def of(cls, value: Calibration | Text) -> Calibration:
-        """``value``, or the one with this text and the usual rest."""
-        return value if isinstance(value, Calibration) else cls(value)
-
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(_Options):
     """The text that perplexity is measured on, and how much of it.
 
     Where one is wanted a text alone will do: ``measurement="wikitext2"``.
@@ -96,11 +99,6 @@ class Measurement:
         _check_count("samples", self.samples, 0, optional=True)
         _check_count("the length of windows", self.length, 2, optional=True)
 
-    @classmethod
-    def of(cls, value: Measurement | Text | Sequence[str] | None) -> Measurement:
-        """``value``, or the one with this text and the usual rest."""
-        return value if isinstance(value, Measurement) else cls(value)
-
     @property
     def texts(self) -> tuple[Text | None, ...]:
         """All of its texts, of which most measurements have one."""
@@ -113,7 +111,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(_Options):
     """Where and in what a model runs.
 
     Where one is wanted a device alone will do: ``compute="cuda"``.
@@ -146,11 +144,6 @@ class Compute:
             object.__setattr__(self, "memory", parse_size(self.memory))
         _check_count("memory", self.memory, 1, optional=True)
 
-    @classmethod
-    def of(cls, value: Compute | str) -> Compute:
-        """``value``, or the one with this device and the usual rest."""
-        return value if isinstance(value, Compute) else cls(value)
-
     @property
     def budget(self) -> int | None:
         """``memory`` in bytes."""
@@ -181,18 +174,18 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
     if name not in known:
         raise UnknownNameError(kind, name, known)
     value: Any = known[name]
-    types, fields = get_type_hints(type(value)), parameters(value)
+    types, usual = get_type_hints(type(value)), parameters(value)
     changes: dict[str, Any] = {}
     for key, given in settings.items():
-        if not fields:
+        if not usual:
             raise UsageError(f"{name} has no parameters; got {key}")
-        if key not in fields:
-            raise UnknownNameError(f"parameter of {name}", key, fields)
+        if key not in usual:
+            raise UnknownNameError(f"parameter of {name}", key, usual)
         # A Literal's values are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
         try:
-            changes[key] = _boolean(given) if type_ is bool else type_(given)
-        except ValueError:
+            changes[key] = {"true": True, "false": False}[given.lower()] if type_ is bool else type_(given)
+        except (ValueError, KeyError):
             raise UsageError(f"{key}={given!r}: {name} wants {type_.__name__} here") from None
     changed: T = dataclasses.replace(value, **changes)
     return changed
@@ -209,17 +202,13 @@ def name_of(value: object, known: Mapping[str, object]) -> str:
     A class that is not there goes by its own name in small letters.
     """
 
-    def changes(name: str) -> tuple[int, int]:  # a word changes more than a number
-        changed = _changed(value, known[name])
-        return sum(isinstance(each, str) for each in changed.values()), len(changed)
+    def changes(name: str) -> tuple[int, int]:
+        usual = parameters(known[name])
+        changed = [each for key, each in parameters(value).items() if each != usual[key]]
+        return sum(isinstance(each, str) for each in changed), len(changed)  # a word changes more than a number
 
     names = [name for name, other in known.items() if type(other) is type(value)]
     return min(names, key=changes, default=type(value).__name__.lower())
-
-
-def _changed(value: object, usual: object) -> dict[str, Any]:
-    """The parameters in which ``value`` differs from ``usual``, of the same class."""
-    return {key: each for key, each in parameters(value).items() if each != getattr(usual, key)}
 
 
 def parse_size(text: str) -> int:
@@ -248,12 +237,6 @@ def parse_range(text: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
     return int(match[1]), int(match[2])
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
 
 
 def _name_of(text: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from niwaki.files import write_json
 from niwaki.records.data import JsonFile
 from niwaki.records.record import Perplexity
+from niwaki.records.wording import text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -145,8 +146,7 @@ class Comparison(JsonFile):
             rows = [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in entries]
             table = (f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
             lines += [f"{self.heading(text)}:", "", *table, ""]
-        source = "{samples} x {sequence_length} tokens of {source}".format(**self.calibration)
-        lines.append(f"Model {self.model}, calibrated on {source}. {CAPTION}")
+        lines.append(f"Model {self.model}, calibrated on {text_in_words(self.calibration)}. {CAPTION}")
         if self.missing:
             lines += ["", f"Not done yet: {listed(self.missing)}."]
         return "\n".join(lines) + "\n"

@@ -51,6 +51,11 @@ def operations(flops: float) -> str:
     return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
 
 
+def text_in_words(calibration: dict[str, Any]) -> str:
+    """A record's calibration text: ``"128 x 2048 tokens of c4"``."""
+    return "{samples} x {sequence_length} tokens of {source}".format_map(calibration)
+
+
 def short_text(name: str) -> str:
     """The name of a text without the folders of its file; names of data sets stay."""
     return Path(name).name if os.path.isabs(name) or Path(name).suffix else name
