@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from niwaki.files import write_json
@@ -112,22 +113,21 @@ class Comparison(JsonFile):
         A column for each pattern, sparsities in order and then others; nothing where a cell is missing. The last column
         has the seconds of pruning, the mean of the row.
         """
-        done = {key: cell for key, cell in self.done().items() if text in cell.perplexity}
-        dense = done.pop(("dense", ""))
-        patterns = sorted(dict.fromkeys(pattern for _, pattern in done), key=_column)
-        best = {
-            pattern: min(cell.perplexity[text].value for (_, other), cell in done.items() if other == pattern)
-            for pattern in patterns
-        }
-        first = [Entry("dense"), Entry(shown(dense.perplexity[text])), *[Entry("")] * len(patterns)]
-        rows = [first[: len(patterns) + 2]]
-        for method in dict.fromkeys(method for method, _ in done):
-            cells = {pattern: cell for (other, pattern), cell in done.items() if other == method}
+        methods: dict[str, dict[str, Cell]] = {}
+        values: dict[str, list[float]] = {}
+        for (method, pattern), cell in self.done().items():
+            if text in cell.perplexity:
+                methods.setdefault(method, {})[pattern] = cell
+                values.setdefault(pattern, []).append(cell.perplexity[text].value)
+        dense = methods.pop("dense")[""].perplexity[text]
+        patterns = sorted((pattern for pattern in values if pattern), key=_column)
+        rows = [[Entry("dense"), Entry(shown(dense)), *[Entry("")] * len(patterns)]]
+        for method, cells in methods.items():
             row = [Entry(method)]
             for pattern in patterns:
                 measured = cells[pattern].perplexity[text] if pattern in cells else None
-                row.append(Entry(shown(measured), measured.value == best[pattern]) if measured else Entry(""))
-            rows.append([*row, Entry(f"{sum(cell.seconds for cell in cells.values()) / len(cells):.1f}")])
+                row.append(Entry(shown(measured), measured.value == min(values[pattern])) if measured else Entry(""))
+            rows.append([*row, Entry(f"{fmean(cell.seconds for cell in cells.values()):.1f}")])
         return ["method", *patterns, "seconds"], rows
 
     def to_csv(self) -> str:
