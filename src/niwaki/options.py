@@ -41,16 +41,13 @@ class _Options:
 
 @dataclass(frozen=True)
 class Calibration(_Options):
-    """The text that matrices and blocks are fitted on.
-
-    Where one is wanted a text alone will do: ``calibration="text.txt"``.
+    """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
         text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens.
         samples: Windows of it. Not used where ``text`` is windows or tokens, and neither are ``order`` and ``seed``.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
-        order: The "first" windows of the text, or "random" ones.
-        seed: For random windows.
+        order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
 
     Raises:
         UsageError: a number or a word is not valid.
@@ -72,9 +69,7 @@ class Calibration(_Options):
 
 @dataclass(frozen=True)
 class Measurement(_Options):
-    """The text that perplexity is measured on, and how much of it.
-
-    Where one is wanted a text alone will do: ``measurement="wikitext2"``.
+    """The text that perplexity is measured on; a text alone will do, as in ``measurement="wikitext2"``.
 
     Attributes:
         text: As in :class:`Calibration`; None, or the calibration text itself, for what follows the calibration windows
@@ -112,19 +107,17 @@ class Measurement(_Options):
 
 @dataclass(frozen=True)
 class Compute(_Options):
-    """Where and in what a model runs.
-
-    Where one is wanted a device alone will do: ``compute="cuda"``.
+    """Where and in what a model runs; a device alone will do, as in ``compute="cuda"``.
 
     Attributes:
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's own
             on a GPU. Gram matrices and solvers always use float32.
         tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
-            activations, where that changes no factor; "always" for all products, those of blocks in float32 among them;
-            "never". Factorisations and inverses never use it.
-        memory: Bytes that the process may use, as a number or as in "8GiB", as far as hidden states decide it: what
-            exceeds them is kept in a file in the system's temporary directory. None for no limit.
+            activations, where that changes no factor; "always" for all products; "never". Factorisations and inverses
+            never use it.
+        memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a file
+            in the system's temporary directory. None for no limit.
 
     Raises:
         UsageError: a size or a word is not valid. Whether there is such a device is seen when the model is opened.
@@ -197,7 +190,7 @@ def parameters(value: Any) -> dict[str, Any]:
 
 
 def name_of(value: object, known: Mapping[str, object]) -> str:
-    """What ``value`` is called in ``known``: of the names for its class the one with the fewest parameters to change.
+    """Of the names in ``known`` for the class of ``value`` the one with the fewest parameters to change.
 
     A class that is not there goes by its own name in small letters.
     """

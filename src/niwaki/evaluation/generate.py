@@ -41,8 +41,7 @@ def generate(
         tokens: Write at most N tokens.
         temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
         seed: For what is drawn.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`, with a dtype as for :func:`niwaki.load`;
-            ``tf32`` and ``memory`` are not used.
+        compute: As in :func:`niwaki.bench`.
         say: Receives each piece of the text as soon as it is certain.
 
     Raises:

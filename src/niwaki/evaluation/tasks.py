@@ -137,7 +137,7 @@ def evaluate_tasks(
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
-        built = _build(_distinct(tasks))
+        built = _build(tasks)
         lm = _load(str(model), compute.device, compute.dtype)
         try:
             results = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
@@ -204,28 +204,20 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     return {"context": asked, "choices": choices, "answer": answer}
 
 
-def _distinct(tasks: Sequence[str]) -> list[str]:
-    """Each once, also a file that is given by two paths."""
-    distinct: dict[str, str] = {}
-    for name in tasks:  # realpath takes any text, and makes no file of ~nobody
-        same = os.path.realpath(os.path.expanduser(name)) if _is_file(name) and "\0" not in name else name
-        distinct.setdefault(same, name)
-    return list(distinct.values())
-
-
-def _is_file(name: str) -> bool:
-    return Path(name).suffix in {".json", ".jsonl"}
-
-
-def _build(tasks: list[str]) -> dict[str, Any]:
-    """The harness's task objects by name; a group is all of its tasks."""
+def _build(tasks: Sequence[str]) -> dict[str, Any]:
+    """The harness's task objects by name, each file once; a group is all of its tasks."""
     from lm_eval.tasks import TaskManager
 
     manager: Any = None
     built: dict[str, Any] = {}
-    for name in tasks:
-        if name in SHIPPED or _is_file(name):
-            built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
+    read = set()
+    for name in dict.fromkeys(tasks):
+        if name in SHIPPED or Path(name).suffix in {".json", ".jsonl"}:
+            # realpath takes any text, and makes no file of ~nobody.
+            file = name if name in SHIPPED or "\0" in name else os.path.realpath(os.path.expanduser(name))
+            if file not in read:
+                built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
+                read.add(file)
             continue
         manager = manager or TaskManager()
         if name not in manager.all_tasks:

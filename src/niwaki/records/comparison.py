@@ -95,17 +95,13 @@ class Comparison(JsonFile):
         Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None for one window
         alone), tokens, context, windows.
         """
-        return [
-            {
-                "model": self.model,
-                **{key: getattr(cell, key) for key in ("method", "pattern", "sparsity", "error", "seconds")},
-                "text": text,
-                "perplexity": measured.value,
-                **{key: getattr(measured, key) for key in ("standard_error", "tokens", "context", "windows")},
-            }
-            for cell in self.cells
-            for text, measured in cell.perplexity.items()
-        ]
+        rows = []
+        for cell in self.cells:
+            made = {key: getattr(cell, key) for key in ("method", "pattern", "sparsity", "error", "seconds")}
+            for text, measured in cell.perplexity.items():
+                how = {key: getattr(measured, key) for key in ("standard_error", "tokens", "context", "windows")}
+                rows.append({"model": self.model, **made, "text": text, "perplexity": measured.value, **how})
+        return rows
 
     def grid(self, text: str) -> tuple[list[str], list[list[Entry]]]:
         """The paper's table 1 for a text: headings, and a row for each method, the dense model first.
