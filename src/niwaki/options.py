@@ -29,20 +29,25 @@ Order = Literal["first", "random"]
 TF32 = Literal["auto", "always", "never"]
 #: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
 Text: TypeAlias = "str | os.PathLike[str] | Windows | Tensor"
+Chosen = TypeVar("Chosen", bound="_Options")
+
+
+class _Options:
+    @classmethod
+    def of(cls: type[Chosen], value: Any) -> Chosen:
+        """``value``, or where it is something else the options with it in the first field and the usual rest."""
+        return value if isinstance(value, cls) else cls(value)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The text that matrices and blocks are fitted on.
-
-    Where one is wanted a text alone will do: ``calibration="text.txt"``.
+class Calibration(_Options):
+    """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
         text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens.
         samples: Windows of it. Not used where ``text`` is windows or tokens, and neither are ``order`` and ``seed``.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
-        order: The "first" windows of the text, or "random" ones.
-        seed: For random windows.
+        order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
 
     Raises:
         UsageError: a number or a word is not valid.
@@ -61,17 +66,10 @@ class Calibration:
         _check_count("the length of windows", self.length, 2, optional=True)
         _check_count("the seed", self.seed, 0)
 
-    @classmethod
-    def of(cls, value: Calibration | Text) -> Calibration:
-        """``value``, or the one with this text and the usual rest."""
-        return value if isinstance(value, Calibration) else cls(value)
-
 
 @dataclass(frozen=True)
-class Measurement:
-    """The text that perplexity is measured on, and how much of it.
-
-    Where one is wanted a text alone will do: ``measurement="wikitext2"``.
+class Measurement(_Options):
+    """The text that perplexity is measured on; a text alone will do, as in ``measurement="wikitext2"``.
 
     Attributes:
         text: As in :class:`Calibration`; None, or the calibration text itself, for what follows the calibration windows
@@ -96,11 +94,6 @@ class Measurement:
         _check_count("samples", self.samples, 0, optional=True)
         _check_count("the length of windows", self.length, 2, optional=True)
 
-    @classmethod
-    def of(cls, value: Measurement | Text | Sequence[str] | None) -> Measurement:
-        """``value``, or the one with this text and the usual rest."""
-        return value if isinstance(value, Measurement) else cls(value)
-
     @property
     def texts(self) -> tuple[Text | None, ...]:
         """All of its texts, of which most measurements have one."""
@@ -113,20 +106,18 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Compute:
-    """Where and in what a model runs.
-
-    Where one is wanted a device alone will do: ``compute="cuda"``.
+class Compute(_Options):
+    """Where and in what a model runs; a device alone will do, as in ``compute="cuda"``.
 
     Attributes:
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
         dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's own
             on a GPU. Gram matrices and solvers always use float32.
         tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
-            activations, where that changes no factor; "always" for all products, those of blocks in float32 among them;
-            "never". Factorisations and inverses never use it.
-        memory: Bytes that the process may use, as a number or as in "8GiB", as far as hidden states decide it: what
-            exceeds them is kept in a file in the system's temporary directory. None for no limit.
+            activations, where that changes no factor; "always" for all products; "never". Factorisations and inverses
+            never use it.
+        memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a file
+            in the system's temporary directory. None for no limit.
 
     Raises:
         UsageError: a size or a word is not valid. Whether there is such a device is seen when the model is opened.
@@ -145,11 +136,6 @@ class Compute:
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
         _check_count("memory", self.memory, 1, optional=True)
-
-    @classmethod
-    def of(cls, value: Compute | str) -> Compute:
-        """``value``, or the one with this device and the usual rest."""
-        return value if isinstance(value, Compute) else cls(value)
 
     @property
     def budget(self) -> int | None:
@@ -181,18 +167,18 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
     if name not in known:
         raise UnknownNameError(kind, name, known)
     value: Any = known[name]
-    types, fields = get_type_hints(type(value)), parameters(value)
+    types, usual = get_type_hints(type(value)), parameters(value)
     changes: dict[str, Any] = {}
     for key, given in settings.items():
-        if not fields:
+        if not usual:
             raise UsageError(f"{name} has no parameters; got {key}")
-        if key not in fields:
-            raise UnknownNameError(f"parameter of {name}", key, fields)
+        if key not in usual:
+            raise UnknownNameError(f"parameter of {name}", key, usual)
         # A Literal's values are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
         try:
-            changes[key] = _boolean(given) if type_ is bool else type_(given)
-        except ValueError:
+            changes[key] = {"true": True, "false": False}[given.lower()] if type_ is bool else type_(given)
+        except (ValueError, KeyError):
             raise UsageError(f"{key}={given!r}: {name} wants {type_.__name__} here") from None
     changed: T = dataclasses.replace(value, **changes)
     return changed
@@ -204,22 +190,18 @@ def parameters(value: Any) -> dict[str, Any]:
 
 
 def name_of(value: object, known: Mapping[str, object]) -> str:
-    """What ``value`` is called in ``known``: of the names for its class the one with the fewest parameters to change.
+    """Of the names in ``known`` for the class of ``value`` the one with the fewest parameters to change.
 
     A class that is not there goes by its own name in small letters.
     """
 
-    def changes(name: str) -> tuple[int, int]:  # a word changes more than a number
-        changed = _changed(value, known[name])
-        return sum(isinstance(each, str) for each in changed.values()), len(changed)
+    def changes(name: str) -> tuple[int, int]:
+        usual = parameters(known[name])
+        changed = [each for key, each in parameters(value).items() if each != usual[key]]
+        return sum(isinstance(each, str) for each in changed), len(changed)  # a word changes more than a number
 
     names = [name for name, other in known.items() if type(other) is type(value)]
     return min(names, key=changes, default=type(value).__name__.lower())
-
-
-def _changed(value: object, usual: object) -> dict[str, Any]:
-    """The parameters in which ``value`` differs from ``usual``, of the same class."""
-    return {key: each for key, each in parameters(value).items() if each != getattr(usual, key)}
 
 
 def parse_size(text: str) -> int:
@@ -248,12 +230,6 @@ def parse_range(text: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
     return int(match[1]), int(match[2])
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
 
 
 def _name_of(text: Any) -> Any:

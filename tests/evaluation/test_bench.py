@@ -26,8 +26,9 @@ class Clock:
     def __init__(self) -> None:
         self.now, self.work = 1000.0, 0.0
 
-    def wait(self, _: object) -> None:
+    def wait(self, _: object) -> float:
         self.now, self.work = self.now + self.work, 0.0
+        return self.now
 
 
 class Model(nn.Module):
@@ -72,7 +73,7 @@ def test_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(measuring, "load", load)
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(measuring, "_wait", clock.wait)
+    monkeypatch.setattr(measuring, "_now", clock.wait)
     monkeypatch.setattr(measuring, "peak_memory", lambda _: {"resident": 123})
     for name, size in (
         ("a.safetensors", 10),

@@ -13,9 +13,10 @@ import pytest
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
 from niwaki.pruning.effort import EFFORTS, describe as describe_effort
-from niwaki.records.parameters import from_repr, in_words, plain
+from niwaki.records.data import from_repr, plain
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord
+from niwaki.records.wording import in_words
 from support.models import message
 
 

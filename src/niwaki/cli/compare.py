@@ -1,4 +1,4 @@
-"""``niwaki compare``."""
+"""``niwaki compare`` and ``niwaki demo``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typer import Option
 
 from niwaki.cli.common import in_session, names, written
 from niwaki.cli.display import TableDisplay
-from niwaki.cli.options import Model, spread
+from niwaki.cli.options import Model, RecordFile, spread
+from niwaki.files import write_json
 from niwaki.options import Calibration, Compute, Measurement, parse_time
 from niwaki.pruning.effort import PLAIN_EFFORT
 from niwaki.records.comparison import METHODS
 
 OUTPUT = Option("-o", "--out", metavar="DIR", help="For the table and all records; what is there is resumed.")
 SOLVERS = Option(help="Names as for prune --solver, each with an effort after an @ if you like.")
+SPARSITY = Option(help="Fractions, and patterns such as 2:4 or per-row:0.6.")
 EFFORT = Option(help="For solvers that have none of their own: fast, balanced or best.")
 TEXTS = Option(help=r"What to measure perplexity on; may be given several times. \[default: wikitext2]")
 TEXT_SAMPLES = Option(help=r"Windows of each. \[default: all, or 256 of the calibration text]")
@@ -28,9 +30,7 @@ def compare(
     model: Model,
     output: Annotated[Path, OUTPUT],
     solvers: Annotated[str, SOLVERS] = _USUAL,
-    sparsity: Annotated[
-        str, Option(help="Fractions, and patterns such as 2:4 or per-row:0.6.")
-    ] = "0.5,0.6,0.7,0.8,2:4",
+    sparsity: Annotated[str, SPARSITY] = "0.5,0.6,0.7,0.8,2:4",
     effort: Annotated[str, EFFORT] = PLAIN_EFFORT,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(),
@@ -61,3 +61,21 @@ def compare(
             progress=display,
         )
         written(output)
+
+
+def demo(
+    samples: Annotated[int, Option(help="Windows of 256 tokens to calibrate on.")] = 64,
+    text_samples: Annotated[int, Option(help="Windows of 256 tokens to measure on.")] = 64,
+    record: RecordFile = None,
+) -> None:
+    """Prune the embedded model by the methods of the paper's table 1 and by the default."""
+    calibration = Calibration("demo", samples=samples, length=256)
+    measurement = Measurement("demo-held", samples=text_samples)
+    with TableDisplay("pruning the embedded model by several methods") as display, in_session():
+        from niwaki.evaluation.compare import compare as run
+        from niwaki.models.output import check_record
+
+        record = record and check_record(record)
+        comparison = run("demo", calibration=calibration, measurement=measurement, progress=display)
+    if record is not None:
+        write_json(record, comparison.to_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 from rich import progress as bars
 from rich.console import Console
@@ -14,9 +15,8 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_table, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
-from niwaki.records.parameters import in_words
 from niwaki.records.record import MatrixRecord, Record
-from niwaki.records.wording import counted, duration, kind, operations, short
+from niwaki.records.wording import counted, duration, in_words, kind, operations, short, text_in_words
 
 #: Stages that are a walk over all blocks before or after that which prunes.
 _PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")
@@ -41,23 +41,15 @@ class Display(Screen):
     def __init__(self, what: str, console: Console = out) -> None:
         super().__init__(what, console)
         self.wants_steps = console.is_terminal
-        self._bar = bars.Progress(
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.TextColumn("{task.percentage:>3.0f} %"),
-            bars.TextColumn("{task.fields[left]}"),
-            bars.TextColumn("{task.fields[detail]}", style="dim"),
-            console=console,
-            refresh_per_second=4,
-            transient=True,
-        )
+        columns = "{task.description}", bars.BarColumn(), "{task.percentage:>3.0f} %", "{task.fields[left]}"
+        detail = bars.TextColumn("{task.fields[detail]}", style="dim")
+        self._bar = bars.Progress(*columns, detail, console=console, refresh_per_second=4, transient=True)
         self._shares = [0.3, 0.5, 0.2]  # of each stage in the time of a block, as in the one before
         self._spent: list[float] = []  # by the stages of this block so far
         self._began = self._stage_began = self._drawn = time.monotonic()
         self._blocks = self._block = 0
         self._stage, self._steps, self._done = "", 1, 0
-        self._planning = False
-        self._detail = ""
+        self._planning, self._detail = False, ""
         self._solved: list[MatrixRecord] = []
         self._names: list[str] = []
 
@@ -66,15 +58,13 @@ class Display(Screen):
         self._bar.live.stop()
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
-        calibration = record.calibration
-        wanted = f"{record.pattern}, {record.quantization}" if record.quantization else record.pattern
-        self.line(
-            f"{record.model}: {counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}, {wanted}"
-        )
+        grid = f", {record.quantization}" if record.quantization else ""
+        size = f"{counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}"
+        self.line(f"{record.model}: {size}, {record.pattern}{grid}")
         self.line(in_words(record.solver))
         if record.effort:
             self.line(f"effort: {described(record.effort)}")
-        self.line(f"calibration: {_text(calibration)}, on {record.device} in {record.dtype}")
+        self.line(f"calibration: {text_in_words(record.calibration)}, on {record.device} in {record.dtype}")
         self.line(f"solving: {operations(record.flops)}")
         for note in record.notes:
             self.note(note)
@@ -121,17 +111,14 @@ class Display(Screen):
         self._stage = ""
 
     def _close_block(self) -> None:
-        if self._solved:  # nothing in blocks that an earlier run did, or that stay as they are
-            total = sum(self._spent)
-            self._errors_line(total)
-            if total > 0:
-                self._shares = [seconds / total for seconds in self._spent]
-        self._spent.clear()
-        self._solved.clear()
-
-    def _errors_line(self, seconds: float) -> None:
+        spent, solved, self._spent, self._solved = self._spent, self._solved, [], []
+        if not solved:  # in blocks that an earlier run did, or that stay as they are
+            return
+        total = sum(spent)
+        if total > 0:
+            self._shares = [seconds / total for seconds in spent]
         kinds: dict[str, list[float]] = defaultdict(list)
-        for matrix in self._solved:
+        for matrix in solved:
             kinds[kind(matrix.name)].append(matrix.error)
         names = [f"{short(name):>6}" for name in kinds]
         if not self._names:
@@ -139,9 +126,8 @@ class Display(Screen):
         if names != self._names:
             self.line("  ".join(["block", "seconds", *names]))
             self._names = names
-        means = [sum(errors) / len(errors) for errors in kinds.values()]
-        shown = [f"{mean:>{len(name)}.4f}" for mean, name in zip(means, names, strict=True)]
-        self.line("  ".join([f"{self._block:5}", f"{seconds:7.1f}", *shown]))
+        errors = [f"{fmean(kinds[each]):>{len(name)}.4f}" for each, name in zip(kinds, names, strict=True)]
+        self.line("  ".join([f"{self._block:5}", f"{total:7.1f}", *errors]))
 
     def describe(self) -> str:
         if not self._blocks:
@@ -189,8 +175,8 @@ class TableDisplay(Screen):
 
     def table(self, comparison: Comparison, runs: int) -> None:
         there = f", {len(comparison.cells) - 1} there already" if comparison.cells else ""
-        texts = _text(comparison.calibration)
-        self.line(f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {texts}")
+        text = text_in_words(comparison.calibration)
+        self.line(f"{comparison.model}: {counted(runs, 'run')}{there}; calibration: {text}")
 
     def run(self, method: str, pattern: str, done: int, runs: int, expected: Sequence[float]) -> None:
         number = f"run {done + 1} of {runs}: " if pattern else ""
@@ -244,7 +230,3 @@ class TableDisplay(Screen):
             now = max(0.0, self._expected[0] - (time.monotonic() - self._began))
             left = f"about {duration(now + sum(self._expected[1:]))} left"
         return ", ".join(part for part in (self._doing, self._where, left) if part)
-
-
-def _text(calibration: dict[str, object]) -> str:
-    return "{samples} x {sequence_length} tokens of {source}".format_map(calibration)

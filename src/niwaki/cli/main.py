@@ -18,13 +18,11 @@ from rich.text import Text
 import niwaki
 from niwaki.cli.bench import bench
 from niwaki.cli.common import out
-from niwaki.cli.compare import compare
-from niwaki.cli.demo import demo
+from niwaki.cli.compare import compare, demo
 from niwaki.cli.evaluate import evaluate
-from niwaki.cli.export import export
 from niwaki.cli.generate import generate
 from niwaki.cli.inspect import inspect
-from niwaki.cli.pack import pack, unpack
+from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
 from niwaki.cli.report import report
 from niwaki.cli.shrink import shrink

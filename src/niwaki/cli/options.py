@@ -65,30 +65,27 @@ def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comman
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
-        signature = inspect.signature(command).parameters
-        objects = {name: _OPTIONS[hint] for name, hint in hints.items() if hint in _OPTIONS}
-        parameters: list[inspect.Parameter] = []
-        for name, parameter in signature.items():
-            options = [(name, hints[name], parameter.default)]
-            if name in objects:
-                options = [
-                    (option, changed.get(option, kind), getattr(parameter.default, field))
-                    for field, (option, kind) in objects[name].items()
-                    if option not in without
-                ]
-            for option, kind, default in options:
-                keyword = inspect.Parameter.KEYWORD_ONLY
-                parameters.append(inspect.Parameter(option, keyword, default=default, annotation=kind))
+        usual = {name: each.default for name, each in inspect.signature(command).parameters.items()}
+        objects = {name: _OPTIONS[hints[name]] for name in usual if hints[name] in _OPTIONS}
+        options: dict[str, tuple[Any, Any]] = {}  # what typer is to know, and the default
+        for name, default in usual.items():
+            if name not in objects:
+                options[name] = hints[name], default
+            for field, (option, kind) in objects.get(name, {}).items():
+                if option not in without:
+                    options[option] = changed.get(option, kind), getattr(default, field)
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             for name, fields in objects.items():
                 values = {field: given.pop(option) for field, (option, _) in fields.items() if option in given}
-                given[name] = dataclasses.replace(signature[name].default, **values)
+                given[name] = dataclasses.replace(usual[name], **values)
             command(**given)
 
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(o, keyword, default=d, annotation=kind) for o, (kind, d) in options.items()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {option: kind for option, (kind, _) in options.items()}
         return run  # type: ignore[return-value]
 
     return decorate

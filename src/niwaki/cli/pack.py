@@ -1,4 +1,4 @@
-"""``niwaki pack`` and ``niwaki unpack``."""
+"""``niwaki pack``, ``niwaki unpack`` and ``niwaki export``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from niwaki.cli.options import Model, Output
 from niwaki.cli.screen import Screen
 
 Packed = Annotated[str, Argument(metavar="MODEL", help="A directory that 'pack' wrote.")]
+Quantized = Annotated[str, Argument(metavar="MODEL", help="A directory that 'prune --quantize' wrote.")]
 
 
 def pack(model: Model, output: Output) -> None:
@@ -34,4 +35,13 @@ def unpack(model: Packed, output: Output) -> None:
         from niwaki.packed.pack import unpack as run
 
         run(model, output, screen)
+    written(output)
+
+
+def export(model: Quantized, output: Output) -> None:
+    """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
+    with Screen(f"exporting {model}"), in_session():
+        from niwaki.packed.compressed_tensors import export as run
+
+        run(model, output)
     written(output)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from niwaki.records.comparison import CAPTION, Comparison
@@ -31,9 +32,7 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Col
 
 def summary(record: Record) -> Table:
     """What a run came to."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = Table(Column(style="bold"), Column(), show_header=False, box=None, pad_edge=False)
     sparsities = [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
     low, high = min(sparsities), max(sparsities)
     between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
@@ -50,7 +49,7 @@ def summary(record: Record) -> Table:
     if record.own_text:
         table.add_row("own text", f"{record.own_text}, to calibrate on")
     if record.fits:
-        before, after = (_mean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
+        before, after = (fmean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
     for when, measured in record.perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
@@ -59,11 +58,6 @@ def summary(record: Record) -> Table:
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
     table.add_row("peak memory", ", ".join(f"{size(peak)} {where}" for where, peak in record.peak_memory.items()))
     return table
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def speed_table(record: SpeedRecord) -> Table:
@@ -105,11 +99,11 @@ def inspection_tables(matrices: Iterable[MatrixSummary]) -> list[Table]:
         row = [short(name), f"{shape[0]}x{shape[1]}", str(len(items)), f"{weights:,}"]
         row.append(f"{100 * sum(item.zeros for item in items) / weights:.2f} %")
         row.append(f"{min(item.row_zeros[0] for item in items)}-{max(item.row_zeros[1] for item in items)}")
-        by_kind.append(row + [f"{100 * _mean(item.fitting[pattern] for item in items):.1f} %" for pattern in patterns])
+        by_kind.append(row + [f"{100 * fmean(item.fitting[pattern] for item in items):.1f} %" for pattern in patterns])
     head = ["matrix", "shape", "number", "weights", "zeros", "in a row", *patterns]
     names = list(dict.fromkeys(name for name, _ in kinds))
     by_block = [
-        [str(block), *(f"{100 * _mean(row[name]):.2f}" if name in row else "" for name in names)]
+        [str(block), *(f"{100 * fmean(row[name]):.2f}" if name in row else "" for name in names)]
         for block, row in blocks.items()
     ]
     return [

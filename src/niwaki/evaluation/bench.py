@@ -58,9 +58,9 @@ def bench(
     compute, progress = Compute.of(compute), progress or Progress()
     compute.only("bench", "device", "dtype")
     path = locate_model(str(model))
-    with _both(path, progress) as (dense, packed):
+    with _both(path, progress) as forms:
         speeds = []
-        for name, directory in (("dense", dense), ("packed", packed)):
+        for name, directory in zip(("dense", "packed"), forms, strict=True):
             progress.status(f"measuring the {name} model")
             speeds.append(_measured(directory, prompt, tokens, repeats, compute))
     device = compute.device if compute.device != "auto" else find_device("auto").type
@@ -89,13 +89,13 @@ def _measured(directory: Path, *asked: Any) -> Speed:
     process.start()
     send.close()
     try:
-        answer: Speed | NiwakiError = receive.recv()
+        answer: Speed | NiwakiError | None = receive.recv()
     except EOFError:
-        process.join()
-        raise WorkerError(
-            f"the process that measured {directory} ended with status {process.exitcode}; is there enough memory?"
-        ) from None
+        answer = None
     process.join()
+    if answer is None:
+        how = f"ended with status {process.exitcode}; is there enough memory?"
+        raise WorkerError(f"the process that measured {directory} {how}")
     if isinstance(answer, NiwakiError):
         raise answer
     return answer
@@ -118,27 +118,24 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
     packed = (directory / INDEX).exists()
     began = time.perf_counter()
     model: Any = load(directory, compute.device, compute.dtype)
-    _wait(model)
-    loaded = time.perf_counter() - began
+    loaded = _now(model) - began
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if longest and prompt + tokens > longest:
         raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
-    generator = torch.Generator().manual_seed(0)
-    given = torch.randint(config.vocab_size, (1, prompt), generator=generator).to(model.device)
+    given = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0)).to(model.device)
     first, rest = [], []
     for _ in range(repeats + 1):  # once to warm up
-        began = time.perf_counter()
+        began = _now(model)
         out = model(input_ids=given, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(dim=-1)
-        _wait(model)
-        first.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        middle = _now(model)
         for _ in range(tokens - 1):
             out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
             token = out.logits[:, -1:].argmax(dim=-1)
-        _wait(model)
-        rest.append((time.perf_counter() - began) / (tokens - 1))
+        first.append(middle - began)
+        rest.append((_now(model) - middle) / (tokens - 1))
+    first, rest = first[1:], rest[1:]
     peaks = peak_memory(model.device)
     parts = {id(value): value.nbytes for value in [*model.parameters(), *model.buffers()]}
     return Speed(
@@ -148,13 +145,15 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         resident=sum(parts.values()),
         peak=peaks.get("device", peaks["resident"]),
         load=loaded,
-        first_token=statistics.median(first[1:]),
-        tokens_per_second=1 / statistics.median(rest[1:]),
-        slowest=1 / max(rest[1:]),
-        fastest=1 / min(rest[1:]),
+        first_token=statistics.median(first),
+        tokens_per_second=1 / statistics.median(rest),
+        slowest=1 / max(rest),
+        fastest=1 / min(rest),
     )
 
 
-def _wait(model: Any) -> None:
+def _now(model: Any) -> float:
+    """The time, when all that the model was to compute is computed."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+    return time.perf_counter()

@@ -26,9 +26,10 @@ from niwaki.pruning.prune import prune
 from niwaki.pruning.request import patterns_of
 from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
-from niwaki.records.parameters import in_words, plain
+from niwaki.records.data import plain
 from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
+from niwaki.records.wording import in_words
 
 
 def compare(
@@ -47,28 +48,28 @@ def compare(
 ) -> Comparison:
     """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
 
-    ``out`` receives compare.json, compare.csv and compare.md, written anew after each cell, and in ``records`` the
-    record of each run. An interrupted call resumes when it is repeated, also in the middle of a run; a call with other
-    methods or patterns adds to what is there. Each cell is what a single ``prune`` and ``evaluate`` give, to the bit;
-    only the peak memory in a record is that of the whole process so far.
+    ``out`` receives compare.json, compare.csv and compare.md after each cell, and in ``records`` the record of each
+    run. An interrupted call resumes when it is repeated, also in the middle of a run; one with other methods or
+    patterns adds to what is there. Each cell is what a single ``prune`` and ``evaluate`` give, to the bit; only the
+    peak memory in a record is that of the whole process so far.
 
     Args:
         model: A directory or hub id.
-        out: A directory that does not exist, is empty, or has a comparison of the same model, texts, device, dtype
-            and versions. By default nothing is kept.
+        out: A directory that does not exist, is empty, or has a comparison of the same model, texts, device, dtype and
+            versions. By default nothing is kept.
         solvers: One or several: names that ``make_solver`` knows, such as "admm-grad" or "wanda+exact", with an effort
             of their own as in "continuation@best:epochs=3"; or solvers, which go by the names of their classes.
         patterns: One or several, by columns of the table: fractions of zeros such as 0.6, "0.6" or "60 %", for which
             each solver takes the pattern of its paper, and patterns such as "2:4" or "per-row:0.6".
         effort: For solvers that have none of their own.
-        calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
+        calibration: As in :func:`niwaki.prune`.
         measurement: The texts to measure on, alone or as a :class:`~niwaki.options.Measurement`; by default WikiText-2.
             One that is also the calibration text is measured on after the calibration windows.
         compute: As in :func:`niwaki.prune`.
         keep: Whether the pruned models of the cells that this call does stay, in ``models``.
-        budget: Seconds, from the call on. A cell is started only if it will end in time, should it take as long as the
-            slowest of its method, or of all where its method has none yet; the very first one is always started. Cells
-            that do not fit are left out, so that faster methods may still have their turn; ``missing`` has them.
+        budget: Seconds. A cell is started only if it will end in time, should it take as long as the slowest of its
+            method, or of all where its method has none yet; the very first one always. Cells that do not fit are left
+            out, so that faster methods may still have their turn; ``missing`` has them.
         progress: Receives how it goes.
 
     Returns:
@@ -104,15 +105,10 @@ def compare(
         _check(out, checkpoint.path)
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
-    asked = Comparison(
-        str(model),
-        texts.calibration.described(calibration.seed),
-        list(texts.heldout),
-        missing=[run.key for run in runs],
-        fingerprint=_fingerprint(str(model), streamed, texts, compute),
-        command=current_session().command,
-        versions=versions(),
-    )
+    asked = Comparison(str(model), texts.calibration.described(calibration.seed), list(texts.heldout))
+    asked.missing = [run.key for run in runs]
+    asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)
+    asked.command, asked.versions = current_session().command, versions()
     with _place(out) as place:
         read = Calibration(texts.calibration, seed=calibration.seed)
         work = _Work(model, texts, read, compute, progress, place, out is not None, keep)
@@ -154,7 +150,8 @@ class _Work:
         runs = [run for run in runs if not _is_done(run, comparison, place)]
         left_out: list[tuple[str, str]] = []
 
-        def save() -> None:
+        def save(*new: Cell) -> None:
+            comparison.cells += new
             done = comparison.done()
             comparison.missing = [key for key in comparison.missing if key not in done]
             comparison.seconds = spent + time.monotonic() - began
@@ -167,8 +164,7 @@ class _Work:
             else:
                 progress.run("dense", "", 0, len(runs), [])
                 perplexity, measuring = self.measured(locate_model(str(self.dense)))
-                comparison.cells.append(Cell("dense", "", 0.0, perplexity, measuring=measuring))
-                save()
+                save(Cell("dense", "", 0.0, perplexity, measuring=measuring))
                 progress.done(comparison.cells[0])
             for i, run in enumerate(runs):
                 expected = [_expected(other.key[0], comparison.cells) for other in runs[i:]]
@@ -177,12 +173,12 @@ class _Work:
                     continue
                 progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
                 with named(f"{run.key[0]} at {run.key[1]}"):
-                    comparison.cells.append(self.cell(run))
-                save()
+                    cell = self.cell(run)
+                save(cell)
                 if not self.keep:
                     with output_errors(place):
                         shutil.rmtree(place / "models" / run.name)
-                progress.done(comparison.cells[-1])
+                progress.done(cell)
         except BaseException:
             if comparison.cells and self.lasting:
                 progress.paused(len(comparison.cells) - 1, len(comparison.missing))
@@ -211,8 +207,8 @@ class _Work:
         perplexity, measuring = self.measured(pruned)
         write_json(self.place / file, record.to_json(), sync=True)
         stages = dict(record.seconds)
-        cell = Cell(*run.key, record.sparsity, perplexity, stages.pop("total"), record.mean_error, stages, measuring)
-        return dataclasses.replace(cell, record=file if self.lasting else None)
+        total, kept = stages.pop("total"), file if self.lasting else None
+        return Cell(*run.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
 
     def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
         """Perplexities by text, and the seconds that they took."""
@@ -270,14 +266,14 @@ def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Com
 
     windows, heldout = texts.calibration, texts.heldout
     sizes = ", ".join(f"{size(each)} of {text}" for text, each in heldout.items())
+    names = {"device": streamed.device.type, "dtype": str(streamed.dtype).removeprefix("torch.")}
+    names |= {} if compute.tf32 == "auto" else {"tf32": compute.tf32}
     entries = {
         "model": (streamed.checkpoint.fingerprint(), model),
         "calibration": (windows.fingerprint(), f"{size(windows)} of {windows.source}"),
         "texts": ({text: each.fingerprint() for text, each in heldout.items()}, sizes),
+        **{name: (value, value) for name, value in {**names, **versions()}.items()},
     }
-    names = {"device": streamed.device.type, "dtype": str(streamed.dtype).removeprefix("torch.")}
-    names |= {} if compute.tf32 == "auto" else {"tf32": compute.tf32}
-    entries |= {name: (value, value) for name, value in (names | versions()).items()}
     return {name: {"identity": str(identity), "shown": shown} for name, (identity, shown) in entries.items()}
 
 
@@ -309,7 +305,7 @@ def _joined(place: Path, asked: Comparison) -> Comparison:
     there = Comparison.load(place)
     nothing = {"identity": "", "shown": "nothing"}
     differing = []
-    for name in dict.fromkeys([*asked.fingerprint, *there.fingerprint]):
+    for name in {**asked.fingerprint, **there.fingerprint}:
         old, new = there.fingerprint.get(name, nothing), asked.fingerprint.get(name, nothing)
         if old["identity"] != new["identity"]:
             same = " (by name the same)" if old["shown"] == new["shown"] else ""
@@ -333,14 +329,12 @@ def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
         record = Record.load(out / str(cell.record))
     except CheckpointError:
         comparison.cells.remove(cell)  # it is done again
-        comparison.missing.append(run.key)
         return False
     there, here = [record.solver, record.effort], [plain(describe(run.solver)), describe_effort(run.effort)]
     if there != here:
-        raise UsageError(
-            f"{out} has {run.key[0]} at {run.key[1]} by {', '.join(map(in_words, there))}, and asked for is "
-            f"{', '.join(map(in_words, here))}; use another directory"
-        )
+        made, asked = (", ".join(map(in_words, each)) for each in (there, here))
+        has = f"{out} has {run.key[0]} at {run.key[1]} by {made}"
+        raise UsageError(f"{has}, and asked for is {asked}; use another directory")
     return True
 
 

@@ -41,8 +41,7 @@ def generate(
         tokens: Write at most N tokens.
         temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
         seed: For what is drawn.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`, with a dtype as for :func:`niwaki.load`;
-            ``tf32`` and ``memory`` are not used.
+        compute: As in :func:`niwaki.bench`.
         say: Receives each piece of the text as soon as it is certain.
 
     Raises:
@@ -79,7 +78,7 @@ def continue_text(
 ) -> str:
     """What ``model``, any that transformers can generate text with, writes after ``prompt``; see :func:`generate`.
 
-    Of a prompt that is longer than the model's positions allow only the end is used, and a warning is logged. What
+    Of a prompt that is longer than the model's positions allow only the end is used, with a warning in the log. What
     ``say`` raises goes to the caller.
 
     Raises:
@@ -94,8 +93,7 @@ def continue_text(
     class Teller(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             try:
-                if say is not None:
-                    say(text)
+                say(text)  # type: ignore[misc]
             except Exception as error:
                 of_the_caller.append(error)
                 raise
@@ -103,25 +101,17 @@ def continue_text(
     given = _prompt_tokens(model, tokenizer, prompt, tokens).to(model.device)
     own = model.generation_config
     end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
+    end = tokenizer.eos_token_id if end is None else end
+    drawn: Any = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     # What is not set here would be taken from the model's own settings, which may draw or punish repetition.
-    model.generation_config = GenerationConfig(
-        max_new_tokens=tokens,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_k=0 if temperature else None,
-        eos_token_id=tokenizer.eos_token_id if end is None else end,
-        pad_token_id=0,
-    )
-    generate: Any = model.generate
+    model.generation_config = GenerationConfig(max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **drawn)
+    streamer = Teller(tokenizer, skip_prompt=True, skip_special_tokens=True) if say is not None else None
+    write: Any = model.generate
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            made = generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                generation_config=model.generation_config,
-                streamer=Teller(tokenizer, skip_prompt=True, skip_special_tokens=True) if say is not None else None,
-            )
+            mask = torch.ones_like(given)
+            made = write(given, attention_mask=mask, generation_config=model.generation_config, streamer=streamer)
     except Exception as error:  # transformers raises nearly anything
         if error in of_the_caller:
             raise
@@ -141,8 +131,6 @@ def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, p
         raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")
     room = longest - tokens
     if given.shape[1] > room:
-        _log.warning(
-            f"of the {given.shape[1]} tokens of the prompt the last {room} are read: the model has room for {longest}, "
-            f"and {tokens} are to be written"
-        )
+        read = f"of the {given.shape[1]} tokens of the prompt the last {room} are read"
+        _log.warning(f"{read}: the model has room for {longest}, and {tokens} are to be written")
     return given[:, -room:]

@@ -51,13 +51,12 @@ class Score:
     Attributes:
         task: Its name, or its file as it was given.
         version: That of the harness; of a file, as of all that ships with niwaki, the start of its SHA-256.
-        metric: As the harness calls it: "acc" is the share of questions where the right choice is the most
-            likely one, "acc_norm" where it is that for each character of its text.
+        metric: As the harness calls it: "acc" is the share of questions where the right choice is the most likely one,
+            "acc_norm" where it is that for each character of its text.
         value: From 0 to 1, for accuracies.
         standard_error: The harness's, for accuracies the standard deviation of right and wrong over the square root of
             their number; None where it has none.
-        questions: How many were asked.
-        shots: Examples before each question.
+        questions: How many were asked, each after ``shots`` examples.
     """
 
     task: str
@@ -138,7 +137,7 @@ def evaluate_tasks(
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
-        built = _build(_distinct(tasks))
+        built = _build(tasks)
         lm = _load(str(model), compute.device, compute.dtype)
         try:
             results = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
@@ -190,8 +189,7 @@ def _json(text: str, where: str) -> Any:
 
 def _question(entry: Any, where: str) -> dict[str, Any]:
     given = entry if isinstance(entry, dict) else {}
-    context, question = given.get("context"), given.get("question")
-    choices, answer = given.get("choices"), given.get("answer")
+    context, question, choices, answer = map(given.get, ("context", "question", "choices", "answer"))
     if isinstance(context, str) == isinstance(question, str):
         raise TaskError(f"{where}: wants a text as either 'context' or 'question'")
     if not (isinstance(choices, list) and len(choices) > 1 and all(isinstance(c, str) and c.strip() for c in choices)):
@@ -206,42 +204,31 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     return {"context": asked, "choices": choices, "answer": answer}
 
 
-def _distinct(tasks: Sequence[str]) -> list[str]:
-    """Each once, also a file that is given by two paths."""
-    distinct: dict[str, str] = {}
-    for name in tasks:
-        # realpath takes any text, and makes no file of ~nobody.
-        same = os.path.realpath(os.path.expanduser(name)) if _is_file(name) and "\0" not in name else name
-        distinct.setdefault(same, name)
-    return list(distinct.values())
+def _build(tasks: Sequence[str]) -> dict[str, Any]:
+    """The harness's task objects by name, each file once; a group is all of its tasks."""
+    from lm_eval.tasks import TaskManager
 
-
-def _is_file(name: str) -> bool:
-    return Path(name).suffix in {".json", ".jsonl"}
-
-
-def _build(tasks: list[str]) -> dict[str, Any]:
-    """The harness's task objects by name; a group is all of its tasks."""
     manager: Any = None
     built: dict[str, Any] = {}
-    for name in tasks:
-        if name in SHIPPED or _is_file(name):
-            built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
-        else:
-            if manager is None:
-                from lm_eval.tasks import TaskManager
-
-                manager = TaskManager()
-            if name not in manager.all_tasks:
-                known = [*SHIPPED, *manager.all_tasks]
-                raise UnknownNameError("task", name, known, "the command `lm-eval ls tasks` lists all")
-            try:
-                built.update(manager.load([name])["tasks"])
-            except Exception as error:  # of the hub, httpx, datasets, the OS, or the task's own code
-                raise TaskError(
-                    f"the questions of {name} are not available ({first_line(error)}); where there is no network, "
-                    "give a file of questions (docs/tasks.md) or which-follows"
-                ) from error
+    read = set()
+    for name in dict.fromkeys(tasks):
+        if name in SHIPPED or Path(name).suffix in {".json", ".jsonl"}:
+            # realpath takes any text, and makes no file of ~nobody.
+            file = name if name in SHIPPED or "\0" in name else os.path.realpath(os.path.expanduser(name))
+            if file not in read:
+                built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
+                read.add(file)
+            continue
+        manager = manager or TaskManager()
+        if name not in manager.all_tasks:
+            known = [*SHIPPED, *manager.all_tasks]
+            raise UnknownNameError("task", name, known, "the command `lm-eval ls tasks` lists all")
+        try:
+            built.update(manager.load([name])["tasks"])
+        except Exception as error:  # of the hub, httpx, datasets, the OS, or the task's own code
+            what = f"the questions of {name} are not available ({first_line(error)})"
+            instead = "where there is no network, give a file of questions (docs/tasks.md) or which-follows"
+            raise TaskError(f"{what}; {instead}") from error
     for task in built.values():
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
@@ -255,6 +242,7 @@ def _from_file(name: str, path: Path) -> Any:
 
     questions, content = read_questions(path), path.expanduser().read_bytes()
     usual = {"aggregation": "mean", "higher_is_better": True}
+    version = hashlib.sha256(content).hexdigest()[:8]
     return ConfigurableTask(
         config={
             "task": name,
@@ -265,7 +253,7 @@ def _from_file(name: str, path: Path) -> Any:
             "doc_to_choice": "choices",
             "doc_to_target": "answer",
             "metric_list": [{"metric": metric, **usual} for metric in (_ACCURACY, "acc_norm")],
-            "metadata": {"version": hashlib.sha256(content).hexdigest()[:8]},
+            "metadata": {"version": version},
         }
     )
 
@@ -276,17 +264,17 @@ def _load(model: str, device: str, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     checkpoint = open_checkpoint(locate_model(model))
-    place = find_device(device)
-    tokenizer, number = load_tokenizer(checkpoint.path), find_dtype(dtype, place, checkpoint)
-    whole: Any = load(checkpoint.path, device, dtype) if isinstance(checkpoint, PackedCheckpoint) else None
+    path, place = checkpoint.path, find_device(device)
+    tokenizer, number = load_tokenizer(path), find_dtype(dtype, place, checkpoint)
+    whole: Any = load(path, device, dtype) if isinstance(checkpoint, PackedCheckpoint) else None
     try:
         if whole is None:
-            dense: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=number, trust_remote_code=False)
-            whole = dense.to(place)
+            whole = AutoModelForCausalLM.from_pretrained(path, dtype=number, trust_remote_code=False)
+            whole = whole.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
         return HFLM(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")
     except Exception as error:  # transformers raises nearly anything
-        raise CheckpointError(f"transformers cannot load {checkpoint.path}: {first_line(error)}") from error
+        raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
 
 
 def _scores(name: str, results: dict[str, Any]) -> Iterator[Score]:
@@ -315,13 +303,9 @@ def _quiet(bars: bool) -> Iterator[None]:
 
     log, begin = logging.getLogger("lm_eval"), tqdm.__init__
     level = log.level
-
-    def hidden(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **{**options, "disable": True})
-
     log.setLevel(logging.ERROR)
     if not bars:
-        tqdm.__init__ = hidden
+        tqdm.__init__ = lambda *arguments, **options: begin(*arguments, **{**options, "disable": True})
     try:
         yield
     finally:

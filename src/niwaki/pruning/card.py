@@ -11,10 +11,8 @@ from niwaki.files import output_errors, write_json
 from niwaki.models.model_card import notes, top
 from niwaki.models.output import Workplace
 from niwaki.pruning.effort import described
-from niwaki.records.clock import Clock
-from niwaki.records.parameters import in_words
-from niwaki.records.record import Record
-from niwaki.records.wording import counted
+from niwaki.records.record import Clock, Record
+from niwaki.records.wording import counted, in_words
 
 
 def finish(place: Workplace, record: Record, clock: Clock) -> None:

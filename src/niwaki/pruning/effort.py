@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from niwaki.errors import UsageError
 from niwaki.options import choose, name_of, parameters
-from niwaki.records.parameters import in_words
+from niwaki.records.wording import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]
 ALLOCATIONS: tuple[str, ...] = get_args(Allocation)

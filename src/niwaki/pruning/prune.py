@@ -26,9 +26,8 @@ from niwaki.pruning.fit import COPIES
 from niwaki.pruning.request import Request, patterns_of, take_masks
 from niwaki.pruning.session import current_session
 from niwaki.pruning.walk import Walk
-from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record
+from niwaki.records.record import Clock, Record
 
 #: Windows that perplexity is measured on, where nobody says how many.
 USUAL_WINDOWS = 16

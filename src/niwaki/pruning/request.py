@@ -24,7 +24,7 @@ from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.effort import Effort, describe as describe_effort
 from niwaki.pruning.session import current_session
-from niwaki.records.parameters import plain
+from niwaki.records.data import plain
 from niwaki.records.record import Record, versions
 
 PatternOf = Callable[[Matrix], Pattern]

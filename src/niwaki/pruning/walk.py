@@ -26,9 +26,8 @@ from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
-from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Perplexity, Record
+from niwaki.records.record import Clock, MatrixRecord, Perplexity, Record
 
 
 class Streams(NamedTuple):

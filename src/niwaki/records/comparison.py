@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from niwaki.files import write_json
-from niwaki.records import data
+from niwaki.records.data import JsonFile
 from niwaki.records.record import Perplexity
+from niwaki.records.wording import text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -57,7 +60,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Comparison:
+class Comparison(JsonFile):
     """Methods at patterns, on one model with one calibration text: ``compare.json``.
 
     Attributes:
@@ -92,17 +95,13 @@ class Comparison:
         Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None for one window
         alone), tokens, context, windows.
         """
-        return [
-            {
-                "model": self.model,
-                **{key: getattr(cell, key) for key in ("method", "pattern", "sparsity", "error", "seconds")},
-                "text": text,
-                "perplexity": measured.value,
-                **{key: getattr(measured, key) for key in ("standard_error", "tokens", "context", "windows")},
-            }
-            for cell in self.cells
-            for text, measured in cell.perplexity.items()
-        ]
+        rows = []
+        for cell in self.cells:
+            made = {key: getattr(cell, key) for key in ("method", "pattern", "sparsity", "error", "seconds")}
+            for text, measured in cell.perplexity.items():
+                how = {key: getattr(measured, key) for key in ("standard_error", "tokens", "context", "windows")}
+                rows.append({"model": self.model, **made, "text": text, "perplexity": measured.value, **how})
+        return rows
 
     def grid(self, text: str) -> tuple[list[str], list[list[Entry]]]:
         """The paper's table 1 for a text: headings, and a row for each method, the dense model first.
@@ -110,32 +109,22 @@ class Comparison:
         A column for each pattern, sparsities in order and then others; nothing where a cell is missing. The last column
         has the seconds of pruning, the mean of the row.
         """
-        done = {key: cell for key, cell in self.done().items() if text in cell.perplexity}
-        dense = done.pop(("dense", ""))
-        patterns = sorted(dict.fromkeys(pattern for _, pattern in done), key=_column)
-        best = {
-            pattern: min(cell.perplexity[text].value for (_, other), cell in done.items() if other == pattern)
-            for pattern in patterns
-        }
-        first = [Entry("dense"), Entry(shown(dense.perplexity[text])), *[Entry("")] * len(patterns)]
-        rows = [first[: len(patterns) + 2]]
-        for method in dict.fromkeys(method for method, _ in done):
-            cells = {pattern: cell for (other, pattern), cell in done.items() if other == method}
+        methods: dict[str, dict[str, Cell]] = {}
+        values: dict[str, list[float]] = {}
+        for (method, pattern), cell in self.done().items():
+            if text in cell.perplexity:
+                methods.setdefault(method, {})[pattern] = cell
+                values.setdefault(pattern, []).append(cell.perplexity[text].value)
+        dense = methods.pop("dense")[""].perplexity[text]
+        patterns = sorted((pattern for pattern in values if pattern), key=_column)
+        rows = [[Entry("dense"), Entry(shown(dense)), *[Entry("")] * len(patterns)]]
+        for method, cells in methods.items():
             row = [Entry(method)]
             for pattern in patterns:
                 measured = cells[pattern].perplexity[text] if pattern in cells else None
-                row.append(Entry(shown(measured), measured.value == best[pattern]) if measured else Entry(""))
-            rows.append([*row, Entry(f"{sum(cell.seconds for cell in cells.values()) / len(cells):.1f}")])
+                row.append(Entry(shown(measured), measured.value == min(values[pattern])) if measured else Entry(""))
+            rows.append([*row, Entry(f"{fmean(cell.seconds for cell in cells.values()):.1f}")])
         return ["method", *patterns, "seconds"], rows
-
-    def to_json(self) -> str:
-        """JSON text, indented."""
-        return data.to_text(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Comparison:
-        """The inverse of :meth:`to_json`; CheckpointError if it is not the text of a comparison."""
-        return data.from_text(text, cls)
 
     def to_csv(self) -> str:
         """:meth:`rows` as CSV, with all digits."""
@@ -153,8 +142,7 @@ class Comparison:
             rows = [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in entries]
             table = (f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
             lines += [f"{self.heading(text)}:", "", *table, ""]
-        source = "{samples} x {sequence_length} tokens of {source}".format(**self.calibration)
-        lines.append(f"Model {self.model}, calibrated on {source}. {CAPTION}")
+        lines.append(f"Model {self.model}, calibrated on {text_in_words(self.calibration)}. {CAPTION}")
         if self.missing:
             lines += ["", f"Not done yet: {listed(self.missing)}."]
         return "\n".join(lines) + "\n"
@@ -171,9 +159,9 @@ class Comparison:
         write_json(directory / "compare.md", self.to_markdown())
 
     @classmethod
-    def load(cls, directory: str | Path) -> Comparison:
+    def load(cls, path: str | os.PathLike[str]) -> Comparison:
         """From a directory that ``niwaki compare`` wrote, all done or not (if not, CheckpointError)."""
-        return data.load(Path(directory) / "compare.json", cls.from_json)
+        return super().load(Path(path) / "compare.json")
 
 
 #: Below each table.

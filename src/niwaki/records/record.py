@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import platform
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -13,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from niwaki.errors import CheckpointError
 from niwaki.files import write_json
 from niwaki.options import TF32
-from niwaki.records import data
-from niwaki.records.parameters import from_repr
+from niwaki.records.data import JsonFile, from_repr
 from niwaki.records.wording import counted
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Perplexity:
 
     Attributes:
         value: The perplexity.
-        standard_error: Of ``value``, from the spread of the windows' mean losses; None where there is one window only.
-            It says how another text of this kind would differ. Two models on the same text compare more tightly.
+        standard_error: Of ``value``, from the spread of the windows' mean losses: how another text of this kind would
+            differ. Two models on the same text compare more tightly. None where there is one window only.
         tokens: Tokens that were predicted.
         context: Tokens in a window. Perplexities of different contexts do not compare.
         windows: Their number.
@@ -76,16 +77,12 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class MatrixRecord:
-    """One pruned matrix.
+    """One pruned matrix: its block, from 0, its path there, its shape (out, in) and the seconds that the solver took.
 
     Attributes:
-        block: Its block, from 0.
-        name: Its path in the block.
-        shape: (out, in).
         sparsity: Fraction of zeros in the tensor that was written.
         error: Squared output error relative to the squared output, on the calibration text, before the block is
             fitted; with dense targets of those.
-        seconds: That the solver took.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
             solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not.
@@ -103,10 +100,9 @@ class MatrixRecord:
 
 @dataclass(frozen=True)
 class FitRecord:
-    """One block whose remaining weights were fitted to the dense block's outputs.
+    """One block, by its number from 0, whose remaining weights were fitted to the dense block's outputs.
 
     Attributes:
-        block: Its number, from 0.
         before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
         after: The same in the end.
         epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
@@ -150,27 +146,23 @@ class StructureRecord:
 
 
 @dataclass
-class Record:
+class Record(JsonFile):
     """All that was done to a model: ``niwaki.json``.
 
     Attributes:
         command: The command line, or "" where it was called from Python.
-        versions: Of niwaki, Python and the libraries that matter.
         model: Where the dense model came from.
         method: The solver's name, or that of its class.
-        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.parameters`.
-        effort: Likewise what was done to blocks; nothing in structured pruning.
-        quantization: The grid that weights are on, such as "int4:128"; None for none.
+        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.data`.
         pattern: Which weights may be non-zero.
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
             it how many more windows the dense model wrote, as "synthetic".
         device: Where blocks ran and matrices were solved.
         dtype: What blocks ran in.
-        tf32: What used TF32 on a GPU: "auto", Gram matrices of half-precision activations; "always", all products of
-            float32 matrices; "never", nothing, or a device that has none.
         flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
+        versions: Of niwaki, Python and the libraries that matter.
         sparsity: Fraction of zeros in all pruned matrices together.
         matrices: One entry each, in the order of computation.
         perplexity: :class:`Perplexity` "before" and "after", where measured.
@@ -179,7 +171,10 @@ class Record:
         notes: What a careful reader should know: damping raised, text left out, files not carried over.
         resumed: After which numbers of blocks the run was stopped and resumed.
         blocks: The first block that was pruned and the first one after them; None for all blocks.
+        tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
+        effort: As ``solver``, what was done to blocks; nothing in structured pruning.
         structure: What structured pruning removed; None where weights became zeros.
+        quantization: The grid that weights are on, such as "int4:128"; None for none.
     """
 
     command: str
@@ -239,38 +234,22 @@ class Record:
         first, last = self.blocks[0], self.blocks[1] - 1
         return f"block {first}" if first == last else f"blocks {first} to {last}"
 
-    def to_json(self) -> str:
-        """JSON text, indented."""
-        return data.to_text(self, format=FORMAT)
+    def _values(self) -> dict[str, Any]:
+        return {"format": FORMAT, **super()._values()}
+
+    @staticmethod
+    def _update(values: dict[str, Any]) -> None:
+        version = values.pop("format", 1)
+        if not isinstance(version, int) or version > FORMAT:
+            raise CheckpointError(f"it has format {version}, and this niwaki reads up to {FORMAT}; install a later one")
+        names = {"solver": str(values.get("method", "")).partition(":")[0], "effort": "effort"}
+        for key, name in names.items():
+            if isinstance(text := values.get(key), str):
+                values[key] = from_repr(text, name) if text else {}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file, whole or not at all (OutputError)."""
         write_json(Path(path).expanduser(), self.to_json())
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        """The inverse of :meth:`to_json`, also of what earlier versions wrote.
-
-        Raises:
-            CheckpointError: it is not the text of a record, or that of a later version.
-        """
-        return data.from_text(text, cls, _update)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Record:
-        """From a file ``niwaki.json``, or one that :meth:`save` wrote (CheckpointError if it cannot be read)."""
-        return data.load(Path(path).expanduser(), cls.from_json)
-
-
-def _update(values: dict[str, Any]) -> None:
-    """Makes what an earlier version wrote what this one reads."""
-    version = values.pop("format", 1)
-    if not isinstance(version, int) or version > FORMAT:
-        raise CheckpointError(f"it has format {version}, and this niwaki reads up to {FORMAT}; install a later one")
-    names = {"solver": str(values.get("method", "")).partition(":")[0], "effort": "effort"}
-    for key, name in names.items():
-        if isinstance(text := values.get(key), str):
-            values[key] = from_repr(text, name) if text else {}
 
 
 def _geometric_mean(values: list[float]) -> float:
@@ -278,6 +257,28 @@ def _geometric_mean(values: list[float]) -> float:
     if not values or min(values) <= 0:
         return 0.0
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+class Clock:
+    """A stopwatch for ``Record.seconds``: each lap counts as time of a stage."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Counts the time of an earlier run too."""
+        for stage, value in seconds.items():
+            self.seconds[stage] += value
+            self._began -= value
+
+    def total(self) -> float:
+        return time.perf_counter() - self._began
 
 
 def versions() -> dict[str, str]:

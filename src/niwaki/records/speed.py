@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from niwaki.records import data
+from niwaki.records.data import JsonFile
 from niwaki.records.wording import counted, size
 
 
@@ -37,7 +37,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class SpeedRecord:
+class SpeedRecord(JsonFile):
     """What ``niwaki bench`` measured, where and with which libraries.
 
     Attributes:
@@ -78,12 +78,3 @@ class SpeedRecord:
         apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
         noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""
         return f"a prompt of {prompt}, {self.tokens} written, the median of {self.repeats}{noise}; {where}"
-
-    def to_json(self) -> str:
-        """The text of a file."""
-        return data.to_text(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> SpeedRecord:
-        """The inverse of :meth:`to_json`; CheckpointError if the text is not that of a file from ``niwaki bench``."""
-        return data.from_text(text, cls)

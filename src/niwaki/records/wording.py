@@ -1,9 +1,10 @@
-"""How names, numbers, bytes and durations are written for people."""
+"""How names, solvers, numbers, bytes and durations are written for people."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 
 def counted(count: int | str, noun: str, plural: str = "") -> str:
@@ -22,6 +23,17 @@ def short(name: str) -> str:
     return [part for part in kind(name).split(".") if part != "*"][-1]
 
 
+def in_words(described: dict[str, Any]) -> str:
+    """``"admm-grad (iterations 20, rho 0.5)"``; with the mask of another ``"wanda + exact (memory 1)"``."""
+    if "as written" in described:
+        return str(described["as written"])
+    if "mask" in described and "update" in described:
+        return f"{in_words(described['mask'])} + {in_words(described['update'])}"
+    shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in described.items()}
+    values = ", ".join(f"{key} {value}" for key, value in shown.items() if key != "name")
+    return f"{described['name']} ({values})" if values else str(described["name"])
+
+
 def duration(seconds: float) -> str:
     """``"45 s"``, ``"12 min"``, ``"3 h 05 min"``."""
     if seconds < 90:
@@ -37,6 +49,11 @@ def operations(flops: float) -> str:
             break
         flops /= 1000
     return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
+
+
+def text_in_words(calibration: dict[str, Any]) -> str:
+    """A record's calibration text: ``"128 x 2048 tokens of c4"``."""
+    return "{samples} x {sequence_length} tokens of {source}".format_map(calibration)
 
 
 def short_text(name: str) -> str:

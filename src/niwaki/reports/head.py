@@ -6,9 +6,8 @@ import math
 from collections import defaultdict
 
 from niwaki.pruning.effort import described
-from niwaki.records.parameters import in_words
 from niwaki.records.record import Record
-from niwaki.records.wording import counted, duration, short_text, size
+from niwaki.records.wording import counted, duration, in_words, short_text, size
 from niwaki.reports.material import Material, Run
 from niwaki.reports.tables import measured_on, with_error
 

@@ -127,7 +127,7 @@ def load(directory: str | Path) -> Material:
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))
     if (directory / "niwaki.json").is_file():
         bench = directory / SPEED_NAME
-        speed = data.load(bench, SpeedRecord.from_json) if bench.is_file() else None
+        speed = SpeedRecord.load(bench) if bench.is_file() else None
         return data.load(directory / "niwaki.json", lambda text: _pruned(text, speed))
     what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is not a directory"
     raise UsageError(f"{directory} {what}; give one that `niwaki prune` or `niwaki compare` wrote")

@@ -30,9 +30,8 @@ from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
 from niwaki.pruning.structured.configuration import check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.pruning.structured.units import Removal, head_removal, neuron_removal
-from niwaki.records.clock import Clock
 from niwaki.records.progress import Progress
-from niwaki.records.record import MatrixRecord, Record, StructureRecord
+from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
 
 
 def shrink(
