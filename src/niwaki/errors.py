@@ -3,8 +3,6 @@
 Each message is one line: what is wrong, which value or file, and what to try.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator

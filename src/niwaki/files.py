@@ -1,7 +1,5 @@
 """Files written whole or not at all, and the lock on a directory."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """How a run looks on the screen; imports no torch."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``niwaki eval``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

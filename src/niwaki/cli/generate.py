@@ -1,7 +1,5 @@
 """``niwaki generate``."""
 
-from __future__ import annotations
-
 import io
 import sys
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``niwaki inspect``."""
 
-from __future__ import annotations
-
 from niwaki.cli.common import in_session, out
 from niwaki.cli.options import Model
 from niwaki.cli.screen import Screen

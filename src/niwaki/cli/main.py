@@ -1,7 +1,5 @@
 """The command line: thin. A module for each command or two; this one puts them together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Options that several commands have, and those of the objects in :mod:`niwaki.options`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """``niwaki pack``, ``niwaki unpack`` and ``niwaki export``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from typer import Argument

@@ -1,7 +1,5 @@
 """``niwaki prune``."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """A sign of life: at once what is being done, and at least every 30 seconds how far it is."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

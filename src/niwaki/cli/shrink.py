@@ -1,7 +1,5 @@
 """``niwaki shrink``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from typer import Option

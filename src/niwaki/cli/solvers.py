@@ -1,7 +1,5 @@
 """``niwaki solvers``."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """How fast a model writes and how much memory it takes, dense against packed: ``niwaki bench``."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import statistics

@@ -1,7 +1,5 @@
 """What a model directory holds that can be pruned, and how sparse it is already."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@ where a context is continued as it is and a question is asked as ``Question: ...
 from 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

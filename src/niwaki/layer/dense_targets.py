@@ -1,7 +1,5 @@
 """Targets from the dense model: what a matrix of the pruned model should do with its own inputs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Grids for weights: whole numbers of a few bits, times a scale for each row and group of inputs."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

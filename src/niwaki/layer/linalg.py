@@ -1,7 +1,5 @@
 """Linear algebra on Gram matrices; nothing here knows of pruning."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 

@@ -6,8 +6,6 @@ over What whose support a pattern allows. X (tokens, in) are the layer's inputs 
 with other targets is the same problem with another W.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Weights on a mask and a grid: the others make up for the rounding of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

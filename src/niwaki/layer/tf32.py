@@ -1,7 +1,5 @@
 """TF32: products of float32 matrices on a GPU whose factors are first rounded to 10 of their 23 bits."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Removes whole inputs of a matrix in units, such as those of an attention head, and fits the others."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

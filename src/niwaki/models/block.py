@@ -1,7 +1,5 @@
 """One decoder block of a transformers model: its forward pass, its weights, its matrices' inputs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator

@@ -1,7 +1,5 @@
 """The device and dtype that a model runs in, and the memory that the process takes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

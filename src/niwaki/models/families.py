@@ -1,7 +1,5 @@
 """What differs between model families, as data; all else is found by looking at the model."""
 
-from __future__ import annotations
-
 #: Last part of the names of matrices that choose between experts. They are small, everything after them depends on
 #: them, and they are never pruned.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})

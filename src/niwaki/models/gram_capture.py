@@ -4,8 +4,6 @@ They are seen as factors of products with a weight's memory: for nn.Linear and i
 experts in three-dimensional parameters, one at a time or all in one call.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

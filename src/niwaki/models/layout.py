@@ -5,8 +5,6 @@ module are often a tensor each in the files. The list of these differences is tr
 one tensor at a time, so that a block can be read without the rest.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable

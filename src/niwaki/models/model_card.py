@@ -1,7 +1,5 @@
 """The model card of a directory: its README.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ was asked for and which blocks are done. If OUT exists already (an empty directo
 working directory) both are inside it, as ``.partial`` and ``.partial.json``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -5,8 +5,6 @@ processes, the matrices of a block are shared out to be solved, the rows of the 
 writes. Sums over processes have a fixed order, so the same number of processes gives the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The products of a module with its parameters, as they are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

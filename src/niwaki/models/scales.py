@@ -1,7 +1,5 @@
 """The scales of weights on a grid: a file beside the checkpoint's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ each block when its turn comes. A block's other arguments (rotary embeddings, ma
 forward pass with blocks that return their inputs; for some families they differ from block to block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Collection, Generator, Iterator

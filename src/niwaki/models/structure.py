@@ -1,7 +1,5 @@
 """The structure of a model without memory for its weights, and where its decoder blocks are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.models.text`."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """Gradients through a decoder block, and training of its weights."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

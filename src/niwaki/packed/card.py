@@ -1,7 +1,5 @@
 """The model card of a packed model: it loads in niwaki only, and the dense model's card says otherwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """Weights on a grid as packed integers: the format ``pack-quantized`` of compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

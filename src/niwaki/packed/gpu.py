@@ -17,8 +17,6 @@ values of 16 rows go to the tensor cores, which add up in float32 too. Everythin
 vectors at a time. A lane has 32 positions in flight the first way, 64 the second, to hide the latency of memory.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

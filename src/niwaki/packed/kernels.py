@@ -1,7 +1,5 @@
 """Products with packed matrices: the native library's, or, where there is none, torch's."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.machinery

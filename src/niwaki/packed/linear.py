@@ -1,7 +1,5 @@
 """A linear layer that computes with a packed matrix."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Models whose 2:4 weights are torch's semi-structured tensors, for the sparse tensor cores of a GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.sparse import to_sparse_semi_structured

@@ -1,7 +1,5 @@
 """How sparse each matrix may be, so that all together have a given number of zeros and lose the least."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What the output says about itself: its model card, README.md, and its record, niwaki.json."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is done for the model as a whole, in addition to what the solver does to each matrix."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """Fits the remaining weights of a block to the outputs of the dense block, by gradient descent."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Text that the dense model writes itself, to prune and to fit to in addition to the given text."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

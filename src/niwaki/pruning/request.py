@@ -1,7 +1,5 @@
 """What a run is asked for: checked, fingerprinted, recorded; and the pattern of each matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

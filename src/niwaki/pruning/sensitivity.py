@@ -1,7 +1,5 @@
 """How much a model's loss depends on the outputs of each of its matrices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

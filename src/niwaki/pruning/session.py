@@ -1,7 +1,5 @@
 """What the command line knows of a run and a call from Python does not."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """The matrices of a block: each is solved in one of the processes, or its rows are spread over all of them."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

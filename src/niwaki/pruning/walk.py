@@ -1,7 +1,5 @@
 """The walk over the blocks: inputs in, matrices solved, weights and measurements out."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A solver or an effort is its "name" and its parameters by name. Where a solver t
 are "mask" and "update", each of them a solver as data.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """What is said while something runs; imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from niwaki.records.comparison import Cell, Comparison

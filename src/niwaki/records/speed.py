@@ -1,7 +1,5 @@
 """What ``niwaki bench`` measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from niwaki.records.data import JsonFile

@@ -1,7 +1,5 @@
 """How names, solvers, numbers, bytes and durations are written for people."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

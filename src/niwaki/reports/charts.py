@@ -7,8 +7,6 @@ is also what screen readers say. Each chart is drawn twice, for wide and for nar
 shrinks with its picture cannot be read.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

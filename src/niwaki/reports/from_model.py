@@ -1,7 +1,5 @@
 """What a report shows of a model itself: corners of its masks, and text that it generates."""
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

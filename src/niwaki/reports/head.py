@@ -1,7 +1,5 @@
 """The head of a report: title, tiles, notes and facts."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """What a report is made from: a pruned model's directory, or that of a comparison."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page: sections put together, and written."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The sections of a report, a function each: what there is to see, charts, and their numbers as tables."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,6 @@ A pattern is a value with one main operation: ``pattern.mask(scores)``, the best
 Counts are exact, ties are broken by position, and True means that a weight is kept.
 """
 
-from __future__ import annotations
-
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.fixed import Fixed

@@ -1,7 +1,5 @@
 """Zeros in rectangles."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

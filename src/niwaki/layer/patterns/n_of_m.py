@@ -1,7 +1,5 @@
 """n of every m weights in a row: as they are, some groups dense, transposable, and with a quota."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

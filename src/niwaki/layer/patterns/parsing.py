@@ -1,7 +1,5 @@
 """Patterns from text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation

@@ -1,7 +1,5 @@
 """Some rows of a matrix whose other rows are in other processes, which exchange counts and no weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ True means kept, counts are exact, and of equal scores the first are dropped. Wh
 matrix, counts are those of the whole matrix and the mask has these rows.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

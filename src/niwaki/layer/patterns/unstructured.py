@@ -1,7 +1,5 @@
 """Zeros anywhere, in the whole matrix or in each row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

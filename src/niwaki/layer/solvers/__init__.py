@@ -8,8 +8,6 @@ are elementwise. "Unit diagonal" stands for the coordinates in which H has one
 Methods that fit weights to a mask take Wanda's where the pattern leaves a choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What all solvers have in common, and two of them in sequence."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable

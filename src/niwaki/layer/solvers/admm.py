@@ -1,7 +1,5 @@
 """ADMM for pruning: ADMM1 (mask first) and ADMM-Grad (mask grows while the weights adapt)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

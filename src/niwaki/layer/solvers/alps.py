@@ -1,7 +1,5 @@
 """ALPS: ADMM on the number of weights, with a penalty that follows the support; arXiv 2406.07831."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

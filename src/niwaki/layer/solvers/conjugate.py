@@ -1,7 +1,5 @@
 """Conjugate gradients: fits the weights to a mask, all rows side by side, by conjugate gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from niwaki.layer.linalg import masked_conjugate_gradients

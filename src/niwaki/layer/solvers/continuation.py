@@ -1,7 +1,5 @@
 """Continuation: ADMM on the pattern, with a choice of weights that hardens, then a refit; the default."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

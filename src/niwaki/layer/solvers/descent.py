@@ -1,7 +1,5 @@
 """Gradient descent on the weights of a mask: Adam, or SGD with momentum."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

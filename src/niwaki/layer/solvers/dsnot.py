@@ -1,7 +1,5 @@
 """DSnoT: exchanges pruned and kept weights until the mean of the output is right; arXiv 2310.08915."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Exact: the best weights for a mask, one regression for each output."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

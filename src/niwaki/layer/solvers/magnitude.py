@@ -1,7 +1,5 @@
 """Magnitude: keeps the largest weights and leaves them as they are; arXiv 1506.02626."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from niwaki.layer.patterns import Pattern

@@ -1,7 +1,5 @@
 """OBC: greedy removal of one weight of each row after another, for small matrices; arXiv 2208.11580."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """OBS: keeps the weights whose loss the others could least make up for, as they are; Hassibi & Stork 1993."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

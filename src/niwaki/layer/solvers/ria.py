@@ -1,7 +1,5 @@
 """RIA: keeps the weights that matter most in their row and their column, as they are; ICLR 2024."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """SparseGPT: one sweep of optimal-brain-surgeon updates over the columns; arXiv 2301.00774."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """SparseSwaps: exchanges a kept and a pruned weight of a row while that helps; arXiv 2512.10922."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Wanda: keeps the weights with the largest |weight| x input norm, as they are; arXiv 2306.11695."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from niwaki.layer.patterns import Pattern, PerRow

@@ -1,7 +1,5 @@
 """Model directories: where they are, and their weights by key."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from importlib.resources import files

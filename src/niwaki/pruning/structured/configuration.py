@@ -1,7 +1,5 @@
 """A model with fewer blocks, heads or neurons: its configuration, its tensors, and checks that it is what was meant."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

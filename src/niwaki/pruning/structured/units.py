@@ -1,7 +1,5 @@
 """Attention heads and MLP neurons: how many to remove from each block, and which parameters have entries for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
