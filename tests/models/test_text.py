@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, UsageError
@@ -63,6 +64,16 @@ def message(call: Callable[[], object], kind: type[Exception] = CalibrationError
     said = str(caught.value)
     assert "\n" not in said
     return said
+
+
+@pytest.mark.parametrize("options", [{}, {"count": 3}, {"count": 3, "order": "random"}], ids=str)
+def test_no_special_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
+    """Whatever the tokenizer puts at the start of a text."""
+    other: Any = load_tokenizer(EMBEDDED)
+    other.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert other("a")["input_ids"][0] == 0
+    windows = read_windows(str(path), other, 32, **options)
+    assert torch.equal(windows.tokens, read_windows(str(path), tokenizer, 32, **options).tokens)
 
 
 # The first windows
