@@ -28,8 +28,7 @@ class OBC(Solver):
     prunes and that remain, until all these are removed. This is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
-        unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
-                         make the other weights of a row no cheaper
+        unstructured     near the global greedy choice over all rows (docs/log.md)
         a given mask     the exact refit on it, as Exact
 
     Differences from the paper:
@@ -40,11 +39,9 @@ class OBC(Solver):
        the pattern asks for, and all patterns go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
 
-    Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in.
+    Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in, at most
+    ``memory`` GiB (without structure estimated from the first mask).
     Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4; the code is github.com/IST-DASLab/OBC.
-
-    Attributes:
-        memory: GiB that the vectors g may take. Without structure what they take is estimated from the first mask.
     """
 
     damping: float = at_least(0, 0.01)
