@@ -3,7 +3,7 @@
 The floor is bytes over bandwidth; what keeps the kernel from it is decoding, because all positions are looked at, also
 those of zeros (docs/packed.md). So it saves instructions:
 
-* A word of the mask is 32 columns. A column's value is found by the ones before it: in the words before by one scan
+* A word of the mask is 32 columns. A column's value is found by counting the ones before it: in the words before by one scan
   over the words of a step, in the word by a population count of the bits below.
 * Two columns share a lane, their count and their address: the value of the second is the first or the second one at
   that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
@@ -11,8 +11,8 @@ those of zeros (docs/packed.md). So it saves instructions:
 * Before a row ends nothing is added up over lanes, and only the words' counts go through shared memory.
 * The words of the next step are read before this one is computed.
 
-For 3 to 16 vectors in the half precision of W the decoded values of 16 rows go to the tensor cores. All else is
-multiply-adds, 2 vectors at a time. A lane has 64 positions in flight then, or 32, to hide the latency of memory.
+For 3 to 16 vectors in the half precision of W the decoded values of 16 rows go to the tensor cores, with 64 positions
+in flight for each lane to hide the latency of memory. All else is multiply-adds of 2 vectors at a time, with 32.
 """
 
 import torch

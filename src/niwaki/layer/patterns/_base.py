@@ -69,7 +69,7 @@ class Pattern(abc.ABC):
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """What kept scores are above, up to ties; None if they do not decide one by one, or if nothing is dropped."""
+        """What kept scores exceed, up to ties (broadcastable); None if they do not decide alone, or none is dropped."""
         return None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:

@@ -35,7 +35,7 @@ class Solver(abc.ABC):
         """
 
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations for a matrix (rows, columns) with its own H; here of measuring the error only."""
+        """Floating-point operations of products and factorisations, with an H of its own; here to measure the error."""
         return 2 * product(rows, columns)
 
     @property

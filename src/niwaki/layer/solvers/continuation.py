@@ -52,7 +52,7 @@ class Continuation(Solver):
     Differences from the paper: not published elsewhere; ALPS (arXiv 2406.07831) is the nearest. Boza 2024 (section 3.4)
     warns that ADMM with the L0 constraint and one fixed penalty may cycle. Against that, with figures in docs/log.md:
 
-    1. A penalty that grows, so that all weights settle: that of the choice in every step, that of the weights once.
+    1. A penalty that grows, so that all settle: that of the choice in every step, at no cost, that of the weights once.
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
     3. Parts: two columns that stand in for each other are not both dropped, or both kept, in the same step.
     4. The choice by degrees: half as many sweeps for the same error.
@@ -127,8 +127,10 @@ class Continuation(Solver):
                 else:
                     W.copy_(W0s[i])
                 torch.add(W, U, alpha=rho / gamma, out=scores[i]).abs_()
-                chosen_by = (own_choices[i], scores[i : i + 1], 0) if own_choices else (pattern, scores, i)
-                P = _choice(*chosen_by, softness)
+                if own_choices:
+                    P = _choice(own_choices[i], scores[i : i + 1], 0, softness)
+                else:
+                    P = _choice(pattern, scores, i, softness)
                 V = W.add_(U)
                 torch.mul(V, P, out=Z)
                 torch.sub(V, Z, out=U)

@@ -28,7 +28,8 @@ class OBC(Solver):
     prunes and that remain, until all these are removed. This is, for
 
         n:m, per row     the paper's greedy choice: in each row the cheapest weight whose group, or row, is not full
-        unstructured     near the global greedy choice over all rows (docs/log.md)
+        unstructured     near the global greedy choice over all rows (docs/log.md); the same where removals
+                         make the other weights of a row no cheaper
         a given mask     the exact refit on it, as Exact
 
     Differences from the paper:
