@@ -3,8 +3,8 @@
 The floor is bytes over bandwidth; what keeps the kernel from it is decoding, because all positions are looked at, also
 those of zeros (docs/packed.md). So it saves instructions:
 
-* A word of the mask is 32 columns. A column's value is found by counting the ones before it: in the words before by one scan
-  over the words of a step, in the word by a population count of the bits below.
+* A word of the mask is 32 columns. A column's value is found by counting the ones before it: in the words before by
+  one scan over the words of a step, in the word by a population count of the bits below.
 * Two columns share a lane, their count and their address: the value of the second is the first or the second one at
   that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
 * Loads have no condition: after a zero the next value is read and not used; after the last one there is PADDING.
