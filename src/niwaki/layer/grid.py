@@ -19,11 +19,8 @@ class Grid:
     """The numbers q s with whole q from -2^(bits-1) to 2^(bits-1) - 1 and a scale s for each row and group of inputs.
 
     Scales are positive and representable in ``dtype``; q s is rounded to ``dtype``, as in a product in that dtype.
-    Given s, q is the whole number next to q s / s. UsageError if a number is out of range.
-
-    Attributes:
-        bits: From 2 to 8.
-        group: The number of consecutive inputs that share a scale; None for all of a row.
+    Given s, q is the whole number next to q s / s. ``bits`` are 2 to 8, and ``group`` consecutive inputs share a scale,
+    or all of a row if it is None; UsageError if out of range.
     """
 
     bits: int

@@ -23,10 +23,7 @@ def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor,
 
     The damping is greater than asked for (at least 0) if H + damping I was not positive definite in floating point.
     ``copy`` returns H, (n, n), symmetric, positive semidefinite up to rounding: a new tensor each time, whose memory
-    the factor takes, because H is the largest tensor in memory for large models.
-
-    Raises:
-        NumericalError: H is not finite, or not even n times its mean diagonal makes it definite.
+    the factor takes. NumericalError if H is not finite, or not even n times its mean diagonal makes it definite.
     """
     # LAPACK's layout, so that nothing is copied: the transpose of a symmetric matrix is itself.
     L = copy().mT
@@ -80,10 +77,8 @@ def masked_conjugate_gradients(
     ``start`` is zero off the mask. Each row has its own step lengths and stops when it has converged. Cost: one
     (out, in) x (in, in) product a step.
 
-    Returns:
-        (Z, residual): Z is zero off the mask and never worse than ``start`` in any row, up to rounding. The residual is
-        the norm of the gradient on the mask relative to that at the start, 0 if that is 0; as the recurrence has it, so
-        that near rounding errors the true one is greater.
+    Z is never worse than ``start`` in any row, up to rounding. The residual is the norm of the gradient on the mask
+    relative to that at the start (0 if that is 0), by the recurrence: near rounding errors the true one is greater.
     """
     solved = start.clone()
     before = after = 0.0

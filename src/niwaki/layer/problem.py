@@ -92,11 +92,8 @@ class Solution:
 class LayerProblem:
     """One matrix to prune: W (out, in), float32 or float64, and H (in, in) of the same dtype and device.
 
-    H may be a :class:`Gram` that several problems share.
-
-    Raises:
-        UsageError: shapes, dtypes or devices do not go together.
-        NumericalError: W or H is not finite.
+    H may be a :class:`Gram` that several problems share. UsageError where shapes, dtypes or devices do not go together,
+    NumericalError where W or H is not finite.
     """
 
     W: Tensor
@@ -146,12 +143,9 @@ class LayerProblem:
 class Normalised:
     """The problem in coordinates where H has unit diagonal: W (out, in) is its W times the norms of the inputs.
 
-    In these coordinates a weight's magnitude is its Wanda score, damping and penalties have no unit, and H needs no
-    preconditioner (Boza 2024, section 3.1).
-
-    Args:
-        metric: (in,) positive, factors of the weights in addition to the norms.
-        order: (in,) a new order of the columns.
+    There a weight's magnitude is its Wanda score, damping and penalties have no unit, and H needs no preconditioner
+    (Boza 2024, section 3.1). ``metric`` (in,), positive, has further factors of the weights, ``order`` (in,) a new
+    order of the columns.
     """
 
     def __init__(self, problem: LayerProblem, metric: Tensor | None = None, order: Tensor | None = None) -> None:

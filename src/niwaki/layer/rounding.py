@@ -24,8 +24,8 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
 
     Both are in the dtype of W, with values that ``dtype`` has. UsageError if the grid does not fit W.
 
-    Each row takes the best of three: its weights rounded to the nearest; the end of the sweeps below; the same with
-    scales fitted to it.
+    Each row takes the best of its weights rounded to the nearest, the end of the sweeps below, and that with scales
+    fitted to it.
 
     Scales s are those of :meth:`Grid.scales` for the solver's weights and diag(H). With P(.) the nearest point of the
     grid on the mask M, R = rho (H + rho I)^-1 in coordinates where H has unit diagonal, Z the solver's weights, U = 0,
@@ -34,11 +34,9 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
         Z = P(X + (rho / gamma_t) U)
         U = U + X - Z
 
-    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean: ADMM whose penalty
-    changes where that costs nothing, as in the solver ``continuation``. Then, with the codes q fixed, the scales of a
-    row minimise (w - q s) H (w - q s)^T, with a ridge that keeps them near the old ones: a small system for each row.
-
-    A kept weight may be 0 on the grid. Weights of inputs that are never active are rounded to the nearest.
+    for t = 1..20, where gamma_t rises from 0.3 to 0.7 geometrically and rho is their geometric mean: the penalty grows,
+    as in ``continuation``. Then, with the codes q fixed, the scales of a row minimise (w - q s) H (w - q s)^T, with a
+    ridge towards the old ones. A kept weight may be 0 on the grid; those of dead inputs are only rounded.
 
     Cost: a factorisation and an inverse of (in, in), once for all matrices with the same inputs; 25 products of
     (out, in) with (in, in); memory of an (in, in) matrix, a copy of W and some of 1,024 rows.

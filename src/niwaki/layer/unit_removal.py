@@ -25,12 +25,10 @@ def remove_units(problem: LayerProblem, size: int, count: int) -> Solution:
     Units go one after the other (in at most 128 steps), each time those that add least to this error. With A = R^-1
     unit u adds tr(V_u (A_uu)^-1 V_u^T), and then V becomes V - V_u (A_uu)^-1 A_u: and A becomes
     A - A_:u (A_uu)^-1 A_u:. In the end V_K is solved for anew, because each of these steps rounds. Inputs that are
-    always 0 go first; those of them that stay keep their weights. ``stats["damping"]`` is more than asked for if that
-    was not enough in floating point.
+    always 0 go first; those of them that stay keep their weights.
 
-    Raises:
-        UsageError: ``size`` does not divide the columns, or nothing would be removed, or nothing would stay.
-        NumericalError: H cannot be factorised, or the result is not finite.
+    UsageError if ``size`` does not divide the columns, or nothing would be removed or stay; NumericalError if H cannot
+    be factorised, or the result is not finite.
 
     Cost: 2 in^3 for the inverse, 2 s in (in + out) for s removed columns and at most 128 out in size for what units
     add, and for the last solution (in - s)^3 / 3 + 2 out (in - s) in; memory of three matrices like H and three like W.

@@ -28,8 +28,8 @@ _PACKED = (
 def export(model: str | Path, out: str | Path) -> None:
     """Writes the directory ``model`` of ``prune(..., quantize=...)`` with packed weights to ``out``, new or empty.
 
-    Each matrix becomes three tensors: ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and
-    ``weight_shape``; all else is copied. Transformers loads it if the library compressed-tensors is installed.
+    A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
+    all else is copied. Transformers loads it if the library compressed-tensors is installed.
 
     Raises:
         OutputError: weights are not on their grid any more, or a file cannot be written.
@@ -80,9 +80,8 @@ def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
                 tensors[key] = W
                 continue
             scales = read_scales(checkpoint.path, matrices[key])
-            tensors[f"{key}_packed"] = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
-            tensors[f"{key}_scale"] = scales
-            tensors[f"{key}_shape"] = torch.tensor(W.shape)
+            packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
+            tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
         shards.write(shard, tensors)
     shards.finish()
 

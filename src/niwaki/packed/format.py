@@ -48,12 +48,9 @@ class Stored:
             return {key: (self.dtype, self.shape)}
         *outer, columns = self.untransposed
         rows = math.prod(outer)
+        mask = {f"{key}.mask": ("U8", (rows, stride(columns)))}
         scales = {f"{key}.scales": ("F32", (rows, self.groups))} if self.groups else {}
-        return {
-            f"{key}.mask": ("U8", (rows, stride(columns))),
-            **scales,
-            f"{key}.values": ("I8" if self.groups else self.dtype, (self.count + PADDING,)),
-        }
+        return mask | scales | {f"{key}.values": ("I8" if self.groups else self.dtype, (self.count + PADDING,))}
 
     @property
     def untransposed(self) -> tuple[int, ...]:
@@ -171,7 +168,7 @@ class PackedCheckpoint(Checkpoint):
         return unpacked(mask, values, stored.untransposed[-1], DTYPES[stored.dtype], *scales)
 
     def components(self, key: str) -> list[Tensor]:
-        """The tensors that it is stored as, as in :meth:`Stored.components`; CheckpointError if damaged."""
+        """The tensors of :meth:`Stored.components`; CheckpointError if damaged."""
         stored = self.index.tensors[key]
         file = self.path / stored.file
         tensors = [read_tensor(file, name, self._components[name]) for name in stored.components(key)]

@@ -1,20 +1,18 @@
 """Products with packed matrices on a GPU, for a few vectors at a time: a Triton kernel. Imports Triton.
 
-To generate text, each weight is read once for at most 16 vectors, so the floor is bytes over bandwidth. What keeps the
-kernel from it is decoding, because all positions are looked at, also those of zeros (docs/packed.md). So it saves
-instructions:
+The floor is bytes over bandwidth; what keeps the kernel from it is decoding, because all positions are looked at, also
+those of zeros (docs/packed.md). So it saves instructions:
 
-* A word of the mask is 32 columns. Where a column's value is follows from a count of the ones before it: in the words
-  before by one scan over the words of a step, in the word by a population count of the bits below.
+* A word of the mask is 32 columns. A column's value is found by counting the ones before it: in the words before by
+  one scan over the words of a step, in the word by a population count of the bits below.
 * Two columns share a lane, their count and their address: the value of the second is the first or the second one at
   that place. The lanes of a warp then read neighbouring values, 64 columns with one instruction.
 * Loads have no condition: after a zero the next value is read and not used; after the last one there is PADDING.
-* Nothing is added up over lanes, and nothing but the words' counts goes through shared memory, before a row ends.
+* Before a row ends nothing is added up over lanes, and only the words' counts go through shared memory.
 * The words of the next step are read before this one is computed.
 
-For 1 or 2 vectors each product is one multiply-add in float32. For 3 to 16 in the half precision of W the decoded
-values of 16 rows go to the tensor cores, which add up in float32 too. Everything else is computed the first way, 2
-vectors at a time. A lane has 32 positions in flight the first way, 64 the second, to hide the latency of memory.
+For 3 to 16 vectors in the half precision of W the decoded values of 16 rows go to the tensor cores, with 64 positions
+in flight for each lane to hide the latency of memory. All else is multiply-adds of 2 vectors at a time, with 32.
 """
 
 import torch

@@ -19,9 +19,8 @@ DIRECT = {"cpu": 32, "cuda": 16}
 class SparseLinear(nn.Module):
     """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
 
-    Few vectors are multiplied with W as it is, by the native kernels or on a GPU by Triton's, added up in float32. For
-    more vectors, and without such kernels, some rows of W at a time are unpacked and multiplied by torch. If
-    ``transposed``, the dense layer has its weight as (in_features, out_features), and so has ``state_dict()``.
+    Few vectors are multiplied with W as it is, by the native kernels or Triton's, added up in float32; otherwise some
+    rows of W at a time are unpacked for torch. If ``transposed``, ``state_dict()`` has W^T (in_features, out_features).
     """
 
     mask: Tensor
@@ -87,8 +86,7 @@ class SparseLinear(nn.Module):
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         y = _multiply(self.packed, x.reshape(-1, self.in_features), kind)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -31,16 +31,16 @@ def load(
 ) -> PreTrainedModel:
     """A model of transformers, ready to generate text, with weights that stay packed in memory.
 
-    Linear layers whose weights are packed become :class:`SparseLinear`; other packed tensors (experts in one tensor)
-    are unpacked. A dense directory loads as it is.
+    Linear layers with packed weights become :class:`SparseLinear`; other packed tensors (experts in one tensor) are
+    unpacked.
 
     Args:
-        model: A directory that ``niwaki pack`` wrote, or any model directory or hub id.
+        model: A directory that ``niwaki pack`` wrote, or any model directory or hub id, which loads as it is.
         device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
-        dtype: What is computed in: "float32", "bfloat16", "float16", or one of torch's; "auto" is the checkpoint's
-            own, but float32 for float16 on a CPU. Packed weights stay as they are.
-        two_four: On a GPU, linear layers whose weights have the pattern 2:4 become torch's semi-structured ones, and
-            nothing stays packed. Loading takes as much memory as the dense model.
+        dtype: To compute in: "float32", "bfloat16", "float16", or one of torch's; "auto" is the checkpoint's own, but
+            float32 for float16 on a CPU. Packed weights stay as they are.
+        two_four: On a GPU, linear layers with the pattern 2:4 become torch's semi-structured ones, and nothing stays
+            packed. Loading takes as much memory as the dense model.
 
     Raises:
         UsageError: ``two_four`` without a GPU, not in half precision, or of a model without the pattern.
@@ -49,12 +49,10 @@ def load(
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
     dtype = str(dtype).removeprefix("torch.")
-    # Elsewhere blocks run on much text at a time, in float32 on a CPU. Here weights are read for a few vectors, which
-    # takes half the time in half the bytes.
+    # Elsewhere blocks run on much text, in float32 on a CPU. Here half the bytes take half the time.
     if dtype == "auto" and stored_dtype(checkpoint) == torch.bfloat16:
         dtype = "bfloat16"
     streamed = StreamedModel(checkpoint, device, dtype)
-    on_cpu = streamed.device.type == "cpu"
     if two_four:
         semi_structured.check(streamed.device, streamed.dtype)
         loaded = streamed.load()
@@ -63,6 +61,7 @@ def load(
     if not isinstance(checkpoint, PackedCheckpoint):
         return streamed.load()
     packed = [m for m in streamed.matrices() if m.expert is None and checkpoint.index.tensors[m.key].packed]
+    on_cpu = streamed.device.type == "cpu"
     if packed and on_cpu and kernels.library() is None:
         _log.warning("packed weights are computed with by %s", kernels.describe())
     whole = streamed.load(skip=[matrix.key for matrix in packed])

@@ -27,13 +27,10 @@ class PackedMatrix:
     Attributes:
         mask: (rows, stride) uint8: bit j % 8, counted from the lowest, of byte j / 8 says whether column j has a value.
             Rows are whole words of 64 columns; bits after the last column are 0.
-        values: (count + PADDING,) those of the first row in the order of columns, of the second, and so on; of W's
-            dtype, or int8 with ``scales``. Zeros at the end.
-        columns: The number of columns.
-        dtype: The dtype of W.
+        values: (count + PADDING,) row by row, then zeros; of W's dtype, or int8 with ``scales``.
+        dtype: That of W.
         starts: (rows + 1,) int64: where each row's values begin, and where the last one's end.
-        scales: (rows, groups) float32. A value is an int8 times the scale of its row and group of columns,
-            rounded to ``dtype``.
+        scales: (rows, groups) float32: W is an int8 times that of its row and group of columns, rounded to ``dtype``.
     """
 
     mask: Tensor
@@ -63,8 +60,7 @@ class PackedMatrix:
 def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> PackedMatrix:
     """``W`` (rows, columns), a float tensor on the CPU, packed.
 
-    ``codes`` (rows, columns) int8 and ``scales`` (rows, groups) float32 replace its values. They have to give W to the
-    bit, and 0 only where W is 0.
+    ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit.
     """
     rows, columns = W.shape
     nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
@@ -79,15 +75,14 @@ def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -
 def unpacked(
     mask: Tensor, values: Tensor, columns: int, dtype: torch.dtype, scales: Tensor | None = None
 ) -> PackedMatrix:
-    """What :func:`pack` made, from the tensors in a file; CheckpointError where they contradict each other."""
+    """What :func:`pack` made, from tensors of a file whose dtypes and dimensions agree with its index.
+
+    CheckpointError where their contents do not go together.
+    """
     starts = _starts(mask)
-    if mask.ndim != 2 or mask.shape[1] != stride(columns):
-        raise CheckpointError(f"a mask for {columns} columns has the shape {tuple(mask.shape)}")
-    if values.shape != (int(starts[-1]) + PADDING,):
+    if len(values) != int(starts[-1]) + PADDING:
         raise CheckpointError(f"a mask of {int(starts[-1])} ones has {tuple(values.shape)} values")
-    if values.dtype != (dtype if scales is None else torch.int8):
-        raise CheckpointError(f"values of a packed {dtype} are {values.dtype}")
-    if scales is not None and (scales.shape[:-1] != mask.shape[:1] or not groups_fit(columns, scales.shape[-1])):
+    if scales is not None and not groups_fit(columns, scales.shape[1]):
         raise CheckpointError(f"scales for {len(mask)} x {columns} have the shape {tuple(scales.shape)}")
     last = np.unpackbits(mask[:, -WORD // 8 :].numpy(), axis=1, bitorder="little")
     if columns % WORD and last[:, columns % WORD :].any():

@@ -66,9 +66,8 @@ class Sizes:
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
-    Each matrix that gets smaller is written as a mask and its values, everything else as it is. Values of weights that
-    ``prune(..., quantize=...)`` put on a grid are whole numbers of 8 bits, with scales. Every file is put together
-    again in memory and compared with the original before it counts as written.
+    Each matrix that gets smaller becomes a mask and its values, which are whole numbers of 8 bits with scales if
+    ``prune(..., quantize=...)`` put it on a grid. All else stays. Every file is rebuilt in memory and compared.
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
@@ -101,9 +100,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
 
 
 def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
-    """Writes the dense model that :func:`pack` made the directory ``model`` from to ``out``, a new or empty directory.
-
-    Its weight files are the same, byte for byte.
+    """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from, byte for byte.
 
     Raises:
         UsageError: the model is not packed.
@@ -191,16 +188,12 @@ class _Packer:
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
         W = self._packed(value, matrices)
         tensors = [value] if W is None else _written(W)
-        stored = Stored(
-            file=file,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            packed=W is not None,
-            transposed=W is not None and matrices[0].transposed,
-            count=0 if W is None else int(W.starts[-1]),
-            groups=0 if W is None or W.scales is None else W.scales.shape[1],
-            sha256=sha256(map(raw, tensors)),
-        )
+        transposed, count, groups = False, 0, 0
+        if W is not None:
+            transposed, count = matrices[0].transposed, int(W.starts[-1])
+            groups = 0 if W.scales is None else W.scales.shape[1]
+        digest = sha256(map(raw, tensors))
+        stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, groups, digest)
         self.tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):

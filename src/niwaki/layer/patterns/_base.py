@@ -45,11 +45,10 @@ class Pattern(abc.ABC):
 
     @abc.abstractmethod
     def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
-        """Cuts a matrix of ``shape`` into runs of columns, for solvers that go from left to right.
+        """Runs of columns (start, stop, the choice among them) of a matrix, for solvers that go from left to right.
 
-        Yields:
-            (start, stop, the choice among columns start..stop), in order; counts add up to that of the whole. Runs are
-            about ``width`` wide, or the pattern's own group, and never cross a multiple of both.
+        Counts add up to that of the whole. Runs are about ``width`` wide, or the pattern's own group, and never cross a
+        multiple of both.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
@@ -70,10 +69,7 @@ class Pattern(abc.ABC):
         return self
 
     def threshold(self, scores: Tensor) -> Tensor | None:
-        """What kept scores are above, up to ties; broadcastable to ``scores``.
-
-        None if scores do not decide one by one (blocks, given masks), or if nothing is dropped.
-        """
+        """What kept scores exceed, up to ties (broadcastable); None if they do not decide alone, or none is dropped."""
         return None
 
     def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
@@ -86,10 +82,7 @@ class Pattern(abc.ABC):
         return ALL
 
     def for_rows(self, rows: Rows) -> Pattern | None:
-        """The same pattern where ``scores`` and masks have only ``rows``; None if rows are chosen together.
-
-        Sparsity, counts and thresholds stay those of the whole matrix.
-        """
+        """The same pattern, counts and all, where scores and masks have only ``rows``; None if rows go together."""
         return None
 
     def weights(self, scores: Tensor) -> int:
@@ -102,11 +95,7 @@ class Pattern(abc.ABC):
 
 @dataclass(frozen=True)
 class _Partial(Pattern):
-    """Keeps what ``final`` keeps; of the other weights a ``fraction``, the lowest, are zero.
-
-    For n:m that is Boza 2024, section 3.2: "we always keep the two highest elements from each group of four and then
-    prune 2 s_t weights from the remaining ones".
-    """
+    """Keeps what ``final`` keeps; of the others a ``fraction``, the lowest, are zero (Boza 2024, section 3.2)."""
 
     final: Pattern
     fraction: float

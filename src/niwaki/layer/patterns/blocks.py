@@ -14,11 +14,7 @@ from niwaki.layer.patterns.selection import keep_highest_blocks
 class Block(Tiled, BySparsity):
     """Blocks of r x c weights are kept or dropped together: the lowest ``round(sparsity * blocks)`` are zero.
 
-    A block's score is the sum of its squared scores, which makes the mask the Euclidean projection.
-
-    Args:
-        sparsity: The fraction of blocks that are zero.
-        shape: (r, c), the rows and columns of a block.
+    With sums of squared scores for blocks the mask is the Euclidean projection. ``shape`` is (r, c).
     """
 
     shape: tuple[int, int] = (4, 4)

@@ -12,11 +12,9 @@ from niwaki.layer.patterns.rows import Rows
 
 @dataclass(frozen=True, eq=False)
 class Fixed(ByRows):
-    """A mask that comes from elsewhere: another solver, another model.
+    """A mask from elsewhere, ``values`` (out, in) bool, True where a weight is kept.
 
-    Args:
-        values: (out, in) bool, True where a weight is kept.
-        within: The pattern that it was chosen from, within which solvers may refine it.
+    ``within`` is the pattern that it was chosen from, within which solvers may refine it.
     """
 
     values: Tensor

@@ -87,7 +87,6 @@ class TransposableNM(Tiled, _NOfM):
 
     A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact: of all such tiles
     (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares.
-
     Reference: Hubara et al. 2021, arXiv 2102.08124, with a minimum-cost flow for greater m; its N counts zeros.
     """
 

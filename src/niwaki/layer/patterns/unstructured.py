@@ -38,9 +38,8 @@ class Unstructured(BySparsity, ByRows):
 class PerRow(BySparsity, ByRows):
     """Every row (output) has the same number of zeros, to within one.
 
-    Where ``sparsity * in`` is not a whole number, rows whose next weight has the lowest score have one more: the total
-    is exactly ``round(sparsity * out * in)``. Solvers that choose masks for one run of columns after another do so
-    within each run. Rounding every row down, as public code does, gives 59.9 % for 60 %.
+    The total is exactly ``round(sparsity * out * in)``: rows whose next weight has the lowest score have one more.
+    Solvers that choose masks for one run of columns after another do so within each run.
     """
 
     def __str__(self) -> str:

@@ -64,9 +64,8 @@ def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
             ``+``, see :class:`MaskThenUpdate`.
         settings: Parameter name to value, as text; of the last solver of several.
 
-    Raises:
-        UnknownNameError: no such solver or parameter.
-        UsageError: a value is not of the parameter's type, or out of its range, or a parameter has none.
+    UnknownNameError if there is no such solver or parameter, UsageError if a value is not of the parameter's type or
+    range, or a parameter has none.
     """
     mask, plus, name = name.rpartition("+")
     if plus:

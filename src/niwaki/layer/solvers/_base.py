@@ -30,16 +30,12 @@ class Solver(abc.ABC):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         """Prunes one matrix; changes neither W nor H. Solvers that go step by step call ``monitor`` after each step.
 
-        Raises:
-            PatternError: the pattern does not fit the shape of W.
-            NumericalError: H cannot be factorised or the result is not finite.
+        PatternError if the pattern does not fit the shape of W, NumericalError if H cannot be factorised or the result
+        is not finite.
         """
 
     def flops(self, rows: int, columns: int) -> float:
-        """Floating-point operations of products and factorisations for a matrix (rows, columns) with an H of its own.
-
-        That includes the two products that measure the error: here no more than these.
-        """
+        """Floating-point operations of products and factorisations, with an H of its own; here to measure the error."""
         return 2 * product(rows, columns)
 
     @property

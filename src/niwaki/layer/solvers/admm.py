@@ -34,13 +34,13 @@ class ADMM(Solver):
 
     Differences from the paper:
 
-    1. The update is computed as W = W0 + (Z - U - W0) R with R = rho (H + (lambda + rho) I)^-1: the same, one product a
-       step and none before the first, and what is rounded is the change of the weights rather than the weights.
+    1. W = W0 + (Z - U - W0) R with R = rho (H + (lambda + rho) I)^-1: the same, one product a step, and what is rounded
+       is the change of the weights.
     2. The default schedule is ``constant`` also for n:m, where the published code is gradual; see docs/methods.md.
     3. Dead inputs keep their weights unless the mask takes them.
 
-    Cost: in^3 for R, once for all matrices with the same input, and 2 out in^2 for each of k steps, with a selection in
-    each of the first k_s; memory of R and four copies of W.
+    Cost: in^3 for R, once for matrices with the same input, 2 out in^2 a step, and k_s selections; memory of R and four
+    copies of W.
     Reference: Boza 2024, arXiv 2401.02938, algorithm 1 and eqs. 5-7.
     """
 

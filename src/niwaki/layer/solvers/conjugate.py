@@ -20,8 +20,7 @@ class ConjugateGradients(Solver):
 
         R = M * ((W0 - Z) (H + lambda I)),   P = R + beta P,   Z = Z + alpha P
 
-    ``stats["residual"]``, the norm of R at the end relative to the start, tells how far it came. 20 steps are as good
-    as 200 (docs/log.md); half-way there, weights that hardly matter to the error depend on rounding.
+    ``stats["residual"]`` is the norm of R at the end relative to the start. 20 steps are as good as 200 (docs/log.md).
 
     Differences from the paper:
 

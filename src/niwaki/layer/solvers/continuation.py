@@ -52,8 +52,7 @@ class Continuation(Solver):
     Differences from the paper: not published elsewhere; ALPS (arXiv 2406.07831) is the nearest. Boza 2024 (section 3.4)
     warns that ADMM with the L0 constraint and one fixed penalty may cycle. Against that, with figures in docs/log.md:
 
-    1. A penalty that grows: first a pruned weight comes back easily, later all settle. In every step it is only that of
-       the choice of weights, at no cost; the weights need two inverses.
+    1. A penalty that grows, so that all settle: that of the choice in every step, at no cost, that of the weights once.
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
     3. Parts: two columns that stand in for each other are not both dropped, or both kept, in the same step.
     4. The choice by degrees: half as many sweeps for the same error.

@@ -28,8 +28,8 @@ class Descent(Solver):
                 Z = Z - eta rms(W0) (m / (1 - beta^t)) / (sqrt(v / (1 - 0.999^t)) + 1e-8 rms(W0))
 
     with lambda_max the largest eigenvalue of H and rms(W0) the root mean square of the weights, so that eta has no
-    unit. ``stats["residual"]``, the norm of G at the end relative to the start, tells how far it came; above 1 it went
-    astray. Where no weight is pruned SGD diverges from eta = 2 (1 + beta) on, and a mask leaves it more room.
+    unit. ``stats["residual"]``, the norm of G at the end relative to the start, is above 1 where it went astray, as SGD
+    does from eta = 2 (1 + beta) on if no weight is pruned.
 
     Differences from the paper, with figures in docs/log.md:
 
@@ -40,9 +40,7 @@ class Descent(Solver):
     (adam) copies of W.
     Reference: Hubara et al. 2021, arXiv 2102.08124 (AdaPrune); Kingma & Ba 2014, arXiv 1412.6980, algorithm 1.
 
-    Attributes:
-        learning_rate: eta; 0.1 is for adam, sgd wants 1.
-        momentum: beta.
+    ``learning_rate`` is eta (0.1 is for adam, sgd wants 1) and ``momentum`` beta.
     """
 
     method: Method = one_of(Method, "adam")

@@ -24,8 +24,7 @@ class DSnoT(Solver):
         i = argmax over pruned k of  W_rk E[A_k] / Var[A_k]                                      (growing)
         j = argmin over kept k with W_rk E[A_k] < 0 of  |W_rk| |A_k|_2                           (pruning)
 
-    so that both lessen e_r. The start is Wanda's mask, or the one that is given (``sparsegpt+dsnot``). It needs
-    ``Gram.mean``.
+    so that both lessen e_r. It starts with Wanda's mask, or a given one (``sparsegpt+dsnot``), and needs ``Gram.mean``.
 
     Differences from the paper, with figures in docs/log.md:
 
@@ -40,9 +39,8 @@ class DSnoT(Solver):
     Cost: elementwise work on the rows that have not stopped, some ten passes a cycle; memory of four copies of W.
     Reference: Zhang et al. 2023, arXiv 2310.08915, growing and pruning criteria; the code is github.com/zyxxmu/DSnoT.
 
-    Attributes:
-        cycles: Exchanges in a row at most (the paper's T).
-        threshold: A row is done when |e_r| is below it, relative to the root of sum_k W_rk^2 E[A_k^2].
+    ``cycles`` (the paper's T) is the most exchanges of a row, which is done when |e_r| is below ``threshold`` times the
+    root of sum_k W_rk^2 E[A_k^2].
     """
 
     cycles: int = at_least(1, 50)

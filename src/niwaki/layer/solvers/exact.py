@@ -39,10 +39,7 @@ class Exact(Solver):
     weights. Iterative refinement gains nothing (docs/log.md).
 
     Cost: sum over rows of k^3 / 3 for support k, one product 2 out in^2, and up to as much for the residual; memory of
-    one batch, two copies of W and one of H.
-
-    Attributes:
-        memory: GiB that a batch may take. A batch has at least one row, whatever it takes.
+    two copies of W, one of H, and a batch: at most ``memory`` GiB, or one row.
     """
 
     damping: float = at_least(0, 0.01)

@@ -40,11 +40,9 @@ class OBC(Solver):
        the pattern asks for, and all patterns go the same way.
     3. The coordinates are normalised, so damping and ties do not depend on the sizes of the inputs.
 
-    Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in.
+    Cost: out in k^2 for k removals per row, at most out in^3, and in^3 for the inverse; memory of out k in, at most
+    ``memory`` GiB (without structure estimated from the first mask).
     Reference: Frantar & Alistarh 2022, arXiv 2208.11580, section 4; the code is github.com/IST-DASLab/OBC.
-
-    Attributes:
-        memory: GiB that the vectors g may take. Without structure what they take is estimated from the first mask.
     """
 
     damping: float = at_least(0, 0.01)

@@ -34,9 +34,8 @@ class SparseGPT(Solver):
     copies of W.
     Reference: Frantar & Alistarh 2023, arXiv 2301.00774, algorithm 1.
 
-    Attributes:
-        block_size: Columns whose mask is chosen together (the paper's B_s), and whose updates of the columns to the
-            right (B), which does not change the result.
+    ``block_size`` is both the columns whose mask is chosen together (the paper's B_s), and those whose updates of the
+    columns to the right are (B), which does not change the result.
     """
 
     damping: float = at_least(0, 0.01)

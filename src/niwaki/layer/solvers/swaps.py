@@ -24,8 +24,8 @@ class Swaps(Solver):
 
     In each step every row makes the best of its exchanges, if the change is negative; then c += w_u H_:u - w_p H_:p. A
     row ends when no change is negative, or after ``iterations`` exchanges; ``stats["rows_at_limit"]`` is the number of
-    these rows, and ``stats["converged"]`` is 1 if that is 0. Pairs are within the group in n:m, within the row
-    otherwise, so that each keeps its number of zeros. An update of the weights can follow, as in ``wanda+swaps+exact``.
+    these rows, and ``stats["converged"]`` is 1 if that is 0. Pairs are within the group in n:m, or the row, which keeps
+    its number of zeros. An update of the weights can follow: ``wanda+swaps+exact``.
 
     Differences from the paper:
 
