@@ -114,11 +114,9 @@ class Extras(NamedTuple):
 
 
 def load(directory: str | Path) -> Material:
-    """Reads what ``niwaki prune``, ``shrink`` or ``compare`` wrote to ``directory``.
+    """Reads what ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError where none of them did.
 
-    Raises:
-        UsageError: none of them did.
-        CheckpointError: their files cannot be read.
+    Raises CheckpointError where their files cannot be read.
     """
     directory = Path(directory).expanduser()
     if (directory / "compare.json").is_file():
