@@ -35,16 +35,16 @@ class Fit:
     the dense model's inputs (as in EBFT, arXiv 2402.12419). Steps are relative to the root mean square of each
     parameter's weights that are not zero, and decrease linearly to 0. Some batches are held out (of one batch alone,
     itself); the weights are those of the epoch with the lowest error there, or the original ones if none is better. No
-    weight becomes zero. A step takes one batch of each process, as long as there are targets, which may be of the first
-    samples only. With ``on_grid`` the block computes with rounded weights, whose gradients change unrounded ones.
+    weight becomes zero. A step takes one batch of each process. With ``on_grid`` the block computes with rounded
+    weights, whose gradients change unrounded ones.
 
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
     """
 
     block: DecoderBlock
-    states: HiddenStates  # the inputs of the pruned block
-    targets: HiddenStates  # what its outputs should be
+    states: HiddenStates  # the inputs of the pruned block, which stay as they are
+    targets: HiddenStates  # what its outputs should be, in batches for the same parts; of the first samples at least
     effort: Effort
     world: World
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block

@@ -30,7 +30,7 @@ TOKENS = 48  # that are generated after a prompt
 def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None) -> Extras:
     """Masks, where weights became zeros, and how the pruned model in ``directory`` continues ``prompts``.
 
-    What is not available is left out with a remark that says why: the record is worth a report without it.
+    These are by default ``PROMPTS``. What is not available is left out with a remark: the record is worth a report.
     """
     prompts = PROMPTS if prompts is None else prompts
     masks: list[MaskPicture] = []

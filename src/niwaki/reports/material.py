@@ -114,10 +114,7 @@ class Extras(NamedTuple):
 
 
 def load(directory: str | Path) -> Material:
-    """Reads what ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError where none of them did.
-
-    Raises CheckpointError where their files cannot be read.
-    """
+    """What ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError for nothing, CheckpointError if unreadable."""
     directory = Path(directory).expanduser()
     if (directory / "compare.json").is_file():
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))

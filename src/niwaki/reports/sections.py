@@ -106,8 +106,7 @@ def point_of(run: Run, text: str) -> charts.Row:
 def published(material: Material) -> Section:
     """Published results next to these, a chart for each model and context that was published.
 
-    Perplexities of other models, texts and contexts do not compare, so these are ratios to that of the dense model, and
-    not in the chart of what was measured here.
+    Perplexities of other models, texts and contexts do not compare, so all are ratios to that of the dense model.
     """
     results = json.loads((files("niwaki.reports") / "published.json").read_text(encoding="utf-8"))
     own = ratios(material)

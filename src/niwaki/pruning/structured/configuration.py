@@ -63,7 +63,7 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
 
 
 def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], removals: Sequence[Removal]) -> None:
-    """Raises UnsupportedModelError unless config.json in ``directory`` is for the blocks ``kept`` after ``removals``."""
+    """UnsupportedModelError unless config.json in ``directory`` is for the blocks ``kept`` after ``removals``."""
     kind = model.checkpoint.config.get("model_type")
     cannot = f"{model.checkpoint.path} ({kind}) cannot become smaller like this:"
     try:
