@@ -57,8 +57,7 @@ def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
     """The number of zeros in each matrix: ``zeros`` in total, where they cost least.
 
     For convex curves, as they nearly are, no other distribution costs less; of others the greatest convex curve below
-    is used. If all are divisible the total is exact, as far as the curves reach; else the next one that their points
-    allow.
+    is used. The total is exact as far as curves reach if all are divisible; else the next one that their points allow.
     """
     chosen = [round(curve.points[0][0] * curve.weights) for curve in curves]
     pieces = [

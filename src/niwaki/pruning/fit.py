@@ -32,23 +32,19 @@ class Fit:
     """Fits the weights of ``block`` that are not zero, so that its outputs come near those of the dense block.
 
     Adam on |f(x) - y|^2, where x are the block's inputs in the pruned model and y the outputs of the dense block for
-    the dense model's inputs. Steps are relative to the root mean square of each parameter's weights that are not zero,
-    and decrease linearly to 0. Some batches are held out (of one batch alone, itself); the weights are those of the
-    epoch with the lowest error there, or the original ones if none is better. No weight becomes zero.
-
-    ``states`` and ``targets`` are in batches for the same parts, and neither is changed. The targets may be of the
-    first samples only, to which the block is then fitted. A step takes one batch of each process. With ``on_grid`` the
-    block computes with rounded weights, whose gradients change weights that are not rounded.
+    the dense model's inputs (as in EBFT, arXiv 2402.12419). Steps are relative to the root mean square of each
+    parameter's weights that are not zero, and decrease linearly to 0. Some batches are held out (of one batch alone,
+    itself); the weights are those of the epoch with the lowest error there, or the original ones if none is better. No
+    weight becomes zero. A step takes one batch of each process. With ``on_grid`` the block computes with rounded
+    weights, whose gradients change unrounded ones.
 
     Cost: per epoch a forward and a backward pass of the block for all batches; memory of five float32 copies of the
     weights and of the activations of a batch.
-
-    Reference: EBFT, arXiv 2402.12419, fits blocks to the outputs of dense ones on dense inputs.
     """
 
     block: DecoderBlock
-    states: HiddenStates  # the inputs of the pruned block
-    targets: HiddenStates  # what its outputs should be
+    states: HiddenStates  # the inputs of the pruned block, which stay as they are
+    targets: HiddenStates  # what its outputs should be, in batches for the same parts; of the first samples at least
     effort: Effort
     world: World
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block

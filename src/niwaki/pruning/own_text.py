@@ -33,18 +33,15 @@ def synthesize(
     """(``count``, length) int64: text drawn from the dense model, token by token from its own probabilities.
 
     The windows, the same in all processes, are as long as those of ``tokens`` (samples, length), this process's share
-    of the given text, and each begins with a few tokens of it, from other places than the beginnings of its windows.
-    The end of a text may be drawn, and the window continues after it. A fit to more text holds better on unseen text,
-    and the model's own is nearly as good for that as real text (docs/effort.md). None where the model with its keys and
-    values does not fit in ``budget`` bytes, by default those of the device, of each process.
+    of the given text, and begin with a few tokens from within these; after the end of a text they continue. None where
+    the model with its keys and values does not fit in ``budget`` bytes of each process, by default the device's.
 
-    Cost: a pass of the whole model, in memory with keys and values, for each position of a window and each batch of
-    sequences; ``progress`` receives a step for each.
+    Cost: a pass of the whole model for each position of a window and each batch of sequences, a step for ``progress``.
 
-    Reference: Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
+    Why: a fit to more text holds better on unseen text, and the model's own is nearly as good for that as real text
+    (docs/effort.md). Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
 
-    Raises:
-        UnsupportedModelError: transformers cannot generate text with this model.
+    Raises UnsupportedModelError where transformers cannot generate text with this model.
     """
     length = tokens.shape[1]
     given, width = torch.cat(world.collected(tokens)), max(1, round(length * _PROMPT))
@@ -98,11 +95,8 @@ def _generated(whole: PreTrainedModel, prompts: Tensor, length: int, criterion: 
 
 
 def _together(model: StreamedModel, length: int, budget: int | None) -> int:
-    """How many sequences to write at a time; 0 where the model does not fit.
-
-    It depends on the size of the memory and not on how much of it is free, so that the same run on the same machine
-    draws the same text.
-    """
+    """How many sequences to write at a time; 0 where the model does not fit."""
+    # Not by how much of the memory is free: the same run on the same machine draws the same text.
     if budget is None and model.device.type == "cuda":
         budget = torch.cuda.get_device_properties(model.device).total_memory
     elif budget is None:

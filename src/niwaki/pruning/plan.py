@@ -1,7 +1,5 @@
 """Examines the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -54,15 +52,12 @@ Place = tuple[int, str]
 class Plan:
     """What is decided before anything is pruned."""
 
-    #: The number of zeros of each matrix; empty where all have the same pattern.
-    zeros: dict[Place, int] = field(default_factory=dict)
+    zeros: dict[Place, int] = field(default_factory=dict)  # of each matrix; empty where all have the same pattern
     #: For each matrix (out,), the weight of each output's squared error; empty where all count the same.
     importance: dict[Place, Tensor] = field(default_factory=dict)
-    #: (samples, length) int64, text that the dense model wrote, if any.
-    synthetic: Tensor | None = None
+    synthetic: Tensor | None = None  # (samples, length) int64, text that the dense model wrote, if any
 
     def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
-        """The pattern of a matrix."""
         zeros = self.zeros.get(matrix.place)
         return usual if zeros is None else _at(usual, zeros / matrix.size)
 
@@ -78,8 +73,7 @@ class Plan:
             os.fsync(file.fileno())
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
-        """The inverse of :meth:`save`."""
+    def load(cls, path: Path) -> "Plan":
         with safe_open(path, "pt") as file:
             zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
@@ -100,17 +94,16 @@ def plan(
     """Examines the dense model as far as ``effort`` needs it, on this process's calibration ``tokens``.
 
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
-    pruned to several sparsities, and the squared errors of their outputs are weighted by how sensitive the loss is to
-    them (the diagonal of the Fisher information, see :mod:`.sensitivity`); a curve through these points says what the
-    next zero costs. "error" uses errors relative to the squared outputs instead, "owl" the share of outliers in each
-    block (Yin et al. 2024).
-
-    Only matrices whose pattern can have another sparsity (:meth:`Pattern.at`) take part.
+    pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
+    (:mod:`.sensitivity`), goes a curve of what the next zero costs. "error" uses errors relative to the squared outputs
+    instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern can have another
+    sparsity (:meth:`Pattern.at`) take part.
     """
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:
         return Plan()
-    tokens = _pilot(tokens, effort.pilot, world)
+    whole = torch.cat(world.collected(tokens))
+    tokens = world.share(whole[:: max(1, min(math.floor(1 / effort.pilot), len(whole) // world.size))])
     importance: dict[Place, Tensor] = {}
     if effort.allocation == "loss" or effort.importance > 0:
         batches = math.ceil(len(tokens) / max(1, TOKENS_PER_BATCH // tokens.shape[1]))
@@ -146,7 +139,6 @@ class _Costs:
     _outliers: list[float] = field(default_factory=list)  # of each block
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
-        """Examines the matrices of ``block``."""
         matrices = {matrix.name: matrix for matrix in self.matrices if matrix.block == block.index}
         if not matrices:
             return
@@ -168,7 +160,9 @@ class _Costs:
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         allocation, usual, scale = self.effort.allocation, self.pattern_of(matrix), 1.0
-        rows = _some(len(W))
+        # Not at even distances, because heads and their parts have these too.
+        rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))
+        rows = rows[: max(_ROWS, math.ceil(len(W) / 16))].sort().values
         W = W[rows.to(W.device)]
         if allocation == "loss":
             W.mul_(self.importance[matrix.place][rows].sqrt().unsqueeze(1).to(W.device))
@@ -187,7 +181,6 @@ class _Costs:
         return smooth(matrix.size, points, problem.power * scale, _at(usual, 0.0).sparsity)
 
     def zeros(self) -> dict[Place, int]:
-        """The number of zeros of each matrix."""
         total = round(math.fsum(self.pattern_of(matrix).sparsity * matrix.size for matrix in self.matrices))
         if self.effort.allocation == "owl" or self.effort.per == "block":
             groups = [[*group] for _, group in itertools.groupby(self.matrices, lambda matrix: matrix.block)]
@@ -203,19 +196,6 @@ class _Costs:
             counts = rounded([share * matrix.size / weight for matrix in group], share)
             zeros |= zip([matrix.place for matrix in group], counts, strict=True)
         return zeros
-
-
-def _pilot(tokens: Tensor, share: float, world: World) -> Tensor:
-    """This process's part of that ``share`` of all processes' ``tokens``, of at least one sample per process."""
-    step = max(1, math.floor(1 / share))
-    whole = torch.cat(world.collected(tokens))
-    return world.share(whole[:: max(1, min(step, len(whole) // world.size))])
-
-
-def _some(rows: int) -> Tensor:
-    """The numbers of some rows: not at even distances, because heads and their parts have these too."""
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    return order[: max(_ROWS, math.ceil(rows / 16))].sort().values
 
 
 def _at(pattern: Pattern, sparsity: float) -> Pattern:

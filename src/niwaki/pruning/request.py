@@ -136,11 +136,8 @@ def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | Non
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
-    With both, the mask may be refined within the pattern, and all masks are checked first, so that an error in the
-    last block does not come after hours.
-
-    Raises:
-        UsageError: there is neither, or the pattern does not fit the matrices or their masks.
+    With both, the mask may be refined within the pattern. All are checked first, so that no error comes after hours:
+    UsageError where there is neither, or the pattern does not fit the matrices or their masks.
     """
     matrices = streamed.matrices()
     if wanted is not None:

@@ -30,18 +30,16 @@ def sensitivities(
         g_o = (1 / tokens) sum_t (dL / dy_to)^2,    y = x W^T,    L = - sum_t log p(label_t | tokens up to t)
 
     over ``tokens`` (samples, length) int64, of which this is the process's share; those of all processes are in order.
-    There is one label for each position, the last of each sequence included, drawn from the model's own predictions.
-    So g is a diagonal of the Fisher information: to second order, independent noise of variance v in output o of every
-    token raises the loss by g_o v / 2 per token. For an expert the sum is over the tokens routed to it.
+    There is a label for each position, drawn from the model's own predictions (up to rounding, by the sample's place
+    among those of all processes). So g is a diagonal of the Fisher information: to second order, independent noise of
+    variance v in output o of every token raises the loss by g_o v / 2 per token. For an expert the sum is over the
+    tokens routed to it. ``done`` is called after each batch in each block, forwards and backwards.
 
-    Up to rounding, labels depend only on a sample's place among those of all processes. The last norm, the head and the
-    loss are in float32 whatever the blocks run in. On a GPU gradients of attention and of experts are summed in no
-    fixed order, so the last digits may differ between runs. ``done`` is called after each batch in each block, forwards
-    and backwards.
+    The last norm, the head and the loss are in float32 whatever the blocks run in. On a GPU gradients of attention and
+    of experts are summed in no fixed order, so the last digits may differ between runs.
 
-    Cost: all weights are read twice; two forward passes and a backward pass without gradients of weights, which takes
-    as much as one of them. Memory: one block, its activations and their gradients for one batch, and on the CPU the
-    inputs of all blocks, within the model's memory budget.
+    Cost: all weights are read twice; two forward passes, and a backward pass that takes as much as one of them. Memory:
+    one block, its activations and gradients for one batch, and the inputs of all blocks within the model's budget.
 
     References: Martens and Grosse 2015, arXiv 1503.05671, for the factors of the Fisher matrix; Kunstner et al. 2019,
     arXiv 1905.12558, for why labels are drawn and not taken from the text.

@@ -47,10 +47,7 @@ class BlockSolver:
     progress: Progress
 
     def solve(self, block: DecoderBlock, grams: list[InputGram], keep: Callable[[Matrix, Solved], None]) -> None:
-        """Solves all matrices of ``block``, and gives each result to ``keep``, in the same order in all processes.
-
-        ``grams`` is empty afterwards: each is freed as soon as it is not needed any more.
-        """
+        """Gives the result of each matrix to ``keep``, in the same order in all processes; ``grams`` becomes empty."""
         names = [name for inputs in grams for name in inputs.names]
         matrices = {matrix.name: matrix for matrix in block.matrices if matrix.name in names}
         costs = [self._flops(*matrices[name].shape) for name in names]

@@ -25,7 +25,7 @@ from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, MatrixRecord, Perplexity, Record
+from niwaki.records.record import Clock, Perplexity, Record
 
 
 class Streams(NamedTuple):
@@ -137,11 +137,7 @@ class Walk:
         return made
 
     def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
-        """Prunes the matrices of a block, and fits it if the effort says so.
-
-        ``streams.calibration_dense``, the inputs of the dense block, become its outputs, unless this is the last block
-        and nothing needs them.
-        """
+        """Prunes the matrices of a block, and fits it if asked to; ``calibration_dense`` advances if it is needed."""
         effort, world, progress, clock = self.request.effort, self.world, self.progress, self.clock
         states, dense = streams.calibration, streams.calibration_dense
         if dense:
@@ -187,7 +183,12 @@ class Walk:
                 self.writer.write(scale_key(matrix), scales, matrix.index)
         zeros = stored.numel() - int(stored.count_nonzero())
         self.journal.zeros[matrix.key] = self.journal.zeros.get(matrix.key, 0) + zeros
-        self._note_damping(record)
+        asked, used = record.stats.get("damping_asked"), record.stats.get("damping")
+        if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
+            self._note(
+                f"block {record.block} {record.name}: damping raised from {asked:g} to {used:g}, "
+                "because the Gram matrix is close to singular"
+            )
         self.record.matrices.append(record)
 
     def _on_grid(self, matrix: Matrix, W: Tensor) -> Tensor:
@@ -195,14 +196,6 @@ class Walk:
         assert self.request.grid is not None
         scales = self._scales[matrix.name]
         return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
-
-    def _note_damping(self, matrix: MatrixRecord) -> None:
-        asked, used = matrix.stats.get("damping_asked"), matrix.stats.get("damping")
-        if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
-            self._note(
-                f"block {matrix.block} {matrix.name}: damping raised from {asked:g} to {used:g}, "
-                "because the Gram matrix is close to singular"
-            )
 
     def _restore(self, block: DecoderBlock) -> None:
         """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""

@@ -1,10 +1,9 @@
 """The report's charts, as SVG text; nothing here knows of records.
 
-They are drawn when the report is made and not in the browser: so the page needs no library (which would be 1 to 5 MB
-in each report), prints as it looks, and shows its charts where scripts are off. Colours are names of the page's CSS
-variables, so that charts turn dark with it. What a reader sees of a mark by pointing at it is its ``aria-label``, which
-is also what screen readers say. Each chart is drawn twice, for wide and for narrow windows: on a phone, text that
-shrinks with its picture cannot be read.
+They are drawn when the report is made and not in the browser: so the page needs no library of 1 to 5 MB, prints as it
+looks, and has charts where scripts are off. Colours are CSS variables, so that charts turn dark with the page. What a
+reader sees by pointing at a mark is its ``aria-label``, as in screen readers. Each chart is drawn twice, for wide and
+for narrow windows: on a phone, text that shrinks with its picture cannot be read.
 """
 
 import functools
@@ -137,10 +136,7 @@ def _dense_layers(dense: Row, scale: alt.Scale, text: bool) -> list[Any]:
 
 @_drawn_twice
 def heat_map(width: int, cells: Sequence[Row], share: float = 1.0) -> Any:
-    """A rectangle for each kind of matrix and block, on a ``share`` of a wide window.
-
-    ``cells`` have "block", "row" (the kind), "step" (a colour from 0 to ``STEPS`` - 1) and "label".
-    """
+    """A rectangle for each of ``cells``: "block", "row" (its kind), "step" (of ``STEPS`` colours) and "label"."""
     wide = width == _WIDE
     rows, blocks = rows_and_blocks(cells)
     ramp = alt.Scale(domain=list(range(STEPS)), range=[f"var(--h{step})" for step in range(STEPS)])

@@ -28,10 +28,9 @@ TOKENS = 48  # that are generated after a prompt
 
 
 def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None) -> Extras:
-    """Masks, where weights became zeros, and text of the pruned model in ``directory``.
+    """Masks, where weights became zeros, and how the pruned model in ``directory`` continues ``prompts``.
 
-    It continues ``prompts``, by default ``PROMPTS``; an empty list is for no text. What is not available is left out
-    with a remark that says why: the record is worth a report without it.
+    These are by default ``PROMPTS``. What is not available is left out with a remark: the record is worth a report.
     """
     prompts = PROMPTS if prompts is None else prompts
     masks: list[MaskPicture] = []
@@ -76,9 +75,7 @@ def mask_pictures(checkpoint: Checkpoint, record: Record) -> list[MaskPicture]:
 def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
     """The most likely ``TOKENS`` tokens after each prompt, as text.
 
-    Raises:
-        CheckpointError: there is no room for the model, or transformers cannot generate text with it.
-        UsageError: a prompt is empty.
+    Raises CheckpointError where the model has no room or transformers cannot use it, UsageError for an empty prompt.
     """
     needed = sum(entry.size for entry in checkpoint.entries.values())
     free = psutil.virtual_memory().available  # with what the system only caches

@@ -114,12 +114,7 @@ class Extras(NamedTuple):
 
 
 def load(directory: str | Path) -> Material:
-    """Reads what ``niwaki prune``, ``shrink`` or ``compare`` wrote to ``directory``.
-
-    Raises:
-        UsageError: none of them did.
-        CheckpointError: their files cannot be read.
-    """
+    """What ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError for nothing, CheckpointError if unreadable."""
     directory = Path(directory).expanduser()
     if (directory / "compare.json").is_file():
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))

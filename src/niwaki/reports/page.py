@@ -26,8 +26,7 @@ def report(
     Args:
         directory: What :func:`niwaki.prune`, :func:`niwaki.shrink` or :func:`niwaki.compare` wrote.
         out: The file; by default ``report.html`` in ``directory``.
-        prompts: What the models are to continue, dense and pruned: by default three sentences; an empty list for no
-            text. A comparison has none.
+        prompts: What pruned and dense models continue, by default three sentences; none in a comparison or for [].
         reference: "paper" for published results too, marked as such and not measured.
         progress: Receives how it goes.
 

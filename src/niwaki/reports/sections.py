@@ -39,9 +39,6 @@ def sections(material: Material, reference: bool = False) -> list[Section]:
     return [section for section in made if section is not None]
 
 
-# Perplexity against sparsity
-
-
 def frontier(material: Material) -> Section | None:
     """Of a comparison, for each text perplexity against sparsity, beside it patterns that are no percentages."""
     if material.record or not material.texts:
@@ -106,15 +103,10 @@ def point_of(run: Run, text: str) -> charts.Row:
     }
 
 
-# Published results
-
-
 def published(material: Material) -> Section:
     """Published results next to these, a chart for each model and context that was published.
 
-    Perplexities of other models, texts and contexts do not compare, so no published one is drawn into the chart of
-    what was measured here. What is drawn is the ratio to the dense model's perplexity, which says how much of a model
-    is lost, and one chart for each published model: models differ in how much they lose, too.
+    Perplexities of other models, texts and contexts do not compare, so all are ratios to that of the dense model.
     """
     results = json.loads((files("niwaki.reports") / "published.json").read_text(encoding="utf-8"))
     own = ratios(material)
@@ -160,9 +152,6 @@ def ratios(material: Material) -> list[charts.Row]:
         point |= {key: point[key] / dense.value for key in ("value", "low", "high") if key in point}
         point["label"] = f"measured: {point['label']}, {point['value']:.3g} times the dense {material.name}"
     return points
-
-
-# Errors and sparsities of matrices
 
 
 def errors(material: Material) -> Section | None:
@@ -226,9 +215,7 @@ def allocation(material: Material) -> Section | None:
         zeros[matrix.block] += matrix.sparsity * math.prod(matrix.shape)
         weights[matrix.block] += math.prod(matrix.shape)
     percent = {block: 100 * count / weights[block] for block, count in zeros.items()}
-    bars = [
-        {"block": block, "value": value, "label": f"block {block}: {value:.2f} %"} for block, value in percent.items()
-    ]
+    bars = [{"block": key, "value": value, "label": f"block {key}: {value:.2f} %"} for key, value in percent.items()]
     cells = zeros_of(record, "{:.2%} zeros")
     ticks = [{**cell, "value": 100 * cell["value"]} for cell in cells]
     sparsities = [matrix.sparsity for matrix in record.matrices]
@@ -258,9 +245,6 @@ def fits(material: Material) -> Section | None:
     )
     exhibit = Exhibit(figures, table, label="errors of blocks before and after fitting")
     return Section("fits", "Fitting blocks to the dense ones", why, [exhibit])
-
-
-# Time
 
 
 def time(material: Material) -> Section | None:
@@ -322,11 +306,9 @@ def speed(material: Material) -> Section | None:
     if material.speed is None:
         return None
     head, *rows = zip(*material.speed.table(), strict=True)
-    why = (
-        "The pruned model with its zeros (dense) and without them (packed), each in a process of its own: "
-        f"{material.speed.conditions()}."
-    )
-    return Section("speed", "Speed and size", why, [Exhibit([], Table.of(head, rows), open=True)])
+    why = "The pruned model with its zeros (dense) and without them (packed), each in a process of its own: "
+    exhibit = Exhibit([], Table.of(head, rows), open=True)
+    return Section("speed", "Speed and size", f"{why}{material.speed.conditions()}.", [exhibit])
 
 
 def details(material: Material) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """What sections of a report are made of: charts, and tables with their numbers."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -26,7 +24,7 @@ class Table(NamedTuple):
     rows: list[list[Cell]]
 
     @classmethod
-    def of(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    def of(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
         """From text alone."""
         return cls(list(head), [[Cell(text) for text in row] for row in rows])
 

@@ -63,10 +63,7 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
 
 
 def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], removals: Sequence[Removal]) -> None:
-    """Builds the model of the config.json in ``directory``, without weights.
-
-    Raises UnsupportedModelError unless its blocks are the blocks ``kept`` of ``model`` after ``removals``.
-    """
+    """UnsupportedModelError unless config.json in ``directory`` is for the blocks ``kept`` after ``removals``."""
     kind = model.checkpoint.config.get("model_type")
     cannot = f"{model.checkpoint.path} ({kind}) cannot become smaller like this:"
     try:
@@ -104,8 +101,7 @@ def _traits(block: nn.Module) -> dict[str, Any]:
 def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, str]]]:
     """(keys outside blocks, for each block its keys with what they become elsewhere, ``{}`` for the block's number).
 
-    Tensors that are not parameters of the model, such as buffers in old files, are assigned by their names too.
-    UnsupportedModelError where a key of a block does not have the block's number.
+    By names, so that buffers in old files are assigned too; UnsupportedModelError where a name lacks the number.
     """
     last = model.path.rpartition(".")[2]
     prefixes: set[str] = set()  # what is before the number of a block in keys

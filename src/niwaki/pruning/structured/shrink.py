@@ -130,12 +130,8 @@ def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, r
 def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
     """The influence of each block: 1 - the mean cosine of its input and output over the tokens.
 
-    Cost: a forward pass, in which ``states``, the inputs of the first block, become the outputs of the last one.
-
-    Reference: ShortGPT, arXiv 2403.03853, eq. 1. Differences: none known.
-
-    Raises:
-        NumericalError: a block's outputs are not finite.
+    ShortGPT, arXiv 2403.03853, eq. 1; differences: none known. Cost: a forward pass, in which ``states``, the inputs of
+    the first block, become the outputs of the last one. Raises NumericalError where a block's outputs are not finite.
     """
     influence = []
     for block in model.stream():
