@@ -3,14 +3,12 @@
 Nothing here imports torch, so that the command line can be read before it is loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from niwaki.errors import UnknownNameError, UsageError
 
@@ -28,7 +26,7 @@ Order = Literal["first", "random"]
 #: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
 TF32 = Literal["auto", "always", "never"]
 #: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
-Text: TypeAlias = "str | os.PathLike[str] | Windows | Tensor"
+Text: TypeAlias = Union[str, os.PathLike[str], "Windows", "Tensor"]
 Chosen = TypeVar("Chosen", bound="_Options")
 
 

@@ -1,7 +1,5 @@
 """Every method at every sparsity for one model: the paper's table 1 for the user's own."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

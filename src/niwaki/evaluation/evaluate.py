@@ -1,7 +1,5 @@
 """The perplexity of a model directory."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 
