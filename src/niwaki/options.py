@@ -1,4 +1,4 @@
-"""What callers may choose, as frozen dataclasses that raise UsageError; and parameters, sizes and times as text.
+"""What callers choose, as frozen dataclasses that check themselves (UsageError); and sizes and times as text.
 
 Nothing here imports torch, so that the command line can be read before it is loaded.
 """
@@ -42,8 +42,8 @@ class Calibration(_Options):
     """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
-        text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens. Windows and tokens need
-            no ``samples``, ``order`` and ``seed``.
+        text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens. For windows and
+            tokens ``samples``, ``order`` and ``seed`` are not used.
         samples: The number of windows.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones, drawn by ``seed``.

@@ -54,7 +54,7 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
 def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Command], Command]:
     """Gives a command an option for each field of the objects among its parameters, and makes the objects from them.
 
-    Defaults are those of the parameters. Options ``without`` are left out, and of those ``changed`` typer knows this.
+    Defaults are those of the parameters. Options ``without`` are left out; ``changed`` is what typer knows of others.
     """
 
     def decorate(command: Command) -> Command:

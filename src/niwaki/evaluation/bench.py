@@ -34,7 +34,7 @@ def bench(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> SpeedRecord:
-    """Measures a pruned model (a directory or a hub id), dense and packed, each in a process of its own.
+    """Measures a pruned model (directory or hub id, dense or packed) in both forms, each in a process of its own.
 
     After ``prompt`` random tokens ``tokens`` are written, ``repeats`` times; medians count. The form that is not there
     is made in a temporary directory, which takes as much space as its files. ``compute`` has the device, and a dtype

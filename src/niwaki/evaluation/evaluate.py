@@ -25,8 +25,8 @@ def evaluate(
 ) -> Perplexity:
     """The perplexity of the model in a directory (or hub id), dense, pruned or packed, on a text.
 
-    By default it is all of WikiText-2's test text, in windows of 2,048 tokens, or the model's positions if fewer. One
-    decoder block is in memory at a time. Raises a NiwakiError, see :mod:`niwaki.errors`.
+    By default that is all of WikiText-2's test text, in windows of 2,048 tokens, or the model's positions if fewer. One
+    decoder block is in memory at a time. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
     measurement.only_text("evaluate")

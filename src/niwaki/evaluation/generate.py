@@ -37,7 +37,7 @@ def generate(
 
     All of the model has to fit in memory. ``compute`` is as in :func:`niwaki.bench`, and ``say`` receives each piece of
     the text as soon as it is certain. Each token is the most likely one, or above ``temperature`` 0 drawn from the
-    model's probabilities at it, by ``seed``. Raises a NiwakiError, see :mod:`niwaki.errors`.
+    model's probabilities at it, by ``seed``. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")

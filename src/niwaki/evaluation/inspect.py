@@ -39,7 +39,10 @@ class MatrixSummary:
 
 
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
-    """Each matrix that would be pruned in a directory (or hub id), one in memory at a time; raises a NiwakiError."""
+    """Each matrix that would be pruned in a directory (or hub id), one in memory at a time.
+
+    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    """
     checkpoint = open_checkpoint(locate_model(str(model)))
     for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():
         kept = matrix.read(checkpoint) != 0

@@ -70,7 +70,7 @@ class Score:
 class TaskScores:
     """One score for each task and metric, in the order of the tasks.
 
-    ``harness`` is the version of lm-evaluation-harness. Only the first ``limit`` questions of each task were asked.
+    ``harness`` is the version of lm-evaluation-harness. The first ``limit`` questions of each task were asked, or all.
     """
 
     scores: tuple[Score, ...]

@@ -99,7 +99,8 @@ class FitRecord:
     """One block, by its number from 0, whose remaining weights were fitted to the dense block's outputs.
 
     Attributes:
-        before: Squared error of its outputs on held-out samples, relative to the dense block's; ``after`` in the end.
+        before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
+        after: The same in the end.
         epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
     """
 
