@@ -1,7 +1,5 @@
 """Prunes large language models after training."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"

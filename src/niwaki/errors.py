@@ -25,13 +25,9 @@ class PatternError(UsageError):
 
 
 class UnknownNameError(UsageError):
-    """No solver, parameter or option of that name; the message gives the nearest ones.
+    """No ``kind``, such as a solver, parameter or option, of that name; the message gives the nearest ``known`` ones.
 
-    Args:
-        kind: What the name should have been, such as "solver".
-        name: What was given.
-        known: The names that exist.
-        instead: What to say where none is near and they are too many to list.
+    ``instead`` is said where none is near and they are too many to list.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], instead: str = "") -> None:

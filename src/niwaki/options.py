@@ -1,16 +1,14 @@
-"""What callers may choose, as frozen dataclasses that check themselves; and parameters, sizes and times as text.
+"""What callers choose, as frozen dataclasses that check themselves (UsageError); and sizes and times as text.
 
 Nothing here imports torch, so that the command line can be read before it is loaded.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from niwaki.errors import UnknownNameError, UsageError
 
@@ -28,7 +26,7 @@ Order = Literal["first", "random"]
 #: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
 TF32 = Literal["auto", "always", "never"]
 #: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
-Text: TypeAlias = "str | os.PathLike[str] | Windows | Tensor"
+Text: TypeAlias = Union[str, os.PathLike[str], "Windows", "Tensor"]
 Chosen = TypeVar("Chosen", bound="_Options")
 
 
@@ -44,13 +42,11 @@ class Calibration(_Options):
     """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
-        text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens.
-        samples: Windows of it. Not used where ``text`` is windows or tokens, and neither are ``order`` and ``seed``.
+        text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens. For windows and
+            tokens ``samples``, ``order`` and ``seed`` are not used.
+        samples: The number of windows.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
-
-    Raises:
-        UsageError: a number or a word is not valid.
     """
 
     text: Text = "c4"
@@ -77,10 +73,7 @@ class Measurement(_Options):
         samples: The first N windows of it; 0 measures nothing. None for the usual number: 16 for prune and shrink,
             256 of what follows the calibration windows for compare, all of the text otherwise.
         length: Tokens in a window; None for as many as in those of the calibration.
-        before: Whether prune and shrink measure the dense model too.
-
-    Raises:
-        UsageError: a number is not valid.
+        before: Whether prune and shrink measure the dense model also.
     """
 
     text: Text | Sequence[str] | None = None
@@ -110,7 +103,7 @@ class Compute(_Options):
     """Where and in what a model runs; a device alone will do, as in ``compute="cuda"``.
 
     Attributes:
-        device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one.
+        device: "cpu", "cuda", "cuda:1"...; "auto" is a GPU if there is one. It is checked when the model is opened.
         dtype: What blocks run in: "float32", "bfloat16", "float16"; "auto" is float32 on a CPU and the checkpoint's own
             on a GPU. Gram matrices and solvers always use float32.
         tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
@@ -118,9 +111,6 @@ class Compute(_Options):
             never use it.
         memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a file
             in the system's temporary directory. None for no limit.
-
-    Raises:
-        UsageError: a size or a word is not valid. Whether there is such a device is seen when the model is opened.
     """
 
     device: str = "auto"
@@ -153,11 +143,8 @@ class Compute(_Options):
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:
     """The dataclass of ``known`` that ``text`` names, with parameters changed as in ``adam:iterations=50``.
 
-    ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver".
-
-    Raises:
-        UnknownNameError: no such name or parameter.
-        UsageError: a value is not of the parameter's type, or out of its range, or a parameter has none.
+    ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver". UnknownNameError is for
+    names and parameters, UsageError for values that are missing, of another type or out of their range.
     """
     name, *pairs = text.split(":")
     for pair in pairs:

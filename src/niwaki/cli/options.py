@@ -54,11 +54,7 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
 def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Command], Command]:
     """Gives a command an option for each field of the objects among its parameters, and makes the objects from them.
 
-    Defaults are those of the parameters.
-
-    Args:
-        without: Options, by their parameters, that the command does not have.
-        changed: By parameter, what typer is to know of an option where this command says it in another way.
+    Defaults are those of the parameters. Options ``without`` are left out; ``changed`` is what typer knows of others.
     """
 
     def decorate(command: Command) -> Command:

@@ -21,13 +21,9 @@ Self = TypeVar("Self", bound="Screen")
 
 
 class Screen(Progress):
-    """Says on standard error what is being done: a spinner on a terminal, lines in a log.
+    """Says on standard error what is being done, such as "pruning demo": a spinner on a terminal, lines in a log.
 
-    It is there before torch and transformers are imported, which takes seconds.
-
-    Args:
-        what: What is being done, such as "pruning demo".
-        console: Where results go.
+    It is there before torch and transformers are imported, which takes seconds. Results go to ``console``.
     """
 
     def __init__(self, what: str, console: Console = out) -> None:

@@ -34,18 +34,11 @@ def bench(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> SpeedRecord:
-    """Measures a pruned model, dense and packed, each in a process of its own.
+    """Measures a pruned model (directory or hub id, dense or packed) in both forms, each in a process of its own.
 
-    The form that is not there is made in a temporary directory, which takes as much space as its files.
-
-    Args:
-        model: A pruned model, dense or packed: a directory or a hub id.
-        prompt: Tokens of the prompt, drawn at random.
-        tokens: Tokens to write after it.
-        repeats: How often; medians count.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`, with a dtype as for :func:`niwaki.load`;
-            ``tf32`` and ``memory`` are not used.
-        progress: Receives how it goes.
+    After ``prompt`` random tokens ``tokens`` are written, ``repeats`` times; medians count. The form that is not there
+    is made in a temporary directory, which takes as much space as its files. ``compute`` has the device, and a dtype
+    as for :func:`niwaki.load`; ``tf32`` and ``memory`` are not used.
 
     Raises:
         UsageError: nothing can be packed, or a number is out of its range.
@@ -87,13 +80,12 @@ def _measured(directory: Path, *asked: Any) -> Speed:
     process.start()
     send.close()
     try:
-        answer: Speed | NiwakiError | None = receive.recv()
+        answer: Speed | NiwakiError = receive.recv()
     except EOFError:
-        answer = None
-    process.join()
-    if answer is None:
+        process.join()
         how = f"ended with status {process.exitcode}; is there enough memory?"
-        raise WorkerError(f"the process that measured {directory} {how}")
+        raise WorkerError(f"the process that measured {directory} {how}") from None
+    process.join()
     if isinstance(answer, NiwakiError):
         raise answer
     return answer
@@ -108,11 +100,7 @@ def _answer(send: Any, *asked: Any) -> None:
 
 @torch.inference_mode()
 def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Compute) -> Speed:
-    """The speed of the model in ``directory``, in this process; see :func:`bench`.
-
-    Raises:
-        UsageError: prompt and answer are longer than the model's positions.
-    """
+    """The speed of the model in this process; UsageError where prompt and answer are longer than its positions."""
     packed = (directory / INDEX).exists()
     began = time.perf_counter()
     model: Any = load(directory, compute.device, compute.dtype)

@@ -1,7 +1,5 @@
 """Every method at every sparsity for one model: the paper's table 1 for the user's own."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
@@ -219,11 +217,7 @@ class _Work:
 
 
 def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
-    """All cells, pattern by pattern.
-
-    Raises:
-        UsageError: a name or a pattern is not valid, or two different solvers have the same name.
-    """
+    """All cells, pattern by pattern; UsageError where names or patterns are not valid or solvers share a name."""
     runs: dict[tuple[str, str], _Run] = {}
     for column in patterns:
         for given in solvers:
@@ -295,11 +289,7 @@ def _place(out: Path | None) -> Iterator[Path]:
 
 
 def _joined(place: Path, asked: Comparison) -> Comparison:
-    """What is there already, with what is asked for now.
-
-    Raises:
-        UsageError: it is not of the same model, texts, device, dtype and versions.
-    """
+    """What is there already, with what is asked for now; UsageError where their fingerprints differ."""
     if not (place / "compare.json").exists():
         return asked
     there = Comparison.load(place)
@@ -317,11 +307,7 @@ def _joined(place: Path, asked: Comparison) -> Comparison:
 
 
 def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
-    """Whether its cell is there, made by the same solver.
-
-    Raises:
-        UsageError: another solver, or the same with other parameters, has that name there.
-    """
+    """Whether its cell is there; UsageError where another solver, or the same with other parameters, made it."""
     cell = comparison.done().get(run.key)
     if cell is None:
         return False

@@ -1,7 +1,5 @@
 """The perplexity of a model directory."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 
@@ -27,17 +25,8 @@ def evaluate(
 ) -> Perplexity:
     """The perplexity of the model in a directory (or hub id), dense, pruned or packed, on a text.
 
-    One decoder block is in memory at a time.
-
-    Args:
-        model: A directory or a hub id.
-        measurement: The text, alone or as a :class:`~niwaki.options.Measurement`; by default all of WikiText-2's test
-            text, in windows of 2,048 tokens, or the model's positions if fewer.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`.
-        progress: Receives how it goes.
-
-    Raises:
-        NiwakiError: see :mod:`niwaki.errors`.
+    By default that is all of WikiText-2's test text, in windows of 2,048 tokens, or the model's positions if fewer. One
+    decoder block is in memory at a time. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
     measurement.only_text("evaluate")

@@ -33,19 +33,11 @@ def generate(
     compute: Compute | str = Compute(),
     say: Callable[[str], None] | None = None,
 ) -> str:
-    """What the model in a directory (or hub id), dense, pruned or packed, writes after ``prompt``.
+    """What the model in a directory (or hub id), dense, pruned or packed, writes after ``prompt``: at most ``tokens``.
 
-    Args:
-        model: A directory or a hub id. All of it has to fit in memory.
-        prompt: Some text.
-        tokens: Write at most N tokens.
-        temperature: 0 for the most likely token each time, else drawn from the model's probabilities at it.
-        seed: For what is drawn.
-        compute: As in :func:`niwaki.bench`.
-        say: Receives each piece of the text as soon as it is certain.
-
-    Raises:
-        NiwakiError: see :mod:`niwaki.errors`.
+    All of the model has to fit in memory. ``compute`` is as in :func:`niwaki.bench`, and ``say`` receives each piece of
+    the text as soon as it is certain. Each token is the most likely one, or above ``temperature`` 0 drawn from the
+    model's probabilities at it, by ``seed``. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")

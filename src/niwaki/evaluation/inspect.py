@@ -20,9 +20,7 @@ class MatrixSummary:
     """How sparse a matrix is.
 
     Attributes:
-        matrix: Which one.
-        dtype: What it is stored in.
-        zeros: Number of zeros.
+        dtype: What ``matrix`` is stored in.
         row_zeros: The least and the greatest number of zeros in a row.
         fitting: For each n:m of ``KNOWN_PATTERNS`` the fraction of groups of m that have at most n non-zero weights: 1
             where the matrix has the pattern, NaN where m does not divide its columns.
@@ -41,10 +39,9 @@ class MatrixSummary:
 
 
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
-    """Looks at each matrix that would be pruned in a directory (or hub id), one in memory at a time.
+    """Each matrix that would be pruned in a directory (or hub id), one in memory at a time.
 
-    Raises:
-        NiwakiError: see :mod:`niwaki.errors`.
+    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     checkpoint = open_checkpoint(locate_model(str(model)))
     for matrix in StreamedModel(checkpoint, "cpu", "float32").matrices():

@@ -51,9 +51,9 @@ class Score:
         version: That of the harness; of a file, as of all that ships with niwaki, the start of its SHA-256.
         metric: As the harness calls it: "acc" is the share of questions where the right choice is the most likely one,
             "acc_norm" where it is that for each character of its text.
-        value: From 0 to 1, for accuracies.
-        standard_error: The harness's, for accuracies the standard deviation of right and wrong over the square root of
-            their number; None where it has none.
+        value: Accuracies are from 0 to 1.
+        standard_error: The harness's (of accuracies the standard deviation of right and wrong over the square root of
+            their number), where it has one.
         questions: How many were asked, each after ``shots`` examples.
     """
 
@@ -68,14 +68,9 @@ class Score:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The scores of some tasks.
+    """One score for each task and metric, in the order of the tasks.
 
-    Attributes:
-        scores: One for each task and metric, in the order of the tasks.
-        harness: The version of lm-evaluation-harness.
-        limit: Only the first N questions of each task were asked; None for all.
-        device: Where the model ran.
-        dtype: What it ran in.
+    ``harness`` is the version of lm-evaluation-harness. The first ``limit`` questions of each task were asked, or all.
     """
 
     scores: tuple[Score, ...]
@@ -106,14 +101,10 @@ def evaluate_tasks(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> TaskScores:
-    """Scores of the model in a directory (or hub id), dense or pruned, on tasks. All of it has to fit into memory.
+    """Scores of the model in a directory (or hub id), dense or pruned, on one or several ``tasks`` (see the module).
 
-    Args:
-        model: A directory, a hub id or "demo".
-        tasks: See the module's docstring; one or several.
-        limit: Only the first N questions of each task.
-        compute: The device, alone or as a :class:`~niwaki.options.Compute`; ``tf32`` and ``memory`` are not used.
-        progress: Receives how it goes; on a terminal the harness shows its own bars then.
+    All of the model has to fit into memory. Only the first ``limit`` questions of each task are asked. Of ``compute``
+    device and dtype are used. Where there is a ``progress``, the harness shows its own bars on a terminal.
 
     Raises:
         UnknownNameError: no such task.
@@ -151,11 +142,7 @@ def evaluate_tasks(
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """The questions of a file, as in the module's docstring, each with its whole ``context``.
-
-    Raises:
-        TaskError: it cannot be read, or one of them is not valid.
-    """
+    """The questions of a file, as in the module's docstring, each with its whole ``context`` (or TaskError)."""
     try:
         path = path.expanduser()
         text = path.read_text(encoding="utf-8-sig")

@@ -30,10 +30,9 @@ class Cell:
         pattern: Such as "50 %" or "2:4"; "" for the dense model.
         sparsity: Fraction of zeros that was measured in all pruned matrices together; 0 for the dense model.
         perplexity: Of the result, by the name of the text.
-        seconds: That pruning took, from the model directory to the pruned one.
+        seconds: That pruning took, from the model directory to the pruned one; ``stages`` has them by stage, and
+            ``measuring`` those that the perplexities took.
         error: Geometric mean of the matrices' relative errors.
-        stages: Seconds by stage.
-        measuring: Seconds that the perplexities took.
         record: The file with the whole record, relative to the comparison's directory, if there is one.
     """
 
@@ -64,14 +63,11 @@ class Comparison(JsonFile):
     """Methods at patterns, on one model with one calibration text: ``compare.json``.
 
     Attributes:
-        model: Where the dense model came from.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
-        texts: What perplexities were measured on.
         cells: The dense model, and then methods at patterns in the order in which they were done.
         missing: (method, pattern) that were asked for and are not done yet.
         fingerprint: By name, the "identity" of all that has to be the same for cells to compare, and how it is "shown".
         command: The command line of the last call, or "" where it was called from Python.
-        versions: Of niwaki, Python and the libraries that matter.
         seconds: Of all calls together.
     """
 

@@ -34,10 +34,9 @@ class JsonFile:
 
     @classmethod
     def from_json(cls: type[Kept], text: str) -> Kept:
-        """The inverse of :meth:`to_json`, also of what earlier versions wrote; what later ones added is ignored.
+        """The inverse of :meth:`to_json`, also of what earlier versions wrote (CheckpointError if it is anything else).
 
-        Raises:
-            CheckpointError: it is not JSON, or not of this dataclass.
+        What later versions added is ignored.
         """
         try:
             values = json.loads(text)

@@ -32,18 +32,14 @@ FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 class Perplexity:
     """exp of the mean cross-entropy, and what it is the perplexity of.
 
-    Non-overlapping windows of the running text, in each the first token is given and the others are predicted; this is
-    the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
+    In each of the non-overlapping ``windows`` of ``context`` tokens the first token is given and the others are
+    predicted, ``tokens`` in all; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
+    Perplexities of different contexts do not compare.
 
     Attributes:
-        value: The perplexity.
         standard_error: Of ``value``, from the spread of the windows' mean losses: how another text of this kind would
             differ. Two models on the same text compare more tightly. None where there is one window only.
-        tokens: Tokens that were predicted.
-        context: Tokens in a window. Perplexities of different contexts do not compare.
-        windows: Their number.
-        text: Which text.
-        origin: Where it is from and how it became windows, in words; "" where that is not known.
+        origin: Where ``text`` is from and how it became windows, in words; "" where that is not known.
     """
 
     value: float
@@ -151,28 +147,23 @@ class Record(JsonFile):
 
     Attributes:
         command: The command line, or "" where it was called from Python.
-        model: Where the dense model came from.
         method: The solver's name, or that of its class.
-        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.data`.
-        pattern: Which weights may be non-zero.
+        solver: The solver's "name" and all its parameters, see :mod:`niwaki.records.data`; ``effort`` likewise, what
+            was done to blocks (nothing in structured pruning).
         mask_from: Where the masks came from, if not from the solver.
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens; where the effort asks for
             it how many more windows the dense model wrote, as "synthetic".
-        device: Where blocks ran and matrices were solved.
-        dtype: What blocks ran in.
+        device: Where blocks ran, in ``dtype``, and matrices were solved.
         flops: Floating-point operations that the solver needs for all matrices, estimated before it begins: those of
             products and factorisations, as if no two matrices had the same inputs, without the effort's and the grid's.
-        versions: Of niwaki, Python and the libraries that matter.
-        sparsity: Fraction of zeros in all pruned matrices together.
-        matrices: One entry each, in the order of computation.
-        perplexity: :class:`Perplexity` "before" and "after", where measured.
-        seconds: By stage, and in total.
+        sparsity: Fraction of zeros in all pruned ``matrices`` together, which are in the order of computation.
+        perplexity: "before" and "after", where measured.
+        seconds: By stage, and in "total".
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
         notes: What a careful reader should know: damping raised, text left out, files not carried over.
         resumed: After which numbers of blocks the run was stopped and resumed.
         blocks: The first block that was pruned and the first one after them; None for all blocks.
         tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
-        effort: As ``solver``, what was done to blocks; nothing in structured pruning.
         structure: What structured pruning removed; None where weights became zeros.
         quantization: The grid that weights are on, such as "int4:128"; None for none.
     """
@@ -222,7 +213,7 @@ class Record(JsonFile):
 
     @property
     def own_text(self) -> str:
-        """What the dense model wrote to calibrate on, such as "64 windows that ..."; "" if it wrote nothing."""
+        """What the dense model wrote to calibrate on; "" if it wrote nothing."""
         count = self.calibration.get("synthetic", 0)
         return f"{counted(count, 'window')} that the dense model wrote itself" if count else ""
 
@@ -272,7 +263,7 @@ class Clock:
         self._last = now
 
     def add(self, seconds: dict[str, float]) -> None:
-        """Counts the time of an earlier run too."""
+        """Counts the time of an earlier run also."""
         for stage, value in seconds.items():
             self.seconds[stage] += value
             self._began -= value

@@ -12,14 +12,11 @@ class Speed:
 
     Attributes:
         weights: "dense" or "packed".
-        dtype: What was computed in.
-        disk: Bytes of the weight files.
-        resident: Bytes of all weights in memory.
+        disk: Bytes of the weight files; ``resident`` those of all weights in memory.
         peak: Most bytes in memory: of the process, or of the GPU's memory that torch had.
         load: Seconds until the model was loaded, from files that may be in the system's cache.
         first_token: Seconds from the prompt to the first token, the median.
-        tokens_per_second: After that, one sequence, the median.
-        slowest: The lowest of the rates that this is the median of; ``fastest`` is the highest.
+        tokens_per_second: After that, one sequence, the median of rates from ``slowest`` to ``fastest``.
     """
 
     weights: str
@@ -39,12 +36,9 @@ class SpeedRecord(JsonFile):
     """What ``niwaki bench`` measured, where and with which libraries.
 
     Attributes:
-        model: As it was asked for.
-        prompt: Tokens of the prompt.
-        tokens: Tokens that were generated after it, ``repeats`` times.
+        prompt: Tokens of the prompt, after which ``tokens`` were generated, ``repeats`` times.
         threads: Of torch, on a CPU.
         kernels: What packed weights were computed with on a CPU.
-        command: As it was typed.
     """
 
     model: str
