@@ -96,7 +96,8 @@ class SpillList:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> Tensor:
-        return self.samples(i, slice(None))
+        item = self._items[i]
+        return item if isinstance(item, Tensor) else self.samples(i, slice(None))
 
     def samples(self, i: int, chosen: slice) -> Tensor:
         """``self[i][chosen]``, of which no more is read."""

@@ -294,8 +294,7 @@ class StreamedModel:
             try:
                 yield
             finally:
-                if own.is_meta:
-                    head.weight = own
+                head.weight = own
 
     @contextlib.contextmanager
     def _replaced_blocks(self, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:

@@ -118,7 +118,6 @@ def _reserve(file: BinaryIO, size: int) -> None:
     if hasattr(os, "posix_fallocate") and size:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
-            return
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
