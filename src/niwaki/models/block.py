@@ -62,12 +62,10 @@ class DecoderBlock:
         matrices: list[Matrix] | None = None,
         dense: HiddenStates | None = None,
     ) -> list[InputGram]:
-        """The Gram matrices of all distinct inputs over all processes, from one pass that leaves ``states`` alone.
+        """The Gram matrices of all distinct inputs of ``matrices``, by default of all, over all processes.
 
-        Of the inputs of ``matrices``, by default of all that can be pruned; ``done`` is called after each batch. For
-        ``InputGram.cross``, ``dense`` are the block's inputs in the dense model, of the same tokens. That needs
-        :meth:`keep_original`, and for each batch another forward pass with the original weights. NumericalError where
-        an activation is NaN or infinite.
+        ``states`` stay as they are. For ``InputGram.cross``, ``dense`` are those of the same tokens in the dense model:
+        that needs :meth:`keep_original`, and a second forward pass. NumericalError for NaN or infinite activations.
         """
         wanted = self.matrices if matrices is None else matrices
         parameters = dict(self.module.named_parameters())
@@ -98,9 +96,8 @@ class DecoderBlock:
         pruned = {name: self.module.get_parameter(name).data for name in original}
         try:
             for name, value in original.items():
-                if value is None:
-                    value = self.layout.read(self.path + name).to(self.device)
-                self.module.get_parameter(name).data = value
+                weight = self.layout.read(self.path + name).to(self.device) if value is None else value
+                self.module.get_parameter(name).data = weight
             yield
         finally:
             for name, value in pruned.items():

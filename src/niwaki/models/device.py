@@ -65,10 +65,8 @@ def most_resident() -> int:
 
 def peak_memory(device: torch.device) -> dict[str, int]:
     """``Record.peak_memory``."""
-    peaks = {"resident": most_resident()}
-    if device.type == "cuda":
-        peaks["device"] = torch.cuda.max_memory_allocated(device)
-    return peaks
+    gpu = {"device": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    return {"resident": most_resident(), **gpu}
 
 
 def device_name(device: torch.device, world: World) -> str:

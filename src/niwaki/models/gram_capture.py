@@ -39,10 +39,7 @@ class InputGram:
 
 @dataclass
 class InputGrams:
-    """Gathers the Gram matrices of ``matrices`` over several forward passes of their block.
-
-    After a pass that uses each of them once, the next one ends where the last of them has its input.
-    """
+    """Gathers the Gram matrices of ``matrices`` over several forward passes of their block."""
 
     matrices: list[Matrix]
     parameters: Mapping[str, Tensor]  # theirs by path, with the memory that the passes use
@@ -59,7 +56,7 @@ class InputGrams:
         self._uses: Counter[str] = Counter()  # in this pass
         self._inputs: dict[str, tuple[Tensor, int]] = {}  # of this pass, with their versions
         self._dense: dict[str, Tensor] = {}
-        self._once = False  # whether the last pass used each matrix once
+        self._once = False  # whether the last pass used each matrix once: the next ends where all have their inputs
 
     @property
     def names(self) -> list[list[str]]:
@@ -69,9 +66,8 @@ class InputGrams:
     def watch(self, run: Callable[[], object], dense: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Calls ``run``, one forward pass of the block, and without ``gather`` returns the inputs (tokens, in) there.
 
-        By the name of each matrix that it uses once, except experts, to which another model can send other tokens.
-        Those of the dense model, as ``dense``, give products with this one's. UnsupportedModelError where the block
-        writes over one.
+        By name, of matrices used once and not of experts, to which another model can send other tokens. ``dense`` are
+        those of the dense model, for ``InputGram.cross``. UnsupportedModelError where the block writes over one.
         """
         self._dense = dict(dense or {})
         try:
@@ -93,9 +89,8 @@ class InputGrams:
     def finish(self, world: World) -> list[InputGram]:
         """The Gram matrices of all distinct inputs over all processes, in the order of computation.
 
-        An expert with fewer tokens than inputs has a Gram matrix without full rank, one without tokens has none. For
-        each missing token it borrows the mean over all tokens of all experts. NumericalError where an activation is NaN
-        or infinite, UnsupportedModelError where a matrix was not used.
+        An expert with fewer tokens than inputs borrows for each missing one the mean over all tokens of all experts,
+        for full rank. NumericalError for NaN or infinite activations, UnsupportedModelError for unused matrices.
         """
         used = {m.parameter for m in self.matrices if m.name in self._grams}
         for (parameter, _), matrices in self._by_expert.items():
@@ -125,9 +120,8 @@ class InputGrams:
         """Sums over the processes, in the first one's order: others may see experts in another."""
         order = world.received(self.names)
         grams = [self._grams[names[0]] for names in order]
-        world.sum([t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None])
         tokens = torch.tensor([gram.tokens for gram in grams])
-        world.sum([tokens])
+        world.sum([tokens, *(t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None)])
         for gram, names, count in zip(grams, order, tokens.tolist(), strict=True):
             gram.names, gram.tokens = names, count
         return grams
@@ -178,9 +172,8 @@ class InputGrams:
         total = sum(gram.tokens for gram in grams)
         if not (poor and total):
             return
-        first, *others = grams
-        H, mean = first.H.clone(), first.mean.clone()
-        for gram in others:  # in place: these matrices are large
+        H, mean = torch.zeros_like(poor[0].H), torch.zeros_like(poor[0].mean)
+        for gram in grams:  # in place: these matrices are large
             H += gram.H
             mean += gram.mean
         H /= total

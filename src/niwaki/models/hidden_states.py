@@ -1,7 +1,5 @@
 """Token sequences on their way through a model: in memory as far as a budget allows, the rest in a temporary file."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator
@@ -13,9 +11,6 @@ import torch
 from torch import Tensor
 
 from niwaki.files import output_errors
-
-#: What a block is called with: (positional, by name).
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Spilled(NamedTuple):
@@ -42,7 +37,7 @@ class MemoryBudget:
             self.left -= size
         return True
 
-    def lent(self) -> contextlib.closing[MemoryBudget]:
+    def lent(self) -> contextlib.closing["MemoryBudget"]:
         """A budget of what is left, with a file of its own that is freed at the end; this one stays as it is."""
         return contextlib.closing(MemoryBudget(self.left))
 
@@ -132,8 +127,8 @@ class HiddenStates:
 
     tokens: list[Tensor]  # batches of (samples, length) int64
     hidden: SpillList  # for each batch (samples, length, width), the inputs of the next block
-    #: For each block and number of samples in a batch, its other arguments.
-    arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
+    #: For each block and number of samples in a batch, its other arguments: (positional, by name).
+    arguments: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
 
     def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""

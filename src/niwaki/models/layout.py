@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import ROUTERS
+from niwaki.models.families import EXPERTS_TRANSPOSED, ROUTERS
 
 #: The operations of transformers that stack one matrix for each expert, or several below each other.
 _STACKING = [("MergeModulelist", 0), ("Concatenate", 1)]
@@ -86,6 +86,7 @@ class Layout:
         self.checkpoint = checkpoint
         self._parameters: dict[str, Tensor] = model.state_dict()
         self._pieces = self._find_pieces(model)
+        self._experts_transposed = checkpoint.config.get("model_type") in EXPERTS_TRANSPOSED
         configs = (model.config, model.config.get_text_config())
         ties = any(getattr(config, "tie_word_embeddings", False) for config in configs)
         tied = set(model._tied_weights_keys or ()) if ties else set()
@@ -116,7 +117,7 @@ class Layout:
             whole[piece.expert, piece.start : piece.start + len(value)] = value
         return whole
 
-    def matrices(self, index: int, prefix: str, block: nn.Module, experts_transposed: bool) -> list[Matrix]:
+    def matrices(self, index: int, prefix: str, block: nn.Module) -> list[Matrix]:
         """What can be pruned in block ``index``, whose parameters' names start with ``prefix``."""
         matrices: list[Matrix] = []
         for path, module in block.named_modules():
@@ -129,7 +130,7 @@ class Layout:
                 matrices.append(Matrix(index, path, key, (rows, columns), name, transposed=transposed))
             for own, value in module.named_parameters(recurse=False):
                 if value.ndim == 3 and not isinstance(module, nn.Conv1d):
-                    transposed = getattr(module, "is_transposed", experts_transposed)
+                    transposed = getattr(module, "is_transposed", self._experts_transposed)
                     matrices += self._experts(index, prefix, f"{path}.{own}", value, transposed)
         return matrices
 

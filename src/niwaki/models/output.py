@@ -166,10 +166,7 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
 
 
 def carry_over(checkpoint: Checkpoint, directory: Path, keep: str = "") -> list[str]:
-    """Copies all files of a model but its weights and what was measured on it; returns what to note about that.
-
-    The file ``keep`` is copied in any case.
-    """
+    """Copies all files of a model but weights (except ``keep``) and measurements; returns what to note about that."""
     left: list[str] = []
     with output_errors(directory):
         for path in sorted(_files(checkpoint.path, set())):
@@ -178,10 +175,9 @@ def carry_over(checkpoint: Checkpoint, directory: Path, keep: str = "") -> list[
                 continue
             if name.as_posix() != keep and (path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json")):
                 left.append(str(name))
-                continue
-            target = directory / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)  # contents only: hub caches hold links into a blob store
+            else:
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, directory / name)  # contents only: hub caches hold links into a blob store
     return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
 
 
@@ -226,11 +222,10 @@ def _read_journal(path: Path) -> Journal:
 
 def _finished(path: Path) -> Journal | None:
     """The journal of an earlier run that only has to move its directory, if there is one."""
-    try:
-        journal = _read_journal(path)
-    except (OSError, OutputError):
-        return None
-    return journal if journal.complete else None
+    with contextlib.suppress(OSError, OutputError):
+        if (journal := _read_journal(path)).complete:
+            return journal
+    return None
 
 
 def _journal_to_resume(path: Path, out: Path, fingerprint: dict[str, Any]) -> Journal | None:

@@ -26,10 +26,9 @@ class _StopError(Exception):
 class Products(TorchDispatchMode):
     """A context in which products with ``matrices`` are seen, by the memory of their ``parameters``, which are by path.
 
-    ``on_product`` receives the parameter's path, which expert's matrix (None outside of experts), the other factor, and
-    whether all experts run together on the same number of rows each. If it returns True the pass ends there, and with
-    it the context. The other factor is the matrix's inputs (.., rows, in), in a ``backward`` pass the gradient with
-    respect to its outputs (.., rows, out).
+    ``on_product`` receives the parameter's path, which expert's matrix (None outside of experts), its inputs (.., rows,
+    in) or in a ``backward`` pass the gradient with respect to its outputs (.., rows, out), and whether all experts run
+    together on the same number of rows each. If it returns True the pass ends there, and with it the context.
     """
 
     def __init__(

@@ -10,20 +10,21 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from niwaki.errors import NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
+from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.families import EXPERTS_TRANSPOSED, FAMILIES
+from niwaki.models.families import FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
-from niwaki.models.structure import check_supported, find_blocks, structure
 from niwaki.models.text import Windows
 from niwaki.records.record import Perplexity
 
@@ -39,14 +40,18 @@ class StreamedModel:
     """A causal language model whose weights are in the checkpoint and not in memory.
 
     ``device`` and ``dtype`` are names, see :mod:`niwaki.models.device`; hidden states may take ``budget``. UsageError
-    where there is no such device or dtype, CheckpointError where tensors that the configuration asks for are missing,
-    UnsupportedModelError for quantised weights and where decoder blocks cannot be found.
+    for unknown ones, CheckpointError for missing tensors, UnsupportedModelError for quantised weights or no blocks.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None
     ) -> None:
-        check_supported(checkpoint)
+        if "quantization_config" in checkpoint.config:
+            raise UnsupportedModelError(
+                f"{checkpoint.path} was exported for other programs; give the directory that it was made from"
+                if "quantization" in checkpoint.config.get("pruning_config", {})
+                else f"{checkpoint.path} is quantised; prune the original and quantise the result"
+            )
         self.checkpoint = checkpoint
         self.budget = budget or MemoryBudget()
         self.device = find_device(device)
@@ -61,15 +66,12 @@ class StreamedModel:
                 f"blocks of {checkpoint.path} ({kind}) use keys and values of earlier ones; models like this one "
                 "are not supported"
             )
-        self.path, self.blocks = find_blocks(self.model, kind)
+        self.path, self.blocks = _find_blocks(self.model, kind)
         decoder = self.model.get_decoder()
         #: Without the head: LLaMA 4 says that the whole model is its decoder.
         self._decoder = decoder if decoder is not self.model else self.model.get_submodule(self.path.rpartition(".")[0])
         self.layout = Layout(self.model, checkpoint)
-        transposed = kind in EXPERTS_TRANSPOSED
-        self._matrices = [
-            self.layout.matrices(i, self._prefix(i), block, transposed) for i, block in enumerate(self.blocks)
-        ]
+        self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
         self.notes: list[str] = []
@@ -106,9 +108,6 @@ class StreamedModel:
         """The matrices that can be pruned, of one block or of all."""
         chosen = self._matrices if block is None else [self._matrices[block]]
         return [matrix for matrices in chosen for matrix in matrices]
-
-    def _prefix(self, block: int) -> str:
-        return f"{self.path}.{block}."
 
     def limit(self, blocks: range) -> None:
         """From now on only the matrices of ``blocks`` can be pruned."""
@@ -226,7 +225,7 @@ class StreamedModel:
                 weights = coming.result() if coming else self._read(index)
                 if reader and after is not None:
                     coming = reader.submit(self._read, after)
-                module, matrices, path = self.blocks[index], self._matrices[index], self._prefix(index)
+                module, matrices, path = self.blocks[index], self._matrices[index], f"{self.path}.{index}."
                 block = DecoderBlock(index, module, matrices, path, self.layout, self.budget, self.device, self.dtype)
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
@@ -266,7 +265,7 @@ class StreamedModel:
         if block is None:
             prefix, names = "", [name for name in self.model.state_dict() if not name.startswith(f"{self.path}.")]
         else:
-            prefix, names = self._prefix(block), list(self.blocks[block].state_dict())
+            prefix, names = f"{self.path}.{block}.", list(self.blocks[block].state_dict())
         names = [name for name in names if self.layout.keys(prefix + name)]
         if self.device.type != "cuda":
             return {name: self.layout.read(prefix + name).to(self.device) for name in names}
@@ -295,8 +294,7 @@ class StreamedModel:
             try:
                 yield
             finally:
-                if own.is_meta:
-                    head.weight = own
+                head.weight = own
 
     @contextlib.contextmanager
     def _replaced_blocks(self, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
@@ -308,6 +306,41 @@ class StreamedModel:
         finally:
             for block in self.blocks:
                 block.__dict__.pop("forward", None)
+
+
+def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
+
+    UnsupportedModelError where it is not a decoder only, CheckpointError where transformers refuses the configuration.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
+                "are a decoder only"
+            )
+        with init_empty_weights(include_buffers=False):
+            # One expert after the other: the other ways of running them sort tokens into one large product.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers checks some values and fails on others in any way
+        reason = one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
+        raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
+    assert isinstance(model, PreTrainedModel)
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
+    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep."""
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decoder = set(model.get_decoder().modules())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth and module in decoder:
+            return path, module
+    raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
 """Text to windows of tokens.
 
-A source of text is a file (``.txt`` or anything else that is text, ``.jsonl`` with a field ``text``; also compressed as
-``.gz``, ``.xz`` or ``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki, or the name of a data
-set for the ``datasets`` library, which is streamed. No padding and no special tokens are added: windows are cut from
-the running text.
+A source of text is a file (any text, or ``.jsonl`` with a field ``text``; also compressed as ``.gz``, ``.xz`` or
+``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki, or a data set for the ``datasets`` library,
+which is streamed. Windows are cut from the running text, without padding or special tokens.
 """
 
 from __future__ import annotations
@@ -94,10 +93,9 @@ def read_windows(
 ) -> Windows:
     """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
-    ``count`` windows are needed, None for all of the text; ``spare`` ones are welcome on top, if the text has them.
-    With the order ``first`` they are from its start; with ``random`` all of it is cut into stretches, and windows are
-    from the starts of words in some of them, which ``seed`` chooses. CalibrationError where the text is not available
-    or has fewer than ``count`` windows, UsageError where ``length`` is below 2 or ``count`` below 1.
+    ``count`` windows are needed, None for all of the text; ``spare`` more are welcome. With the order ``first`` they
+    are from its start, with ``random`` from the starts of words in stretches of it that ``seed`` chooses.
+    CalibrationError where it is not available or too short, UsageError for a ``length`` below 2 or ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
@@ -114,11 +112,9 @@ def read_windows(
     else:
         ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
     available = min(wanted, len(ids) // length)
+    if available < needed and order == "random":
+        raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
     if available < needed:
-        if order == "random":
-            raise CalibrationError(
-                f"{source} has only {available} random windows of {length} tokens, {needed} are needed"
-            )
         total = needed * length
         raise CalibrationError(
             f"{source} is too short: {needed} windows of {length} tokens need {total} tokens, it has {len(ids)}, "
@@ -214,8 +210,7 @@ class Texts:
         heldout = {}
         for each, follows in zip(texts, after, strict=True):
             if not follows:
-                name = each if isinstance(each, str) else ""
-                asked = measurement.length or length
+                name, asked = each if isinstance(each, str) else "", measurement.length or length
                 heldout[name] = read_heldout(model, each, asked, count, usual is not None, tokenizer)
             elif len(rest):
                 if measurement.length not in (None, length):
@@ -232,12 +227,9 @@ class Texts:
 
     def shared(self, world: World) -> Texts:
         """This process's share of all windows; UsageError where there are more processes than windows."""
-
-        def share(windows: Windows) -> Windows:
-            return dataclasses.replace(windows, tokens=world.share(windows.tokens))
-
-        calibration = share(self.calibration)
-        return Texts(calibration, {name: share(windows) for name, windows in self.heldout.items()}, self.notes)
+        every = (self.calibration, *self.heldout.values())
+        first, *others = (dataclasses.replace(each, tokens=world.share(each.tokens)) for each in every)
+        return Texts(first, dict(zip(self.heldout, others, strict=True)), self.notes)
 
     @property
     def only(self) -> Windows | None:
@@ -253,15 +245,12 @@ def read_heldout(
     fewer: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Windows:
-    """Windows to measure on, which ``model`` takes: ``count`` of a text, or all; with ``fewer`` those that it has.
-
-    Errors are those of :func:`read_windows`; also UsageError where it is no text, or a window is too long.
-    """
+    """``count`` windows of a text, or all, to measure on; with ``fewer`` those it has. Errors as of read_windows."""
     if not isinstance(text, str):
         return _given_windows(model, text)
+    needed, spare = (1, count - 1) if fewer and count else (count, 0)
     length = model.window_length(length)
     tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
-    needed, spare = (1, count - 1) if fewer and count else (count, 0)
     windows = read_windows(text, tokenizer, length, needed, spare=spare)
     model.check(windows.tokens)
     return windows

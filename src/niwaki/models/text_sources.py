@@ -40,8 +40,9 @@ DATASETS = {
     "c4": DataSet("allenai/c4", files="en/c4-train.00000-of-01024.json.gz"),
     "c4-validation": DataSet(
         "allenai/c4",
-        split="validation",
-        files="en/c4-validation.00000-of-00008.json.gz",
+        None,
+        "validation",
+        "en/c4-validation.00000-of-00008.json.gz",
         separator=" ",
         rows=1100,
         windows=256,
@@ -117,11 +118,8 @@ def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
 
 
 def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
-    first = next(texts, None)
-    if first is not None:
-        yield first
-        for text in texts:
-            yield separator + text
+    for i, text in enumerate(texts):
+        yield separator + text if i else text
 
 
 def find_data_set(source: str) -> DataSet:

@@ -19,10 +19,9 @@ def _trained(block: DecoderBlock) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def trainable(block: DecoderBlock) -> Iterator[list[nn.Parameter]]:
-    """The parameters that ``block.matrices`` are in, with gradients.
+    """The parameters that ``block.matrices`` are in, with gradients; meanwhile all of the block are in float32.
 
-    Meanwhile all parameters of the block are in float32. At the end it computes with what they have become, in its
-    own dtype. What it computed with before is not changed in place.
+    At the end it computes with what they have become, in its dtype. What it computed with before is not changed.
     """
     parameters = list(_trained(block).values())
     dtypes = {value: value.dtype for value in block.module.parameters()}

@@ -46,10 +46,7 @@ def locate_model(model: str) -> Path:
 
 
 class Checkpoint:
-    """The weights of a directory with ``config.json`` and ``model.safetensors``, or shards and their index, by key.
-
-    CheckpointError where a file is missing, truncated, malformed, or holds pickled weights.
-    """
+    """The weights of a model directory by key; CheckpointError where a file is missing, malformed or pickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,5 @@
 """Files of safetensors: headers and tensors. Format: https://huggingface.co/docs/safetensors."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -43,7 +41,7 @@ class Entry:
     offset: int
     size: int
 
-    def at(self, index: int | None) -> Entry:
+    def at(self, index: int | None) -> "Entry":
         """Where ``tensor[index]`` is; with None all of it."""
         if index is None:
             return self

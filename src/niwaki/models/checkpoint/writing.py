@@ -4,8 +4,6 @@ A pruned tensor has the dtype and shape of the original, so every shard keeps it
 copy of the shard can be filled in in any order, with one tensor in memory at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -31,10 +29,9 @@ _CHUNK = 1 << 24
 class CheckpointWriter:
     """Writes a copy of ``source`` with some tensors changed to ``directory``, one tensor at a time.
 
-    A context manager: on leaving without an error, every tensor that was not written is copied from the source byte
-    for byte. Disk space is reserved at the start, so that a full disk shows before the work; errors are OutputErrors.
-    With ``resume`` the shards are those that an earlier writer left there. ``added`` are by key the tensors of a shard
-    that the source does not have, see :func:`new_shard`.
+    A context manager: without an error, the tensors that were not written are copied at the end. Disk space is
+    reserved at the start, so that a full disk shows before the work. With ``resume`` the shards are those that an
+    earlier writer left there. ``added`` are the tensors of another shard, see :func:`new_shard`.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class CheckpointWriter:
         #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
 
-    def __enter__(self) -> CheckpointWriter:
+    def __enter__(self) -> "CheckpointWriter":
         with output_errors(self._directory), self._stack:
             for shard in self._source.shards:
                 original = self._source.path / shard
@@ -64,8 +61,7 @@ class CheckpointWriter:
         path = self._directory / shard
         if self._resume and not path.exists():
             raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
-        file = self._stack.enter_context(path.open("r+b" if self._resume else "w+b"))
-        self._files[shard] = file
+        file = self._files[shard] = self._stack.enter_context(path.open("r+b" if self._resume else "w+b"))
         _reserve(file, size)
         file.write(header)
 
@@ -122,7 +118,6 @@ def _reserve(file: BinaryIO, size: int) -> None:
     if hasattr(os, "posix_fallocate") and size:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
-            return
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
@@ -132,20 +127,14 @@ def _reserve(file: BinaryIO, size: int) -> None:
 def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
     read.seek(entry.offset)
     write.seek(entry.offset)
-    size = entry.size
-    while size:
-        chunk = read.read(min(size, _CHUNK))
-        if not chunk:
+    for start in range(0, entry.size, _CHUNK):
+        size = min(entry.size - start, _CHUNK)
+        if write.write(read.read(size)) < size:
             raise CheckpointError(f"{read.name} is shorter than its header says; is the download complete?")
-        write.write(chunk)
-        size -= len(chunk)
 
 
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
-    """Raises OutputError where the safetensors library does not read the tensors of ``source`` in ``directory``.
-
-    Those in ``zeros`` have to have that many of them, none -0.0, and to be finite.
-    """
+    """Raises OutputError unless ``directory`` has the tensors of ``source``, finite and with these ``zeros``."""
     for shard in source.shards:
         path = directory / shard
         expected = read_header(source.path / shard)
