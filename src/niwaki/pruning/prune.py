@@ -1,7 +1,5 @@
 """The pipeline: blocks x calibration x solver -> checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Structured pruning: fewer blocks, attention heads or neurons, and a smaller dense model on disk."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence
