@@ -66,8 +66,7 @@ def compare(
         compute: As in :func:`niwaki.prune`.
         keep: Whether the pruned models of the cells that this call does stay, in ``models``.
         budget: Seconds. A cell is started only if it will end in time, should it take as long as the slowest of its
-            method, or of all where its method has none yet; the very first one always. Cells that do not fit are left
-            out, so that faster methods may still have their turn; ``missing`` has them.
+            method, or of all where its method has none yet; the very first one always. ``missing`` has the others.
         progress: Receives how it goes.
 
     Returns:
