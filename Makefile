@@ -7,8 +7,9 @@
 PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
-# A process for each core, with one thread each; who has nothing left to do takes over from others.
-PARALLEL = -n auto --dist worksteal
+# A process for each core, with one thread each; who has nothing left to do takes over from others. Bytecode is kept,
+# whatever the environment says: tests start the command many times.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
 
 # pip, not uv: see constraints.txt.
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -34,10 +35,10 @@ check: setup
 	BIN=$(BIN) scripts/check
 
 test: check
-	$(BIN)/pytest $(PARALLEL)
+	$(PYTEST)
 
 quick: setup
-	$(BIN)/pytest $(PARALLEL) -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 # In dist/, checked and tried. For Linux with a C++ compiler.
 dist:

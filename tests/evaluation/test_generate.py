@@ -196,7 +196,7 @@ def test_what_is_refused(
 @pytest.mark.slow
 def test_a_reader_that_goes_away() -> None:
     """As with ``| head -c 5``: no word about it."""
-    command = [str(Path(sys.executable).with_name("niwaki")), "generate", "demo", PROMPT, "--tokens", "200"]
+    command = [str(Path(sys.executable).with_name("niwaki")), "generate", "demo", PROMPT, "--tokens", "100"]
     with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
         assert ran.stdout is not None
         assert ran.stderr is not None

@@ -19,6 +19,7 @@ from niwaki.files import write_json
 from niwaki.models.output import check_record, workplace
 from niwaki.records.record import MatrixRecord
 from support import crashes as crash_runs
+from support.covering import FULL
 from support.models import message, random_tokens, save_model
 from support.runs import StopAt, files, run, stopped
 
@@ -53,7 +54,8 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, model: Path) -> None:
-    assert crashes(model, tmp_path / "runs", "random", "60")["kills"] == 60
+    kills = 60 if FULL else 30
+    assert crashes(model, tmp_path / "runs", "random", str(kills))["kills"] == kills
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
