@@ -57,9 +57,10 @@ def perplexities(cells: list[Cell], text: str, seconds: bool) -> list[str]:
     return markdown(["method", *patterns, *(["seconds"] if seconds else [])], rows)
 
 
-#: The rows of README.md's tables, with what each says of itself.
+#: The rows of README.md's table.
 README_METHODS = ("wanda", "sparsegpt", "admm-grad", "continuation@balanced", "continuation@best")
-README_EFFORTS = {
+#: The rows of the table of efforts, with what each says of itself.
+EFFORTS = {
     "wanda": ("none: `--solver wanda`", "a mask from one score, weights unchanged"),
     "continuation": ("`fast`", "each matrix alone, as methods were published"),
     "continuation@balanced": (
@@ -88,14 +89,14 @@ def readme() -> list[str]:
 
 
 def efforts() -> list[str]:
-    """What an effort does, its time, and how much of the gap to the dense model it leaves: README.md."""
+    """What an effort does, its time, and how much of the gap to the dense model it leaves: docs/effort.md."""
     values = {
         (cell["method"], cell["pattern"]): cell["perplexity"][HELD]["value"] for cell in record("protocol")["cells"]
     }
     times = {cell["method"]: cell["seconds"] for cell in record("table3")["cells"]}
     dense, patterns, fast = values["dense", ""], ("60 %", "80 %", "2:4"), "continuation"
     rows = []
-    for method, (effort, does) in README_EFFORTS.items():
+    for method, (effort, does) in EFFORTS.items():
         gaps = [(values[method, pattern] - dense) / (values[fast, pattern] - dense) for pattern in patterns]
         rows.append([effort, does, f"{times[method] / times[fast]:.1f}", *(f"{gap:.2f}" for gap in gaps)])
     header = ["effort", "what it does", "time", *(f"gap at {pattern}" for pattern in patterns)]
@@ -301,8 +302,8 @@ def _always_at(entry: Cell, place: str) -> bool:
 #: Between which marks of which file each table goes.
 TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("README.md", "results", readme),
-    ("README.md", "efforts", efforts),
     ("docs/methods.md", "results", methods),
+    ("docs/effort.md", "efforts", efforts),
     ("docs/effort.md", "ablation", ablation),
     ("docs/structured.md", "structured", structured),
     ("docs/benchmarks.md", "layer_error", layer_error),

@@ -10,13 +10,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from niwaki.records.wording import printable
 
 if TYPE_CHECKING:
     from niwaki.models.processes import World
 
-# No emoji: ":m:" is a part of n:m here. Where the output is a file, lines are as long as they need to be.
-out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+
+class Terminal(Console):
+    """A console on which no text, such as a name from a hostile model, can move the cursor: control codes are shown.
+
+    No emoji: ":m:" is a part of n:m here. Where the output is a file, lines are as long as they need to be.
+    """
+
+    def __init__(self, stderr: bool = False) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        super().__init__(highlight=False, emoji=False, stderr=stderr, width=None if stream.isatty() else 160)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+out = Terminal()
 
 
 def names(text: str) -> list[str]:

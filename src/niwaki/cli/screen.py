@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from niwaki.cli.common import out
+from niwaki.cli.common import Terminal, out
 from niwaki.records.progress import Progress
 
 #: Seconds without a line after which a log gets one.
@@ -28,7 +28,7 @@ class Screen(Progress):
 
     def __init__(self, what: str, console: Console = out) -> None:
         self._doing, self._console = what, console
-        self._errors = Console(stderr=True, highlight=False, emoji=False)
+        self._errors = Terminal(stderr=True)
         self._spinner: Status | None = None
         self._ended = threading.Event()
         self._last_line = time.monotonic()

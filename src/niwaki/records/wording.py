@@ -1,8 +1,17 @@
 """How names, solvers, numbers, bytes and durations are written for people."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+#: What moves a terminal's cursor, changes the direction of text, or is half of a character.
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """``text`` with control codes as in ``"\\x1b"``; lines and tabs stay."""
+    return _CONTROL.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
 
 
 def counted(count: int | str, noun: str, plural: str = "") -> str:

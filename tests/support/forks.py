@@ -1,0 +1,105 @@
+"""The command line in forks of this process, which has imported all of it: many runs, whatever becomes of each.
+
+Only for processes with one thread (OMP_NUM_THREADS=1): one with OpenMP threads cannot be forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from niwaki.cli import main as cli
+from niwaki.cli.common import quiet_libraries
+
+#: Seconds after which a command is killed, which then counts as one that does not end.
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, or minus the signal that it was killed by, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def warm_up() -> None:
+    """Imports all that a command imports, so that forks have it."""
+    quiet_libraries()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        sys.argv = ["niwaki", "inspect", "demo"]
+        cli.main()
+    gc.collect()
+    gc.freeze()
+
+
+def forked(work: Callable[[], None], patience: float = PATIENCE) -> Ended:
+    """What becomes of ``work``: 0 where it returns, 1 where it raises, and the exit code of a SystemExit."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = os.fork()
+        if not process:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            code = 1
+            try:
+                work()
+                code = 0
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+        deadline = time.monotonic() + patience
+        while not (waited := os.waitpid(process, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                raise AssertionError(f"it did not end within {patience:.0f} s")
+            time.sleep(0.002)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+        return Ended(os.waitstatus_to_exitcode(waited[1]), *texts)
+
+
+def command(
+    arguments: Sequence[object], directory: Path | None = None, before: Callable[[], None] = lambda: None
+) -> Ended:
+    """``niwaki ARGUMENTS`` in ``directory``, which is also the home; ``before`` is called in the fork first."""
+
+    def work() -> None:
+        if directory is not None:
+            os.chdir(directory)
+            os.environ["HOME"] = str(directory)
+        sys.argv = ["niwaki", *map(str, arguments)]
+        before()
+        cli.main()
+
+    return forked(work)
+
+
+def refused(ended: Ended) -> str:
+    """The line in which a command said what is wrong; AssertionError where it ended in any other way."""
+    assert ended.code in (1, 2), f"exit code {ended.code}: {ended.err[-2000:]}"
+    assert "Traceback" not in ended.err, ended.err
+    lines = [line for line in ended.err.splitlines() if line.startswith("error")]
+    usage = "Usage: niwaki" in ended.err  # what the library for command lines refuses has a box
+    assert usage or (len(lines) == 1 and ended.err.splitlines()[-1] == lines[0]), f"not one line: {ended.err!r}"
+    unprintable = {c for c in ended.out + ended.err if not c.isprintable()} - {"\n"}
+    assert not unprintable, f"{unprintable} in {ended.err!r}"
+    return ended.err
