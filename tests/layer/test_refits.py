@@ -129,7 +129,8 @@ class TestConjugateGradients:
             least = least + (target - X[:, kept] @ fit).square().sum()
         least = least / (X @ problem.W.T).square().sum()
         solution = ConjugateGradients(iterations=200, damping=0.0)(problem, GIVEN)
-        assert solution.error == pytest.approx(float(least), rel=1e-6, abs=1e-12)
+        # Where the least error is 0, what rounding leaves of it is up to the processor.
+        assert solution.error == pytest.approx(float(least), rel=1e-6, abs=1e-9)
 
     @pytest.mark.parametrize(("name", "values"), [("iterations", [0, -1]), ("damping", [-1e-9, math.nan, math.inf])])
     def test_out_of_range(self, name: str, values: list[float]) -> None:
