@@ -37,6 +37,10 @@ check: setup
 test: check
 	$(PYTEST)
 
+# A few minutes of what tests/campaign does for as long as one likes: docs/reliability.md.
+campaign: setup
+	$(BIN)/python tests/campaign --cases 40
+
 quick: setup
 	$(PYTEST) -m 'not slow'
 
@@ -47,4 +51,4 @@ dist:
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results docs check test quick dist clean
+.PHONY: setup demo results docs check test campaign quick dist clean
