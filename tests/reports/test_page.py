@@ -35,7 +35,7 @@ from niwaki.records.speed import Speed, SpeedRecord
 from niwaki.reports import head, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
 from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
-from niwaki.reports.page import render, report, write
+from niwaki.reports.page import render, report
 from niwaki.reports.tables import Exhibit, Section
 from support.covering import covered
 from support.models import message, reference, save_model_with_tokenizer
@@ -99,7 +99,7 @@ def comparison(path: Path) -> Path:
     for method, row in TABLE.items():
         for pattern, value in row.items():
             share = 0.5 if pattern == "2:4" else float(pattern.rstrip(" %")) / 100
-            done = record(method=method, pattern=pattern, notes=["damping was raised"] if pattern == "2:4" else [])
+            done = record(method=method, pattern=pattern, sparsity=share, notes=["damping was raised"] if pattern == "2:4" else [])
             name = f"records/{len(cells)}.json"
             (path / name).write_text(done.to_json())
             stages = {"capture": 2.0 + share, "solve": value / 10, "check": 0.0}
@@ -486,10 +486,14 @@ def test_where_lines_break(tmp_path: Path) -> None:
     assert "".join(data for _, data in Page(command).said) == values["command"]
 
 
-def test_pages_are_whole_or_not_there(tmp_path: Path) -> None:
-    assert write("page", tmp_path) == tmp_path / "report.html"
-    assert write("page", tmp_path, tmp_path / "new" / "x.html").read_text() == "page"
-    assert "it is a directory" in message(lambda: write("page", tmp_path, tmp_path), OutputError)
+def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = comparison(tmp_path / "c")
+    assert report(path) == path / "report.html"
+    page = (path / "report.html").read_text()
+    assert report(path, tmp_path / "new" / "x.html").read_text() == page
+    monkeypatch.setattr("niwaki.reports.page.render", lambda *_, **__: pytest.fail("drawn"))
+    assert "it is a directory" in message(lambda: report(path, tmp_path), OutputError)
+    assert "list of texts" in message(lambda: report(path, prompts="One"))
 
 
 # What goes wrong
@@ -514,6 +518,7 @@ def _spoil(text: str, old: str, new: str) -> str:
         ({"compare.json": b"{}"}, "`model`", CheckpointError),
         ({"compare.json": ("records/1.json", "records/11.json")}, "11.json", CheckpointError),
         ({"compare.json": ("records/1.json", "../other.json")}, "outside of its directory", CheckpointError),
+        ({"compare.json": ("records/1.json", "records/2.json")}, "2.json is not the record of wanda at", CheckpointError),
         ({"compare.json": ('"value"', '"valu"')}, "valu", CheckpointError),
     ],
 )
@@ -696,10 +701,9 @@ def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     found = extras(pruned, Record.from_json((pruned / "niwaki.json").read_text()), ["One"])
     compared = comparison(path / "c")
     kinds = {"model": (load(pruned), found), "comparison": (load(compared), None)}
-    return {
-        name: (write(render(material, more, reference="paper"), path, path / f"{name}.html"), material)
-        for name, (material, more) in kinds.items()
-    }
+    for name, (material, more) in kinds.items():
+        (path / f"{name}.html").write_text(render(material, more, reference="paper"), encoding="utf-8")
+    return {name: (path / f"{name}.html", material) for name, (material, _) in kinds.items()}
 
 
 @covered
