@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
@@ -80,25 +83,26 @@ def compare(
     began = time.monotonic()
     progress = progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only("compare", "text", "samples", "length")
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
     if measurement.samples == 0:
         raise UsageError("samples must be 1 or more; got 0")
     if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
-    if budget is not None and not budget > 0:
-        raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
+    if budget is not None and not (isinstance(budget, int | float) and budget > 0):
+        raise UsageError(f"a budget is a time above 0, in seconds; got {budget!r}")
+    if not isinstance(effort, str):
+        raise UsageError(f"effort is a name, such as 'fast'; got {effort!r}")
     if keep and out is None:
         raise UsageError("pruned models are kept in a directory; give one")
-    solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
-    patterns = [patterns] if isinstance(patterns, str | float | int | Pattern) else patterns
-    runs = _runs(solvers, patterns, effort)
+    runs = _runs(_several(solvers), _several(patterns), effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     for run in runs:
         patterns_of(run.pattern, None, streamed)
     if out is not None:
-        out = Path(out).expanduser().resolve()
+        out = Path(os.path.realpath(os.path.expanduser(out)))
         _check(out, checkpoint.path)
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
@@ -125,7 +129,15 @@ class _Run:
     @property
     def name(self) -> str:
         """That of its files."""
-        return "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
+        name = "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
+        if len(name.encode()) < 150:
+            return name
+        return f"{name[:30]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # a file's name has 255 bytes
+
+    def made(self, record: Record) -> bool:
+        """Whether ``record`` is one of this run, by what it says of the solver, the effort and the pattern."""
+        asked = plain(describe(self.solver)), describe_effort(self.effort), str(self.pattern)
+        return (record.solver, record.effort, record.pattern) == asked
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,8 @@ class _Work:
         """Adds the cells of ``runs`` that are not there to ``comparison``, and writes it after each."""
         place, progress, spent = self.place, self.progress, comparison.seconds
         runs = [run for run in runs if not _is_done(run, comparison, place)]
+        for run in runs:
+            self.finished(run)
         left_out: list[tuple[str, str]] = []
 
         def save(*new: Cell) -> None:
@@ -190,7 +204,7 @@ class _Work:
     def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
         pruned, file = self.place / "models" / run.name, f"records/{run.name}.json"
-        record = _finished(pruned) or prune(
+        record = self.finished(run) or prune(
             self.dense,
             pruned,
             run.pattern,
@@ -207,12 +221,28 @@ class _Work:
         total, kept = stages.pop("total"), file if self.lasting else None
         return Cell(*run.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
 
+    def finished(self, run: _Run) -> Record | None:
+        """That of a model that an earlier call pruned and did not come to measure; UsageError for another model."""
+        pruned = self.place / "models" / run.name
+        unfinished = any(pruned.parent.glob(f".{pruned.name}.partial*")) or (pruned / ".partial.json").exists()
+        if unfinished or not os.path.lexists(pruned) or (pruned.is_dir() and not any(pruned.iterdir())):
+            return None
+        record, text = _record(pruned / "niwaki.json"), self.texts.calibration.described(self.calibration.seed)
+        if record is None or pruned.is_symlink() or not run.made(record) or record.calibration | text != record.calibration:
+            raise UsageError(f"{pruned} is not of this comparison; remove it, or use another directory")
+        return record
+
     def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
         """Perplexities by text, and the seconds that they took."""
         began, perplexities = time.monotonic(), {}
         for text, windows in self.texts.heldout.items():
             perplexities[text] = evaluate(path, windows, compute=self.compute, progress=self.progress)
         return perplexities, time.monotonic() - began
+
+
+def _several(given: Any) -> list[Any]:
+    """One or several, as a list."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
@@ -222,9 +252,13 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
         for given in solvers:
             if isinstance(given, Solver):
                 name, own, solver = type(given).__name__.lower(), "", given
-            else:
+            elif isinstance(given, str):
                 name, _, own = given.strip().partition("@")
                 given, solver = name, make_solver(name)
+            else:
+                raise UsageError(f"a solver is its name or a Solver; got {given!r}")
+            if name == "dense":
+                raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
             run = _Run(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
@@ -247,8 +281,12 @@ def _check(out: Path, source: Path) -> None:
     """Raises UsageError unless ``out`` may have a comparison of the model in ``source``."""
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
-    if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
-        raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
+    with output_errors(out):
+        if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
+            raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
+        for folder in (out / "models", out / "records"):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise UsageError(f"{folder} is in the way of a directory; move it away")
 
 
 def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, dict[str, str]]:
@@ -281,6 +319,8 @@ def _place(out: Path | None) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
     try:
         with locked(out, out):
+            for stray in [*out.glob("compare.[jcm]*????????.tmp"), *out.glob("records/*.json????????.tmp")]:
+                stray.unlink()  # a kill left it
             yield out
     finally:
         with contextlib.suppress(OSError):
@@ -310,24 +350,16 @@ def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
     cell = comparison.done().get(run.key)
     if cell is None:
         return False
-    try:
-        record = Record.load(out / str(cell.record))
-    except CheckpointError:
+    record = _record(out / "records" / f"{run.name}.json")
+    if record is None or not cell.is_of(record):
         comparison.cells.remove(cell)  # it is done again
         return False
-    there, here = [record.solver, record.effort], [plain(describe(run.solver)), describe_effort(run.effort)]
-    if there != here:
-        made, asked = (", ".join(map(in_words, each)) for each in (there, here))
+    if not run.made(record):
+        made = f"{in_words(record.solver)}, {in_words(record.effort)}, {record.pattern}"
+        asked = f"{in_words(describe(run.solver))}, {in_words(describe_effort(run.effort))}, {run.pattern}"
         has = f"{out} has {run.key[0]} at {run.key[1]} by {made}"
         raise UsageError(f"{has}, and asked for is {asked}; use another directory")
     return True
-
-
-def _finished(pruned: Path) -> Record | None:
-    """The record of a model that an earlier call pruned and did not come to measure."""
-    journals = any(pruned.parent.glob(f".{pruned.name}.partial*"))
-    path = pruned / "niwaki.json"
-    return Record.load(path) if path.exists() and not journals else None
 
 
 def _expected(method: str, cells: list[Cell]) -> float:
@@ -335,3 +367,11 @@ def _expected(method: str, cells: list[Cell]) -> float:
     pruned = [cell for cell in cells if cell.pattern]
     like = [cell for cell in pruned if cell.method == method] or pruned
     return max((cell.seconds + cell.measuring for cell in like), default=0.0)
+
+
+def _record(path: Path) -> Record | None:
+    """The record in a file; None where there is none that can be read."""
+    try:
+        return Record.load(path)
+    except CheckpointError:
+        return None
