@@ -15,7 +15,7 @@ def write_json(path: Path, text: str, sync: bool = False) -> None:
     """Writes ``text`` to ``path``, all of it or nothing (OutputError); with ``sync`` it is on disk at the return."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         temporary = Path(name)
         try:
             with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:  # as names of files need

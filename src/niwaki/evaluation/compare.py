@@ -8,10 +8,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
@@ -90,13 +89,13 @@ def compare(
         raise UsageError("samples must be 1 or more; got 0")
     if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
-    if budget is not None and not (isinstance(budget, int | float) and budget > 0):
-        raise UsageError(f"a budget is a time above 0, in seconds; got {budget!r}")
-    if not isinstance(effort, str):
-        raise UsageError(f"effort is a name, such as 'fast'; got {effort!r}")
+    if budget is not None and not budget > 0:
+        raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
     if keep and out is None:
         raise UsageError("pruned models are kept in a directory; give one")
-    runs = _runs(_several(solvers), _several(patterns), effort)
+    solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
+    patterns = [patterns] if isinstance(patterns, str | float | int | Pattern) else patterns
+    runs = _runs(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     for run in runs:
@@ -227,8 +226,9 @@ class _Work:
         unfinished = any(pruned.parent.glob(f".{pruned.name}.partial*")) or (pruned / ".partial.json").exists()
         if unfinished or not os.path.lexists(pruned) or (pruned.is_dir() and not any(pruned.iterdir())):
             return None
-        record, text = _record(pruned / "niwaki.json"), self.texts.calibration.described(self.calibration.seed)
-        if record is None or pruned.is_symlink() or not run.made(record) or record.calibration | text != record.calibration:
+        record = None if pruned.is_symlink() else _record(pruned / "niwaki.json")
+        text = self.texts.calibration.fingerprint()
+        if record is None or not run.made(record) or record.calibration.get("tokens_sha256") != text:
             raise UsageError(f"{pruned} is not of this comparison; remove it, or use another directory")
         return record
 
@@ -240,11 +240,6 @@ class _Work:
         return perplexities, time.monotonic() - began
 
 
-def _several(given: Any) -> list[Any]:
-    """One or several, as a list."""
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-
-
 def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
     """All cells, pattern by pattern; UsageError where names or patterns are not valid or solvers share a name."""
     runs: dict[tuple[str, str], _Run] = {}
@@ -252,11 +247,9 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
         for given in solvers:
             if isinstance(given, Solver):
                 name, own, solver = type(given).__name__.lower(), "", given
-            elif isinstance(given, str):
+            else:
                 name, _, own = given.strip().partition("@")
                 given, solver = name, make_solver(name)
-            else:
-                raise UsageError(f"a solver is its name or a Solver; got {given!r}")
             if name == "dense":
                 raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
@@ -282,7 +275,9 @@ def _check(out: Path, source: Path) -> None:
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     with output_errors(out):
-        if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
+        # A kill may have left a temporary file of compare.json, and nothing else.
+        there = [path.name for path in out.iterdir()] if out.is_dir() else [""] if out.exists() else []
+        if "compare.json" not in there and not all(name.startswith("compare.json") for name in there):
             raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
         for folder in (out / "models", out / "records"):
             if os.path.lexists(folder) and not folder.is_dir():
@@ -319,8 +314,6 @@ def _place(out: Path | None) -> Iterator[Path]:
         out.mkdir(parents=True, exist_ok=True)
     try:
         with locked(out, out):
-            for stray in [*out.glob("compare.[jcm]*????????.tmp"), *out.glob("records/*.json????????.tmp")]:
-                stray.unlink()  # a kill left it
             yield out
     finally:
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ def top(readme: Path) -> dict[str, Any]:
     try:
         text = readme.read_text(encoding="utf-8-sig") if readme.is_file() else ""
         match = re.match(r"\s*---\n(.*?)\n---[ \t]*(?:\n|$)", text[:_LONGEST], re.DOTALL)
-        values = yaml.load(match[1], _Loader) if match else None
+        values = yaml.load(match[1], _Loader) if match else None  # noqa: S506 - derived from the safe one
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):  # as that library does
         return {}
     if not isinstance(values, dict):

@@ -45,8 +45,8 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
     if structure:
         title = f"{structure.share} smaller"
         about = (
-            f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any other "
-            "model of its kind."
+            f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any "
+            "other model of its kind."
         )
     else:
         title = f"{100 * record.sparsity:.4g} % sparse{where}"

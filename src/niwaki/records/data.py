@@ -101,7 +101,10 @@ def plain(described: dict[str, Any]) -> dict[str, Any]:
 
 def from_repr(text: str, name: str) -> dict[str, Any]:
     """What was a ``repr`` in old records: its values under ``name``, or as it was written if they are not all plain."""
-    with contextlib.suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError), warnings.catch_warnings():
+    with (
+        contextlib.suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # of escapes that Python does not know
         match ast.parse(text, mode="eval").body:
             case ast.Call(ast.Name(), [], keywords):

@@ -8,7 +8,6 @@ import msgspec
 from niwaki.records.data import Count, JsonFile, Name, Positive, Seconds
 from niwaki.records.wording import counted, size
 
-
 Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e12)]
 
 

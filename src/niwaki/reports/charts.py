@@ -271,4 +271,6 @@ def _shown(value: Any) -> Any:
     """``value`` with control codes shown in all of its text: a picture has none, and the drawing ends the process."""
     if isinstance(value, dict):
         return {key: _shown(each) for key, each in value.items()}
-    return list(map(_shown, value)) if isinstance(value, list) else printable(value) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else value
