@@ -25,11 +25,15 @@ from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_eff
 from niwaki.pruning.prune import prune
 from niwaki.pruning.request import patterns_of
 from niwaki.pruning.session import current_session
-from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
+from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
 from niwaki.records.data import plain
 from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
 from niwaki.records.wording import in_words
+
+
+#: The end of the name of a model, while its cell is saved and until it is removed.
+_MEASURED = ".measured"
 
 
 def compare(
@@ -156,6 +160,7 @@ class _Work:
         """Adds the cells of ``runs`` that are not there to ``comparison``, and writes it after each."""
         place, progress, spent = self.place, self.progress, comparison.seconds
         runs = [run for run in runs if not _is_done(run, comparison, place)]
+        self.tidy({run.name for run in runs})
         for run in runs:
             self.finished(run)
         left_out: list[tuple[str, str]] = []
@@ -184,10 +189,11 @@ class _Work:
                 progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
                 with named(f"{run.key[0]} at {run.key[1]}"):
                     cell = self.cell(run)
-                save(cell)
                 if not self.keep:
                     with output_errors(place):
-                        shutil.rmtree(place / "models" / run.name)
+                        (place / "models" / run.name).rename(place / "models" / f".{run.name}{_MEASURED}")
+                save(cell)
+                self.tidy(set())
                 progress.done(cell)
         except BaseException:
             if comparison.cells and self.lasting:
@@ -199,6 +205,16 @@ class _Work:
         save()
         progress.finished(comparison, left_out)
         return comparison
+
+    def tidy(self, needed: set[str]) -> None:
+        """Removes the models that are measured, but those ``needed``: a kill came before their cells were saved."""
+        with output_errors(self.place):
+            for model in (self.place / "models").glob(f".*{_MEASURED}"):
+                name = model.name.removesuffix(_MEASURED)[1:]
+                if name in needed:
+                    model.rename(model.with_name(name))
+                else:
+                    shutil.rmtree(model)
 
     def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
@@ -217,7 +233,7 @@ class _Work:
         perplexity, measuring = self.measured(pruned)
         write_json(self.place / file, record.to_json(), sync=True)
         stages = dict(record.seconds)
-        total, kept = stages.pop("total"), file if self.lasting else None
+        total, kept = stages.pop("total", 0.0), file if self.lasting else None
         return Cell(*run.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
 
     def finished(self, run: _Run) -> Record | None:
@@ -284,7 +300,7 @@ def _check(out: Path, source: Path) -> None:
                 raise UsageError(f"{folder} is in the way of a directory; move it away")
 
 
-def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, dict[str, str]]:
+def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, Identity]:
     """All that has to be the same for cells to compare."""
 
     def size(windows: Windows) -> str:
@@ -325,7 +341,7 @@ def _joined(place: Path, asked: Comparison) -> Comparison:
     if not (place / "compare.json").exists():
         return asked
     there = Comparison.load(place)
-    nothing = {"identity": "", "shown": "nothing"}
+    nothing: Identity = {"identity": "", "shown": "nothing"}
     differing = []
     for name in {**asked.fingerprint, **there.fingerprint}:
         old, new = there.fingerprint.get(name, nothing), asked.fingerprint.get(name, nothing)
