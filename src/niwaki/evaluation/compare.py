@@ -31,7 +31,6 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
 from niwaki.records.wording import in_words
 
-
 #: The end of the name of a model, while its cell is saved and until it is removed.
 _MEASURED = ".measured"
 
