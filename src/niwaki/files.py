@@ -18,7 +18,7 @@ def write_json(path: Path, text: str, sync: bool = False) -> None:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         temporary = Path(name)
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:  # as names of files need
                 file.write(text)
                 if sync:
                     file.flush()

@@ -36,6 +36,13 @@ class _Options:
         """``value``, or where it is something else the options with it in the first field and the usual rest."""
         return value if isinstance(value, cls) else cls(value)  # type: ignore[call-arg]
 
+    def only(self, caller: str, *names: str) -> None:
+        """Raises UsageError where another field than ``names`` was chosen, which ``caller`` does not use."""
+        values: Any = self  # one of the dataclasses below
+        for field in dataclasses.fields(values):
+            if field.name not in names and getattr(self, field.name) != field.default:
+                raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
+
 
 @dataclass(frozen=True)
 class Calibration(_Options):
@@ -132,12 +139,6 @@ class Compute(_Options):
         """``memory`` in bytes."""
         assert not isinstance(self.memory, str)
         return self.memory
-
-    def only(self, caller: str, *names: str) -> None:
-        """Raises UsageError where another field than ``names`` was chosen, which ``caller`` does not use."""
-        for field in dataclasses.fields(self):
-            if field.name not in names and getattr(self, field.name) != field.default:
-                raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:

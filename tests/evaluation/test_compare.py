@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import re
 import signal
 import subprocess
@@ -450,6 +451,8 @@ def test_one_alone_is_a_list_of_one(
         ({"samples": 0}, "got 0"),
         ({"text_samples": 0}, "got 0"),
         ({"budget": 0.0}, "above 0"),
+        ({"solvers": [type("Dense", (Flipped,), {})()]}, "'dense'"),
+        ({"measure": "after"}, "compare does not use before"),
         ({"length": 100_000}, "100,000"),
     ],
     ids=str,
@@ -510,6 +513,77 @@ def test_directories_that_are_no_place(tmp_path: Path, model: Path) -> None:
     (other / "compare.json").write_text("{")
     assert "cannot be read as what niwaki writes" in message(lambda: run(model, other), CheckpointError)
     assert "cannot read" in message(lambda: Comparison.load(model), CheckpointError)
+
+
+def test_a_file_where_a_directory_goes(tmp_path: Path, model: Path) -> None:
+    run(model, tmp_path / "out")
+    (tmp_path / "out" / "models").write_text("keep me")
+    assert "in the way" in message(lambda: run(model, tmp_path / "out", ["ria"]))
+
+
+def test_what_a_kill_leaves_of_the_first_file(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "compare.jsonabcdefgh").touch()
+    assert keys(run(model, tmp_path / "out")) == [("dense", ""), ("wanda", "50 %")]
+
+
+@pytest.mark.parametrize("other", [{"solver": "magnitude"}, {"sparsity": 0.6}, {"samples": 3}, None], ids=str)
+def test_a_model_that_another_run_made(tmp_path: Path, model: Path, other: dict[str, Any] | None) -> None:
+    """It is not taken for the one of the cell, and stays; this is seen before anything is computed."""
+    out, left = tmp_path / "out", tmp_path / "out" / "models" / "wanda_50"
+    run(model, out, ["magnitude"])
+    if other is None:
+        save_model_with_tokenizer(left)
+    else:
+        options = {
+            "solver": "wanda",
+            "sparsity": 0.5,
+            "calibration": "demo",
+            "samples": 4,
+            "length": 32,
+            "device": "cpu",
+        }
+        niwaki.prune(model, left, **arguments(measure="none", **{**options, **other}))
+    files = {path: path.read_bytes() for path in out.rglob("*.*")}
+    assert "is not of this comparison" in message(lambda: run(model, out, ["ria", "wanda"]))
+    assert {path: path.read_bytes() for path in out.rglob("*.*")} == files
+
+
+def test_the_record_of_another_cell(tmp_path: Path, model: Path, whole: Comparison, calls: list[str]) -> None:
+    """A cell whose record is not its own is done again, with the same result."""
+    out = tmp_path / "out"
+    run(model, out, ["wanda", "magnitude"])
+    records = out / "records"
+    (records / "wanda_50.json").write_bytes((records / "magnitude_50.json").read_bytes())
+    calls.clear()
+    found = run(model, out, ["wanda", "magnitude"])
+    assert calls == ["wanda_50"]
+    assert values(found).items() <= values(whole).items()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda cells: cells.append(cells[1]), "each method at each pattern once"),
+        (lambda cells: cells.pop(0), "cells are the dense model"),
+        (lambda cells: cells[1].update(pattern=""), "is not one of this comparison"),
+        (lambda cells: cells[1].update(pattern="nan %"), "a pattern in percent"),
+        (lambda cells: cells[1].update(perplexity={}), "is not one of this comparison"),
+        (lambda cells: cells[1].update(error=math.nan), "$.cells[1].error"),
+    ],
+    ids=range(6),
+)
+def test_tables_that_were_changed(tmp_path: Path, model: Path, whole: Comparison, change: Any, said: str) -> None:
+    written = json.loads(whole.to_json())
+    change(written["cells"])
+    (tmp_path / "compare.json").write_text(json.dumps(written))
+    assert said in message(lambda: run(model, tmp_path), CheckpointError)
+
+
+def test_long_names(tmp_path: Path, model: Path) -> None:
+    run(model, tmp_path / "out", ["magnitude"], ["1e-200"])
+    (record,) = (tmp_path / "out" / "records").iterdir()
+    assert record.name.startswith("magnitude_0.0000")
 
 
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:

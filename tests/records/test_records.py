@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
@@ -16,8 +17,20 @@ from niwaki.pruning.effort import EFFORTS, describe as describe_effort
 from niwaki.records.data import from_repr, plain
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.wording import in_words
+from niwaki.records.wording import in_words, markdown
 from support.models import message
+
+MATRIX = {
+    "block": 0,
+    "name": "up",
+    "shape": [4, 8],
+    "sparsity": 0.5,
+    "error": 0.1,
+    "seconds": 1,
+    "tokens": 8,
+    "stats": {},
+}
+PERPLEXITY = {"value": 9.5, "standard_error": None, "tokens": 31, "context": 32, "windows": 1, "text": "demo"}
 
 
 def record(**changes: Any) -> Record:
@@ -75,6 +88,40 @@ def test_solvers_that_are_not_readable(text: str) -> None:
     assert in_words(described) == text
 
 
+@pytest.mark.parametrize("text", [r"Mine(a='\d')", "Mine(a={(1, 2): 3})"])
+def test_odd_values_in_old_records(text: str) -> None:
+    assert from_repr(text, "mine")["name"] == "mine"
+
+
+@pytest.mark.parametrize("stats", [{}, {"error_before_rounding": "x", "rounded_to_zero": 1}, {"rounded_to_zero": 1}])
+def test_a_grid_without_its_errors(stats: dict[str, Any]) -> None:
+    made = json.loads(record(quantization="int4").to_json())
+    made["matrices"][0]["stats"] = stats
+    assert Record.from_json(json.dumps(made)).rounding == "int4"
+
+
+def test_perplexities_without_bounds() -> None:
+    """What a ruined model has can be written and read."""
+    made = record(perplexity={"after": Perplexity.of(torch.tensor([[1e30, 2.0], [1e38, 2.0]]), "demo")})
+    assert Record.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({}, "?"),
+        ({"mask": 5, "update": {"name": "exact"}}, "? (mask 5, update {'name': 'exact'})"),
+        ({"mask": {"name": "a"}, "update": {}}, "a + ?"),
+    ],
+)
+def test_odd_solvers_in_words(described: dict[str, Any], said: str) -> None:
+    assert in_words(described) == said
+
+
+def test_text_in_markdown() -> None:
+    assert markdown("a|b\n[x](javascript:1) <b> `c` *d* \x1b") == (r"a\|b \[x\](javascript:1) \<b> \`c\` \*d\* \\x1b")
+
+
 def test_words() -> None:
     assert in_words(describe(make_solver("wanda"))) == "wanda"
     assert in_words(describe(make_solver("magnitude+wanda+exact"))) == (
@@ -109,6 +156,22 @@ def test_parameters_that_json_does_not_have() -> None:
         (old(matrices=[{"block": 0}]), "$.matrices[0]"),
         (old(seconds={"total": "long"}), "$.seconds[...]"),
         (old(tf32="perhaps"), "$.tf32"),
+        (old(sparsity=-0.1), "`float` >= 0.0 - at `$.sparsity`"),
+        (old(sparsity=math.nan), "$.sparsity"),
+        (old(matrices=[{**MATRIX, "error": -1e-9}]), "$.matrices[0].error"),
+        (old(matrices=[{**MATRIX, "error": math.inf}]), "$.matrices[0].error"),
+        (old(matrices=[{**MATRIX, "shape": [0, 4]}]), "$.matrices[0].shape[0]"),
+        (old(matrices=[{**MATRIX, "name": "a" * 9999}]), "$.matrices[0].name"),
+        (old(matrices=[{**MATRIX, "block": i, "name": f"m{'m' * i}"} for i in range(300)]), "300 kinds in 300 blocks"),
+        (old(perplexity={"after": {**PERPLEXITY, "value": 0}}), "$.perplexity[...].value"),
+        (old(perplexity={"later": PERPLEXITY}), "'later'"),
+        (old(seconds={"total": -1}), "$.seconds[...]"),
+        (old(blocks=[1]), "$.blocks"),
+        (old(blocks=[2, 2]), "blocks go from one to before another"),
+        (old(calibration={"samples": "many"}), "$.calibration.samples"),
+        (old(structure={"parameters": {"before": 1}, "removed": 0.5}), "`after`"),
+        (old(solver={"name": "x", "a": math.inf}), "the solver has inf"),
+        (old(solver={"name": "x", "a": [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]}), "nested more than 20 deep"),
     ],
 )
 def test_records_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> None:

@@ -32,10 +32,11 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.text import load_tokenizer
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord
+from niwaki.records.wording import printable
 from niwaki.reports import head, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
 from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
-from niwaki.reports.page import render, report, write
+from niwaki.reports.page import render, report
 from niwaki.reports.tables import Exhibit, Section
 from support.covering import covered
 from support.models import message, reference, save_model_with_tokenizer
@@ -99,7 +100,9 @@ def comparison(path: Path) -> Path:
     for method, row in TABLE.items():
         for pattern, value in row.items():
             share = 0.5 if pattern == "2:4" else float(pattern.rstrip(" %")) / 100
-            done = record(method=method, pattern=pattern, notes=["damping was raised"] if pattern == "2:4" else [])
+            done = record(
+                method=method, pattern=pattern, sparsity=share, notes=["damping was raised"] if pattern == "2:4" else []
+            )
             name = f"records/{len(cells)}.json"
             (path / name).write_text(done.to_json())
             stages = {"capture": 2.0 + share, "solve": value / 10, "check": 0.0}
@@ -278,6 +281,27 @@ def test_errors_and_zeros_of_matrices(tmp_path: Path) -> None:
         assert len(re.findall(r'aria-roledescription="rect mark"', svg)) == BLOCKS * 3
 
 
+@pytest.mark.parametrize("errors", [(0.0, 5e-324), (1e300, 5e-324), (0.1, math.nextafter(0.1, 1)), (1e300, 1e300)])
+def test_extreme_numbers(tmp_path: Path, errors: tuple[float, float]) -> None:
+    """All that can be in a record can be drawn."""
+    matrices = [
+        dataclasses.replace(record().matrices[0], block=2**53 * i, error=errors[i], seconds=1e12 * i) for i in (0, 1)
+    ]
+    fits = [FitRecord(2**53, *errors, 1e300, 1e12)]
+    measured = {
+        "before": Perplexity(0.5, 1e305, 1, 1, 1, "t"),
+        "after": Perplexity(1e305, 1e305, 2**53, 2**53, 2**53, "t"),
+    }
+    path = model_directory(tmp_path / "m", matrices=matrices, fits=fits, perplexity={})
+    written = {
+        **json.loads((path / "niwaki.json").read_text()),
+        "perplexity": {k: vars(v) for k, v in measured.items()},
+    }
+    (path / "niwaki.json").write_text(json.dumps(written))
+    page = Page(render(load(path), reference="paper"))
+    assert not [name for _, names in page.elements for name in ("d", "transform") if "NaN" in (names.get(name) or "")]
+
+
 def test_time(tmp_path: Path) -> None:
     section = sections.time(load(model_directory(tmp_path / "m")))
     assert section is not None
@@ -436,11 +460,16 @@ def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
     picture = MaskPicture(0, f"q{EVIL}", (9, 9), (2, 3), 0.5, png(torch.tensor([[True, False, True], [False] * 3])))
     samples = [Sample(EVIL, f"pruned{EVIL}", f"dense{EVIL}"), Sample("p", "</pre></script>", None)]
     more = Extras([picture], samples, 4, [EVIL])
-    model = model_directory(tmp_path / "m", model=EVIL, notes=[EVIL, "\ud800"], mask_from=EVIL)
+    codes = "\x1b[2J\0\ud800\uffff"  # which end the process that draws
+    seconds, method = {f"stage{codes}": 1.0}, f"wanda{codes}"
+    model = model_directory(
+        tmp_path / "m", model=EVIL, notes=[EVIL, codes], mask_from=EVIL, seconds=seconds, method=method
+    )
     for material in (load(model), load(comparison(tmp_path / "c"))):
         html = render(material, more, reference="paper")
         page = Page(html)
         assert EVIL not in html
+        assert printable(html) == html
         assert page.text().count(EVIL) > 8
         tags = [tag for tag, _ in page.elements]
         assert (tags.count("script"), tags.count("style"), tags.count("img")) == (1, 1, 1)
@@ -486,10 +515,14 @@ def test_where_lines_break(tmp_path: Path) -> None:
     assert "".join(data for _, data in Page(command).said) == values["command"]
 
 
-def test_pages_are_whole_or_not_there(tmp_path: Path) -> None:
-    assert write("page", tmp_path) == tmp_path / "report.html"
-    assert write("page", tmp_path, tmp_path / "new" / "x.html").read_text() == "page"
-    assert "it is a directory" in message(lambda: write("page", tmp_path, tmp_path), OutputError)
+def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = comparison(tmp_path / "c")
+    assert report(path) == path / "report.html"
+    page = (path / "report.html").read_text()
+    assert report(path, tmp_path / "new" / "x.html").read_text() == page
+    monkeypatch.setattr("niwaki.reports.page.render", lambda *_, **__: pytest.fail("drawn"))
+    assert "it is a directory" in message(lambda: report(path, tmp_path), OutputError)
+    assert "list of texts" in message(lambda: report(path, prompts="One"))
 
 
 # What goes wrong
@@ -514,6 +547,11 @@ def _spoil(text: str, old: str, new: str) -> str:
         ({"compare.json": b"{}"}, "`model`", CheckpointError),
         ({"compare.json": ("records/1.json", "records/11.json")}, "11.json", CheckpointError),
         ({"compare.json": ("records/1.json", "../other.json")}, "outside of its directory", CheckpointError),
+        (
+            {"compare.json": ("records/1.json", "records/2.json")},
+            "2.json is not the record of wanda at",
+            CheckpointError,
+        ),
         ({"compare.json": ('"value"', '"valu"')}, "valu", CheckpointError),
     ],
 )
@@ -696,10 +734,9 @@ def pages(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     found = extras(pruned, Record.from_json((pruned / "niwaki.json").read_text()), ["One"])
     compared = comparison(path / "c")
     kinds = {"model": (load(pruned), found), "comparison": (load(compared), None)}
-    return {
-        name: (write(render(material, more, reference="paper"), path, path / f"{name}.html"), material)
-        for name, (material, more) in kinds.items()
-    }
+    for name, (material, more) in kinds.items():
+        (path / f"{name}.html").write_text(render(material, more, reference="paper"), encoding="utf-8")
+    return {name: (path / f"{name}.html", material) for name, (material, _) in kinds.items()}
 
 
 @covered

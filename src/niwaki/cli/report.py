@@ -1,5 +1,6 @@
 """``niwaki report``."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ def report(
     from niwaki.reports.page import report as write
 
     with Screen(f"drawing {directory}") as screen:
-        if (directory / "niwaki.json").is_file():  # a model, from which masks and text are
+        if os.path.isfile(directory / "niwaki.json"):  # a model, from which masks and text are
             quiet_libraries()
         asked = (prompts or None) if samples else []
         path = write(directory, file, prompts=asked, reference=reference, progress=screen)

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import os
 import re
 import shutil
 import tempfile
@@ -23,11 +25,14 @@ from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_eff
 from niwaki.pruning.prune import prune
 from niwaki.pruning.request import patterns_of
 from niwaki.pruning.session import current_session
-from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
+from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
 from niwaki.records.data import plain
 from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity, Record, versions
 from niwaki.records.wording import in_words
+
+#: The end of the name of a model, while its cell is saved and until it is removed.
+_MEASURED = ".measured"
 
 
 def compare(
@@ -80,6 +85,7 @@ def compare(
     began = time.monotonic()
     progress = progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only("compare", "text", "samples", "length")
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
     if measurement.samples == 0:
@@ -98,7 +104,7 @@ def compare(
     for run in runs:
         patterns_of(run.pattern, None, streamed)
     if out is not None:
-        out = Path(out).expanduser().resolve()
+        out = Path(os.path.realpath(os.path.expanduser(out)))
         _check(out, checkpoint.path)
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
@@ -125,7 +131,15 @@ class _Run:
     @property
     def name(self) -> str:
         """That of its files."""
-        return "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
+        name = "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
+        if len(name.encode()) < 150:
+            return name
+        return f"{name[:30]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # a file's name has 255 bytes
+
+    def made(self, record: Record) -> bool:
+        """Whether ``record`` is one of this run, by what it says of the solver, the effort and the pattern."""
+        asked = plain(describe(self.solver)), describe_effort(self.effort), str(self.pattern)
+        return (record.solver, record.effort, record.pattern) == asked
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,9 @@ class _Work:
         """Adds the cells of ``runs`` that are not there to ``comparison``, and writes it after each."""
         place, progress, spent = self.place, self.progress, comparison.seconds
         runs = [run for run in runs if not _is_done(run, comparison, place)]
+        self.tidy({run.name for run in runs})
+        for run in runs:
+            self.finished(run)
         left_out: list[tuple[str, str]] = []
 
         def save(*new: Cell) -> None:
@@ -171,10 +188,11 @@ class _Work:
                 progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
                 with named(f"{run.key[0]} at {run.key[1]}"):
                     cell = self.cell(run)
-                save(cell)
                 if not self.keep:
                     with output_errors(place):
-                        shutil.rmtree(place / "models" / run.name)
+                        (place / "models" / run.name).rename(place / "models" / f".{run.name}{_MEASURED}")
+                save(cell)
+                self.tidy(set())
                 progress.done(cell)
         except BaseException:
             if comparison.cells and self.lasting:
@@ -187,10 +205,20 @@ class _Work:
         progress.finished(comparison, left_out)
         return comparison
 
+    def tidy(self, needed: set[str]) -> None:
+        """Removes the models that are measured, but those ``needed``: a kill came before their cells were saved."""
+        with output_errors(self.place):
+            for model in (self.place / "models").glob(f".*{_MEASURED}"):
+                name = model.name.removesuffix(_MEASURED)[1:]
+                if name in needed:
+                    model.rename(model.with_name(name))
+                else:
+                    shutil.rmtree(model)
+
     def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
         pruned, file = self.place / "models" / run.name, f"records/{run.name}.json"
-        record = _finished(pruned) or prune(
+        record = self.finished(run) or prune(
             self.dense,
             pruned,
             run.pattern,
@@ -204,8 +232,20 @@ class _Work:
         perplexity, measuring = self.measured(pruned)
         write_json(self.place / file, record.to_json(), sync=True)
         stages = dict(record.seconds)
-        total, kept = stages.pop("total"), file if self.lasting else None
+        total, kept = stages.pop("total", 0.0), file if self.lasting else None
         return Cell(*run.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
+
+    def finished(self, run: _Run) -> Record | None:
+        """That of a model that an earlier call pruned and did not come to measure; UsageError for another model."""
+        pruned = self.place / "models" / run.name
+        unfinished = any(pruned.parent.glob(f".{pruned.name}.partial*")) or (pruned / ".partial.json").exists()
+        if unfinished or not os.path.lexists(pruned) or (pruned.is_dir() and not any(pruned.iterdir())):
+            return None
+        record = None if pruned.is_symlink() else _record(pruned / "niwaki.json")
+        text = self.texts.calibration.fingerprint()
+        if record is None or not run.made(record) or record.calibration.get("tokens_sha256") != text:
+            raise UsageError(f"{pruned} is not of this comparison; remove it, or use another directory")
+        return record
 
     def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
         """Perplexities by text, and the seconds that they took."""
@@ -225,6 +265,8 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
             else:
                 name, _, own = given.strip().partition("@")
                 given, solver = name, make_solver(name)
+            if name == "dense":
+                raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
             run = _Run(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
@@ -247,11 +289,17 @@ def _check(out: Path, source: Path) -> None:
     """Raises UsageError unless ``out`` may have a comparison of the model in ``source``."""
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
-    if out.exists() and not (out.is_dir() and ((out / "compare.json").exists() or not any(out.iterdir()))):
-        raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
+    with output_errors(out):
+        # A kill may have left a temporary file of compare.json, and nothing else.
+        there = [path.name for path in out.iterdir()] if out.is_dir() else [""] if out.exists() else []
+        if "compare.json" not in there and not all(name.startswith("compare.json") for name in there):
+            raise UsageError(f"{out} exists and has no comparison to resume; choose another directory")
+        for folder in (out / "models", out / "records"):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise UsageError(f"{folder} is in the way of a directory; move it away")
 
 
-def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, dict[str, str]]:
+def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Compute) -> dict[str, Identity]:
     """All that has to be the same for cells to compare."""
 
     def size(windows: Windows) -> str:
@@ -292,7 +340,7 @@ def _joined(place: Path, asked: Comparison) -> Comparison:
     if not (place / "compare.json").exists():
         return asked
     there = Comparison.load(place)
-    nothing = {"identity": "", "shown": "nothing"}
+    nothing: Identity = {"identity": "", "shown": "nothing"}
     differing = []
     for name in {**asked.fingerprint, **there.fingerprint}:
         old, new = there.fingerprint.get(name, nothing), asked.fingerprint.get(name, nothing)
@@ -310,24 +358,16 @@ def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
     cell = comparison.done().get(run.key)
     if cell is None:
         return False
-    try:
-        record = Record.load(out / str(cell.record))
-    except CheckpointError:
+    record = _record(out / "records" / f"{run.name}.json")
+    if record is None or not cell.is_of(record):
         comparison.cells.remove(cell)  # it is done again
         return False
-    there, here = [record.solver, record.effort], [plain(describe(run.solver)), describe_effort(run.effort)]
-    if there != here:
-        made, asked = (", ".join(map(in_words, each)) for each in (there, here))
+    if not run.made(record):
+        made = f"{in_words(record.solver)}, {in_words(record.effort)}, {record.pattern}"
+        asked = f"{in_words(describe(run.solver))}, {in_words(describe_effort(run.effort))}, {run.pattern}"
         has = f"{out} has {run.key[0]} at {run.key[1]} by {made}"
         raise UsageError(f"{has}, and asked for is {asked}; use another directory")
     return True
-
-
-def _finished(pruned: Path) -> Record | None:
-    """The record of a model that an earlier call pruned and did not come to measure."""
-    journals = any(pruned.parent.glob(f".{pruned.name}.partial*"))
-    path = pruned / "niwaki.json"
-    return Record.load(path) if path.exists() and not journals else None
 
 
 def _expected(method: str, cells: list[Cell]) -> float:
@@ -335,3 +375,11 @@ def _expected(method: str, cells: list[Cell]) -> float:
     pruned = [cell for cell in cells if cell.pattern]
     like = [cell for cell in pruned if cell.method == method] or pruned
     return max((cell.seconds + cell.measuring for cell in like), default=0.0)
+
+
+def _record(path: Path) -> Record | None:
+    """The record in a file; None where there is none that can be read."""
+    try:
+        return Record.load(path)
+    except CheckpointError:
+        return None

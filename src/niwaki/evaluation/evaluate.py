@@ -29,6 +29,7 @@ def evaluate(
     decoder block is in memory at a time. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
+    measurement.only("evaluate", "text", "samples", "length")
     measurement.only_text("evaluate")
     if measurement.samples == 0:
         raise UsageError("samples must be 1 or more; got 0")

@@ -196,4 +196,5 @@ class Normalised:
 
 def relative(loss: float, power: float) -> float:
     """A squared error relative to the squared output."""
+    loss = max(loss, 0.0)  # which rounding can take below
     return loss / power if power > 0 else (0.0 if loss == 0 else math.inf)

@@ -1,22 +1,37 @@
 """The model card of a directory: its README.md."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import metadata_load
 
 from niwaki.files import output_errors
 from niwaki.records.record import Record
+from niwaki.records.wording import markdown
 
 _NOTES = "\n\nNotes:\n\n"
+_LONGEST = 2**20  # characters of what stands at the top of a card
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes no aliases: a card needs none, and a few lines of them can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
 
 
 def top(readme: Path) -> dict[str, Any]:
     """What stands between the lines ``---`` of a card, with a list of texts as its tags; empty if that is not valid."""
     try:
-        values = (metadata_load(readme) if readme.is_file() else None) or {}
-    except (ValueError, yaml.YAMLError, RecursionError):  # no YAML at the top, or none that makes sense
+        text = readme.read_text(encoding="utf-8-sig") if readme.is_file() else ""
+        match = re.match(r"\s*---\n(.*?)\n---[ \t]*(?:\n|$)", text[:_LONGEST], re.DOTALL)
+        values = yaml.load(match[1], _Loader) if match else None  # noqa: S506 - derived from the safe one
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):  # as that library does
+        return {}
+    if not isinstance(values, dict):
         return {}
     tags = values.get("tags")
     tags = tags if isinstance(tags, list) else [tags]
@@ -25,7 +40,7 @@ def top(readme: Path) -> dict[str, Any]:
 
 def notes(record: Record) -> str:
     """The end of a pruned model's card."""
-    listed = "\n".join(f"* {note}" for note in record.notes)
+    listed = "\n".join(f"* {markdown(note)}" for note in record.notes)
     full = "`niwaki.json` has the full record: versions, command, and every matrix."
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
@@ -35,6 +50,7 @@ def rewrite_notes(directory: Path, record: Record) -> None:
     readme = directory / "README.md"
     with output_errors(directory):
         if readme.is_file():
-            before, heading, _ = readme.read_text(encoding="utf-8").partition(_NOTES)
+            # Whoever wrote it, in whatever encoding.
+            before, heading, _ = readme.read_text(encoding="utf-8", errors="surrogateescape").partition(_NOTES)
             if heading:
-                readme.write_text(before + notes(record), encoding="utf-8")
+                readme.write_text(before + notes(record), encoding="utf-8", errors="surrogateescape")

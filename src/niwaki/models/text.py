@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from niwaki.models.processes import World
     from niwaki.models.streamed import StreamedModel
+    from niwaki.records.record import CalibrationRecord
 
 #: Windows after those of the calibration, where the same text is measured on and nobody says how many.
 WINDOWS_AFTER = 256
@@ -54,7 +55,7 @@ class Windows:
     order: Order = "first"
     origin: str = ""
 
-    def described(self, seed: int) -> dict[str, Any]:
+    def described(self, seed: int) -> CalibrationRecord:
         """What a record has of calibration windows; ``seed`` is that of random ones."""
         return {
             "source": self.source,

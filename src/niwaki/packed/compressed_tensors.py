@@ -20,7 +20,7 @@ from niwaki.records.record import Record
 
 #: The note that replaces the one that weights are not packed.
 _PACKED = (
-    "weights are packed integers in the format `pack-quantized` of compressed-tensors, which has to be installed to "
+    "weights are packed integers in the format 'pack-quantized' of compressed-tensors, which has to be installed to "
     "load them in transformers"
 )
 

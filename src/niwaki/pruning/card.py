@@ -10,7 +10,7 @@ from niwaki.models.model_card import notes, top
 from niwaki.models.output import Workplace
 from niwaki.pruning.effort import described
 from niwaki.records.record import Clock, Record
-from niwaki.records.wording import counted, in_words
+from niwaki.records.wording import counted, in_words, markdown
 
 
 def finish(place: Workplace, record: Record, clock: Clock) -> None:
@@ -24,7 +24,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
         inherited = top(readme)
         if readme.exists():
             readme.replace(place.directory / "README.base.md")
-        readme.write_text(_text(record, inherited), encoding="utf-8")
+    write_json(readme, _text(record, inherited))
     record.seconds = {**clock.seconds, "total": clock.total()}
     write_json(place.directory / "niwaki.json", record.to_json())
     place.save(record=record.to_json(), complete=True)
@@ -32,6 +32,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
+    shown = markdown(name)
     where = f" in {record.part}" if record.part else ""
     structure, calibration = record.structure, record.calibration
     kept: dict[str, Any] = {key: inherited.get(key) for key in ("license", "license_name", "license_link", "language")}
@@ -44,13 +45,13 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
     if structure:
         title = f"{structure.share} smaller"
         about = (
-            f"`{name}` without some of its parts, which niwaki removed after training. It is dense and loads as any "
+            f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
         )
     else:
         title = f"{100 * record.sparsity:.4g} % sparse{where}"
         about = (
-            f"The linear matrices of the decoder blocks of `{name}`, pruned after training with niwaki{where}. "
+            f"The linear matrices of the decoder blocks of {shown}, pruned after training with niwaki{where}. "
             "Zeros are stored as such, so this loads wherever the dense model does."
         )
     error = "output error of the matrices, relative, geometric mean"
@@ -75,5 +76,5 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         )
     if not record.perplexity:
         rows["perplexity"] = "not measured"
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    return f"---\n{data.to_yaml()}\n---\n\n# {name}, {title}\n\n{about}\n\n| | |\n|---|---|\n{table}" + notes(record)
+    table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in rows.items() if value)
+    return f"---\n{data.to_yaml()}\n---\n\n# {shown}, {title}\n\n{about}\n\n| | |\n|---|---|\n{table}" + notes(record)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
+import msgspec
+
+from niwaki.errors import UsageError
 from niwaki.files import write_json
-from niwaki.records.data import JsonFile
-from niwaki.records.record import Perplexity
-from niwaki.records.wording import text_in_words
+from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
+from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Perplexity, Record
+from niwaki.records.wording import markdown, text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -36,15 +40,23 @@ class Cell:
         record: The file with the whole record, relative to the comparison's directory, if there is one.
     """
 
-    method: str
-    pattern: str
-    sparsity: float
-    perplexity: dict[str, Perplexity]
-    seconds: float = 0.0
-    error: float = 0.0
-    stages: dict[str, float] = field(default_factory=dict)
-    measuring: float = 0.0
-    record: str | None = None
+    method: Name
+    pattern: Name
+    sparsity: Fraction
+    perplexity: dict[Name, Perplexity]
+    seconds: Seconds = 0.0
+    error: Amount = 0.0
+    stages: Stages = field(default_factory=dict)
+    measuring: Seconds = 0.0
+    record: Name | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern.endswith(" %") and not 0 <= float(self.pattern[:-2]) < 100:
+            raise UsageError(f"a pattern in percent is from 0 % to below 100 %; got {self.pattern!r}")
+
+    def is_of(self, record: Record) -> bool:
+        """Whether ``record`` is that of its run, as far as the figures of both say."""
+        return self.sparsity == record.sparsity and math.isclose(self.error, record.mean_error)
 
     def __str__(self) -> str:
         values = "; ".join(f"{shown(measured)} on {text}" for text, measured in self.perplexity.items())
@@ -58,6 +70,13 @@ class Entry(NamedTuple):
     best: bool = False
 
 
+class Identity(TypedDict):
+    """Something that has to be the same for cells to compare, and how it is shown."""
+
+    identity: str
+    shown: str
+
+
 @dataclass
 class Comparison(JsonFile):
     """Methods at patterns, on one model with one calibration text: ``compare.json``.
@@ -66,20 +85,30 @@ class Comparison(JsonFile):
         calibration: Source, samples, sequence length, order, seed and SHA-256 of the tokens.
         cells: The dense model, and then methods at patterns in the order in which they were done.
         missing: (method, pattern) that were asked for and are not done yet.
-        fingerprint: By name, the "identity" of all that has to be the same for cells to compare, and how it is "shown".
+        fingerprint: By name, all that has to be the same for cells to compare.
         command: The command line of the last call, or "" where it was called from Python.
         seconds: Of all calls together.
     """
 
-    model: str
-    calibration: dict[str, Any]
-    texts: list[str]
+    model: Name
+    calibration: CalibrationRecord
+    texts: Annotated[list[Name], msgspec.Meta(max_length=100)]
     cells: list[Cell] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)
-    fingerprint: dict[str, dict[str, str]] = field(default_factory=dict)
+    missing: list[tuple[Name, Name]] = field(default_factory=list)
+    fingerprint: dict[str, Identity] = field(default_factory=dict)
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        done, dense = self.done(), ("dense", "")
+        if self.cells and (dense != next(iter(done)) or len(done) < len(self.cells)):
+            raise UsageError("cells are the dense model, and after it each method at each pattern once")
+        for key, cell in done.items():
+            if set(cell.perplexity) != set(self.texts) or (key != dense and (key[0] == "dense" or not key[1])):
+                raise UsageError(f"the cell of {key[0]} at {key[1]} is not one of this comparison of {self.texts}")
+        if len({method for method, _ in done}) * len({pattern for _, pattern in done}) > LARGEST_TABLE:
+            raise UsageError(f"{len(done):,} cells are too many methods and patterns to show")
 
     def done(self) -> dict[tuple[str, str], Cell]:
         """The cells by method and pattern; ("dense", "") is one."""
@@ -135,12 +164,13 @@ class Comparison(JsonFile):
         lines = []
         for text in self.texts:
             header, entries = self.grid(text)
-            rows = [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in entries]
-            table = (f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
-            lines += [f"{self.heading(text)}:", "", *table, ""]
-        lines.append(f"Model {self.model}, calibrated on {text_in_words(self.calibration)}. {CAPTION}")
+            rows = [[f"**{entry.text}**" if entry.best else markdown(entry.text) for entry in row] for row in entries]
+            table = (f"| {' | '.join(row)} |" for row in (map(markdown, header), ["---"] * len(header), *rows))
+            lines += [f"{markdown(self.heading(text))}:", "", *table, ""]
+        where = markdown(f"Model {self.model}, calibrated on {text_in_words(self.calibration)}")
+        lines.append(f"{where}. {CAPTION}")
         if self.missing:
-            lines += ["", f"Not done yet: {listed(self.missing)}."]
+            lines += ["", f"Not done yet: {markdown(listed(self.missing))}."]
         return "\n".join(lines) + "\n"
 
     def heading(self, text: str) -> str:

@@ -8,16 +8,29 @@ import ast
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from niwaki.errors import CheckpointError
+from niwaki.errors import CheckpointError, UsageError
 
 T = TypeVar("T")
+
+# What fields may be, checked where a file is read: all that is made of them can be computed, shown and drawn.
+Name = Annotated[str, msgspec.Meta(max_length=5000)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Stages = Annotated[dict[Name, Seconds], msgspec.Meta(max_length=100)]
 Kept = TypeVar("Kept", bound="JsonFile")
 
 
@@ -70,6 +83,16 @@ def load(path: Path, read: Callable[[str], T]) -> T:
         raise CheckpointError(f"{path} cannot be read as what niwaki writes there: {error}") from error
 
 
+def check_plain(value: Any, name: str, depth: int = 0) -> None:
+    """Raises UsageError where ``value``, called ``name``, has a number that JSON does not have, or no end in sight."""
+    if depth > 20:
+        raise UsageError(f"{name} is nested more than 20 deep")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{name} has {value}, which is not a finite number")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_plain(each, name, depth + 1)
+
+
 def plain(described: dict[str, Any]) -> dict[str, Any]:
     """With text in place of all values that JSON does not have, as solvers of the user's own may have them."""
     values: dict[str, Any] = json.loads(json.dumps(described, default=repr), parse_constant=str)
@@ -78,7 +101,11 @@ def plain(described: dict[str, Any]) -> dict[str, Any]:
 
 def from_repr(text: str, name: str) -> dict[str, Any]:
     """What was a ``repr`` in old records: its values under ``name``, or as it was written if they are not all plain."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+    with (
+        contextlib.suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
         match ast.parse(text, mode="eval").body:
             case ast.Call(ast.Name(), [], keywords):
                 return plain({"name": name, **{str(each.arg): ast.literal_eval(each.value) for each in keywords}})

@@ -10,13 +10,28 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from niwaki.errors import CheckpointError
+import msgspec
+
+from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import write_json
 from niwaki.options import TF32
-from niwaki.records.data import JsonFile, from_repr
-from niwaki.records.wording import counted
+from niwaki.records.data import (
+    Amount,
+    Count,
+    Finite,
+    Fraction,
+    JsonFile,
+    Name,
+    Positive,
+    Seconds,
+    Stages,
+    Whole,
+    check_plain,
+    from_repr,
+)
+from niwaki.records.wording import counted, kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +39,8 @@ if TYPE_CHECKING:
 
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
 FORMAT = 2
+#: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
+LARGEST_TABLE = 50_000
 #: What `niwaki report` and `niwaki bench` write into a directory: about it, and not about what is made from it.
 FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 
@@ -42,12 +59,12 @@ class Perplexity:
         origin: Where ``text`` is from and how it became windows, in words; "" where that is not known.
     """
 
-    value: float
-    standard_error: float | None
-    tokens: int
-    context: int
-    windows: int
-    text: str
+    value: Annotated[float, msgspec.Meta(ge=0.5, le=1e305)]  # 1 or more, but for rounding
+    standard_error: Annotated[float, msgspec.Meta(ge=0, le=1e305)] | None
+    tokens: Positive
+    context: Positive
+    windows: Positive
+    text: Name
     origin: str = ""
 
     @classmethod
@@ -55,7 +72,7 @@ class Perplexity:
         """From (windows, context - 1) cross-entropies in nats."""
         means = losses.double().mean(dim=1)
         value = math.exp(min(means.mean().item(), 700.0))  # beyond it there is no float
-        error = value * means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
+        error = min(1e304, value * means.std().item() / math.sqrt(len(means))) if len(means) > 1 else None
         return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin)
 
     @property
@@ -84,14 +101,14 @@ class MatrixRecord:
             solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not.
     """
 
-    block: int
-    name: str
-    shape: tuple[int, int]
-    sparsity: float
-    error: float
-    seconds: float
-    tokens: int
-    stats: dict[str, float | int | str]
+    block: Count
+    name: Name
+    shape: tuple[Positive, Positive]
+    sparsity: Fraction
+    error: Amount
+    seconds: Seconds
+    tokens: Count
+    stats: dict[str, Finite | Whole | str]
 
 
 @dataclass(frozen=True)
@@ -104,11 +121,18 @@ class FitRecord:
         epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
     """
 
-    block: int
-    before: float
-    after: float
-    epochs: float
-    seconds: float
+    block: Count
+    before: Amount
+    after: Amount
+    epochs: Amount
+    seconds: Seconds
+
+
+class Parameters(TypedDict):
+    """Numbers in all tensors of the files of a model."""
+
+    before: Positive
+    after: Positive
 
 
 @dataclass(frozen=True)
@@ -116,7 +140,7 @@ class StructureRecord:
     """What structured pruning removed, see :mod:`niwaki.pruning.structured.shrink`.
 
     Attributes:
-        parameters: Numbers in all tensors of the files, "before" and "after".
+        parameters: "before" and "after".
         removed: Fraction of the blocks' parameters that is gone.
         influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
         blocks: Numbers of the blocks that went, from 0, as are all that follow.
@@ -124,12 +148,12 @@ class StructureRecord:
         neurons: Likewise.
     """
 
-    parameters: dict[str, int]
-    removed: float
-    influence: list[float] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    heads: list[list[int]] = field(default_factory=list)
-    neurons: list[list[int]] = field(default_factory=list)
+    parameters: Parameters
+    removed: Fraction
+    influence: list[Finite] = field(default_factory=list)
+    blocks: list[Count] = field(default_factory=list)
+    heads: list[list[Count]] = field(default_factory=list)
+    neurons: list[list[Count]] = field(default_factory=list)
 
     @property
     def share(self) -> str:
@@ -139,6 +163,18 @@ class StructureRecord:
     def __str__(self) -> str:
         numbers = "{after:,} of {before:,}".format(**self.parameters)
         return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
+
+
+class CalibrationRecord(TypedDict, total=False):
+    """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written."""
+
+    source: Name
+    samples: Count
+    sequence_length: Count
+    order: str
+    seed: int
+    tokens_sha256: str
+    synthetic: Count
 
 
 @dataclass
@@ -169,29 +205,38 @@ class Record(JsonFile):
     """
 
     command: str
-    model: str
-    method: str
+    model: Name
+    method: Name
     solver: dict[str, Any]
-    pattern: str
+    pattern: Name
     mask_from: str | None
-    calibration: dict[str, Any]
+    calibration: CalibrationRecord
     device: str
     dtype: str
-    flops: float = 0.0
+    flops: Amount = 0.0
     versions: dict[str, str] = field(default_factory=dict)
-    sparsity: float = 0.0
+    sparsity: Fraction = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
     fits: list[FitRecord] = field(default_factory=list)
-    perplexity: dict[str, Perplexity] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_memory: dict[str, int] = field(default_factory=dict)
+    perplexity: dict[Literal["before", "after"], Perplexity] = field(default_factory=dict)
+    seconds: Stages = field(default_factory=dict)
+    peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
-    blocks: list[int] | None = None
+    resumed: list[Count] = field(default_factory=list)
+    blocks: Annotated[list[Count], msgspec.Meta(min_length=2, max_length=2)] | None = None
     tf32: TF32 = "never"
     effort: dict[str, Any] = field(default_factory=dict)
     structure: StructureRecord | None = None
     quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        check_plain(self.solver, "the solver")
+        check_plain(self.effort, "the effort")
+        if self.blocks is not None and not self.blocks[0] < self.blocks[1]:
+            raise UsageError(f"blocks go from one to before another; got {self.blocks}")
+        kinds, blocks = ({*map(of, self.matrices)} for of in (lambda one: kind(one.name), lambda one: one.block))
+        if len(kinds) * len(blocks) > LARGEST_TABLE:
+            raise UsageError(f"the matrices are of {len(kinds):,} kinds in {len(blocks):,} blocks, too many to show")
 
     @property
     def mean_error(self) -> float:
@@ -203,8 +248,11 @@ class Record(JsonFile):
         """What the grid did to the matrices, in words; "" without a grid."""
         if not self.quantization:
             return ""
-        before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
-        lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)
+        try:
+            before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
+            lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)
+        except (KeyError, ValueError):  # another program wrote it
+            return self.quantization
         kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in self.matrices) + lost
         return (
             f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "

@@ -1,9 +1,14 @@
 """What ``niwaki bench`` measured."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from niwaki.records.data import JsonFile
+import msgspec
+
+from niwaki.records.data import Count, JsonFile, Name, Positive, Seconds
 from niwaki.records.wording import counted, size
+
+Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e12)]
 
 
 @dataclass(frozen=True)
@@ -19,16 +24,16 @@ class Speed:
         tokens_per_second: After that, one sequence, the median of rates from ``slowest`` to ``fastest``.
     """
 
-    weights: str
-    dtype: str
-    disk: int
-    resident: int
-    peak: int
-    load: float
-    first_token: float
-    tokens_per_second: float
-    slowest: float
-    fastest: float
+    weights: Name
+    dtype: Name
+    disk: Count
+    resident: Count
+    peak: Count
+    load: Seconds
+    first_token: Seconds
+    tokens_per_second: Rate
+    slowest: Rate
+    fastest: Rate
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,14 @@ class SpeedRecord(JsonFile):
     """
 
     model: str
-    prompt: int
-    tokens: int
-    repeats: int
+    prompt: Positive
+    tokens: Positive
+    repeats: Positive
     device: str
-    threads: int
+    threads: Count
     kernels: str
     command: str
-    speeds: list[Speed]
+    speeds: Annotated[list[Speed], msgspec.Meta(min_length=1, max_length=100)]
     versions: dict[str, str]
 
     def table(self) -> list[list[str]]:

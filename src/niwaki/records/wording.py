@@ -2,16 +2,23 @@
 
 import os
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 #: What moves a terminal's cursor, changes the direction of text, or is half of a character.
-_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def printable(text: str) -> str:
-    """``text`` with control codes as in ``"\\x1b"``; lines and tabs stay."""
+    r"""``text`` with control codes as in ``"\x1b"``; lines and tabs stay."""
     return _CONTROL.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
+
+
+def markdown(text: object) -> str:
+    """``text`` as markdown that shows it as it is, in one line: no link, picture, HTML or column of a table."""
+    return re.sub(r"([\\`*\[\]<|])", r"\\\1", " ".join(printable(str(text)).split()))
 
 
 def counted(count: int | str, noun: str, plural: str = "") -> str:
@@ -27,18 +34,20 @@ def kind(name: str) -> str:
 
 def short(name: str) -> str:
     """The last part of a name that is no number."""
-    return [part for part in kind(name).split(".") if part != "*"][-1]
+    return next((part for part in reversed(kind(name).split(".")) if part != "*"), name)
 
 
 def in_words(described: dict[str, Any]) -> str:
     """``"admm-grad (iterations 20, rho 0.5)"``; with the mask of another ``"wanda + exact (memory 1)"``."""
     if "as written" in described:
         return str(described["as written"])
-    if "mask" in described and "update" in described:
-        return f"{in_words(described['mask'])} + {in_words(described['update'])}"
+    match described:
+        case {"mask": dict(mask), "update": dict(update)}:
+            return f"{in_words(mask)} + {in_words(update)}"
     shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in described.items()}
     values = ", ".join(f"{key} {value}" for key, value in shown.items() if key != "name")
-    return f"{described['name']} ({values})" if values else str(described["name"])
+    name = str(described.get("name", "?"))
+    return f"{name} ({values})" if values else name
 
 
 def duration(seconds: float) -> str:
@@ -58,9 +67,9 @@ def operations(flops: float) -> str:
     return f"{flops:.{1 if prefix and flops < 99.95 else 0}f} {prefix}flop"
 
 
-def text_in_words(calibration: dict[str, Any]) -> str:
+def text_in_words(calibration: Mapping[str, Any]) -> str:
     """A record's calibration text: ``"128 x 2048 tokens of c4"``."""
-    return "{samples} x {sequence_length} tokens of {source}".format_map(calibration)
+    return "{samples} x {sequence_length} tokens of {source}".format_map(defaultdict(lambda: "?", calibration))
 
 
 def short_text(name: str) -> str:

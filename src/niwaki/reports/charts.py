@@ -14,6 +14,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 import altair as alt
 import vl_convert
 
+from niwaki.records.wording import printable
+
 #: Of methods and stages: that many CSS variables ``--c0`` ... are in report.css.
 COLOURS = 10
 #: Steps of the heat map's colours, ``--h0`` ...
@@ -261,5 +263,14 @@ def _svg(chart: Any) -> str:
     )
     # The version that altair knows; vl-convert has several.
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    svg: str = vl_convert.vegalite_to_svg(chart.to_dict(), vl_version=version)
+    svg: str = vl_convert.vegalite_to_svg(_shown(chart.to_dict()), vl_version=version)
     return svg
+
+
+def _shown(value: Any) -> Any:
+    """``value`` with control codes shown in all of its text: a picture has none, and the drawing ends the process."""
+    if isinstance(value, dict):
+        return {key: _shown(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else value

@@ -1,5 +1,6 @@
 """What a report is made from: a pruned model's directory, or that of a comparison."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,14 +116,15 @@ class Extras(NamedTuple):
 
 def load(directory: str | Path) -> Material:
     """What ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError for nothing, CheckpointError if unreadable."""
-    directory = Path(directory).expanduser()
-    if (directory / "compare.json").is_file():
+    # os.path takes any text, also one that no file can be called.
+    directory = Path(os.path.expanduser(directory))
+    if os.path.isfile(directory / "compare.json"):
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))
-    if (directory / "niwaki.json").is_file():
+    if os.path.isfile(directory / "niwaki.json"):
         bench = directory / SPEED_NAME
         speed = SpeedRecord.load(bench) if bench.is_file() else None
         return data.load(directory / "niwaki.json", lambda text: _pruned(text, speed))
-    what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is not a directory"
+    what = "has neither niwaki.json nor compare.json" if os.path.isdir(directory) else "is not a directory"
     raise UsageError(f"{directory} {what}; give one that `niwaki prune` or `niwaki compare` wrote")
 
 
@@ -144,9 +146,11 @@ def _compared(directory: Path, text: str) -> Material:
     for cell in cells:
         record = None
         if cell.record is not None:
-            path = (directory / cell.record).resolve()
-            if directory.resolve() not in path.parents:  # the page would show any file of the machine
+            path = Path(os.path.realpath(directory / cell.record))
+            if Path(os.path.realpath(directory)) not in path.parents:  # the page would show any file of the machine
                 raise CheckpointError(f"it names a record outside of its directory: {cell.record}")
             record = Record.load(path)
+            if not cell.is_of(record):
+                raise CheckpointError(f"{cell.record} is not the record of {cell.method} at {cell.pattern}")
         runs.append(Run(**vars(cell), full=record))
     return Material(comparison, runs, dense.perplexity, comparison.seconds, text)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +11,7 @@ from niwaki.errors import OutputError, UsageError
 from niwaki.files import write_json
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
+from niwaki.records.wording import printable
 from niwaki.reports.material import Extras, Material, load
 
 
@@ -35,16 +37,21 @@ def report(
         CheckpointError: its files cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
-    directory = Path(directory).expanduser()
     material = load(directory)
     check_extra(reference)
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts or ()):
+        raise UsageError(f"prompts are a list of texts; got {prompts!r}")
+    path = Path(os.path.expanduser(out if out is not None else Path(directory) / REPORT_NAME))
+    if os.path.isdir(path):
+        raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
     extras = None
     if material.record is not None:
         (progress or Progress()).status("reading masks and generating text")
         from niwaki.reports.from_model import extras as read_extras
 
-        extras = read_extras(directory, material.record, prompts)
-    return write(render(material, extras, reference=reference), directory, out)
+        extras = read_extras(Path(directory).expanduser(), material.record, prompts)
+    write_json(path, render(material, extras, reference=reference))
+    return path
 
 
 def check_extra(reference: str | None = None) -> None:
@@ -92,17 +99,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
         policy="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"style-src '{_digest(style)}'; script-src '{_digest(script)}'",
     )
-    # JSON can hold halves of characters, which no file can.
-    return page.encode("utf-8", "replace").decode("utf-8")
-
-
-def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
-    """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all, or raises OutputError."""
-    path = Path(file).expanduser() if file is not None else directory / REPORT_NAME
-    if path.is_dir():
-        raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
-    write_json(path, page)
-    return path
+    return printable(page)
 
 
 def _data_uri(content: bytes | str, kind: str) -> str:

@@ -191,9 +191,9 @@ def errors_of(material: Material, record: Record, form: str = "{:.4g}") -> list[
     """The errors of each block's matrices; colours are equal steps on a logarithmic scale, the same over the page."""
 
     def step(error: float) -> int:
-        if material.errors is None or error <= 0 or material.errors[0] == material.errors[1]:
+        low, high = map(math.log, material.errors or (1, 1))
+        if error <= 0 or low == high:
             return 0
-        low, high = map(math.log, material.errors)
         return min(STEPS - 1, int(STEPS * (math.log(error) - low) / (high - low)))
 
     return heat_of(record, lambda matrix: matrix.error, form, step)
