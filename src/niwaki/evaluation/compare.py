@@ -12,7 +12,7 @@ from pathlib import Path
 
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.files import locked, output_errors, write_json
+from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
@@ -98,8 +98,10 @@ def compare(
     for run in runs:
         patterns_of(run.pattern, None, streamed)
     if out is not None:
-        out = Path(out).expanduser().resolve()
+        out = given_path(out).resolve()
         _check(out, checkpoint.path)
+        if out == given_path(model).resolve():  # the next cell would find it, and not the model
+            raise UsageError(f"{out} is what the model is called; choose another directory")
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
     asked = Comparison(str(model), texts.calibration.described(calibration.seed), list(texts.heldout))

@@ -37,4 +37,4 @@ def rewrite_notes(directory: Path, record: Record) -> None:
         if readme.is_file():
             before, heading, _ = readme.read_text(encoding="utf-8").partition(_NOTES)
             if heading:
-                readme.write_text(before + notes(record), encoding="utf-8")
+                readme.write_text(before + notes(record), encoding="utf-8", errors="backslashreplace")

@@ -24,7 +24,8 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
         inherited = top(readme)
         if readme.exists():
             readme.replace(place.directory / "README.base.md")
-        readme.write_text(_text(record, inherited), encoding="utf-8")
+        # Names of files can have bytes that are not UTF-8.
+        readme.write_text(_text(record, inherited), encoding="utf-8", errors="backslashreplace")
     record.seconds = {**clock.seconds, "total": clock.total()}
     write_json(place.directory / "niwaki.json", record.to_json())
     place.save(record=record.to_json(), complete=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from niwaki.errors import CheckpointError, UsageError
+from niwaki.files import given_path
 from niwaki.records import data
 from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.record import SPEED_NAME, Perplexity, Record
@@ -115,7 +116,7 @@ class Extras(NamedTuple):
 
 def load(directory: str | Path) -> Material:
     """What ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError for nothing, CheckpointError if unreadable."""
-    directory = Path(directory).expanduser()
+    directory = given_path(directory)
     if (directory / "compare.json").is_file():
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))
     if (directory / "niwaki.json").is_file():

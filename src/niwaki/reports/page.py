@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from niwaki.errors import OutputError, UsageError
-from niwaki.files import write_json
+from niwaki.files import given_path, write_json
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.reports.material import Extras, Material, load
@@ -35,7 +35,7 @@ def report(
         CheckpointError: its files cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
-    directory = Path(directory).expanduser()
+    directory = given_path(directory)
     material = load(directory)
     check_extra(reference)
     extras = None
@@ -98,7 +98,7 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
 
 def write(page: str, directory: Path, file: str | Path | None = None) -> Path:
     """Writes ``page`` to ``file``, by default in ``directory``, whole or not at all, or raises OutputError."""
-    path = Path(file).expanduser() if file is not None else directory / REPORT_NAME
+    path = given_path(directory / REPORT_NAME if file is None else file, 8)
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
     write_json(path, page)
