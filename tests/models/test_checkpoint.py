@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -238,6 +238,52 @@ def test_headers_that_lie(single: Path, lie: dict[str, Any]) -> None:
     assert SINGLE_NAME in message(lambda: Checkpoint(single))
 
 
+def _add(dtype: str, shape: list[int], size: int) -> Callable[[Path], None]:
+    """A tensor of ``size`` bytes after all others."""
+
+    def add(path: Path) -> None:
+        end = max(entry.offset + entry.size for entry in Checkpoint(path.parent).entries.values())
+        start = min(entry.offset for entry in Checkpoint(path.parent).entries.values())
+        ends = [end - start, end - start + size]
+        bend_header(path, lambda header: header.update(more={"dtype": dtype, "shape": shape, "data_offsets": ends}))
+        path.write_bytes(path.read_bytes() + bytes(size))
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),  # bytes that no tensor has
+        lambda path: bend_header(path, lambda header: header.pop(Q)),  # a hole
+        lambda path: bend_header(path, lambda header: header.update({Q: header[UP]})),
+        lambda path: bend_header(path, lambda header: header.update(__metadata__=["x"])),
+        lambda path: bend_header(path, lambda header: header.update(__metadata__={"x": 1})),
+        lambda path: bend_header(path, lambda header: header.update(dict(reversed(header.items())))),
+        _add("F32", [0, 3], 0),
+        _add("F32", [1 << 63, 4, 0], 0),
+        _add("U16", [2], 4),
+        _add("F4", [4], 2),
+        _add("X5", [4], 2),
+    ],
+)
+def test_safetensors_is_the_judge(single: Path, out: Path, change: Callable[[Path], None]) -> None:
+    path = single / SINGLE_NAME
+    change(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            keys = set(file.keys())
+    except SafetensorError:
+        assert SINGLE_NAME in message(lambda: Checkpoint(single))
+        return
+    checkpoint = Checkpoint(single)
+    assert set(checkpoint.entries) == keys
+    with CheckpointWriter(checkpoint, out):
+        pass
+    assert (out / SINGLE_NAME).read_bytes() == path.read_bytes()
+    verify(out, checkpoint, {})
+
+
 def test_metadata_is_no_tensor(single: Path) -> None:
     bend_header(single / SINGLE_NAME, lambda header: header.update(__metadata__={"format": "pt", "a": "b"}))
     assert "__metadata__" not in Checkpoint(single).entries
@@ -257,7 +303,12 @@ def test_metadata_is_no_tensor(single: Path) -> None:
         ('{"weight_map": {"a": "/etc/passwd"}}', "/etc/passwd"),
         ('{"weight_map": {"a": "sub/x.safetensors"}}', "sub/x.safetensors"),
         ('{"weight_map": {"a": ".."}}', ".."),
-        ('{"weight_map": {"a": ""}}', ""),
+        ('{"weight_map": {"a": ""}}', "not a safetensors file: ''"),
+        ('{"weight_map": {"a": "config.json"}}', "not a safetensors file: 'config.json'"),
+        ('{"weight_map": {"a": "\\u0000.safetensors"}}', "lacks the shard"),
+        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "cannot be read"),
+        (f'{{"weight_map": {{"a": "{"a" * 300}.safetensors"}}}}', "lacks the shard"),
+        ('{"a": ' + "1" * 5000 + "}", "JSON"),
     ],
 )
 def test_an_index_that_makes_no_sense(shards: Path, index: str, said: str) -> None:
@@ -292,6 +343,15 @@ def test_a_tensor_that_the_index_names_and_no_shard_has(shards: Path) -> None:
     index["weight_map"][Q] = other
     (shards / INDEX_NAME).write_text(json.dumps(index))
     assert Q in message(lambda: Checkpoint(shards))
+
+
+def test_one_key_in_two_shards(shards: Path) -> None:
+    # Other programs read all of both shards, and may take the other one.
+    index = json.loads((shards / INDEX_NAME).read_text())
+    shutil.copyfile(shard_of(shards, Q), shards / "copy.safetensors")
+    index["weight_map"]["model.extra"] = "copy.safetensors"
+    (shards / INDEX_NAME).write_text(json.dumps(index))
+    assert "twice, in copy.safetensors and in" in message(lambda: Checkpoint(shards))
 
 
 def test_one_file_counts_before_an_index(single: Path) -> None:

@@ -17,9 +17,11 @@ from niwaki.records.record import FINDINGS
 _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", PACKED_INDEX, *FINDINGS}
-#: Names that niwaki gives: to files, and to a folder.
-_OWN_FILES = {"README.md", "README.base.md", "README.dense.md", "config.json", "niwaki.json"}
-_OWN_SHARD = "plan.safetensors"
+#: What niwaki gives a file of its own beside the model's.
+_PLAN = "plan.safetensors"
+_OWN_FILES = {_PLAN, "README.md", "README.base.md", "README.dense.md", "config.json", "niwaki.json"}
+#: Folders in each other; making and removing them takes the stack of Python.
+_DEEPEST = 100
 #: Bytes for what niwaki writes about the model.
 _MARGIN = 1 << 24
 
@@ -68,8 +70,8 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
                 size += path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-    if _OWN_SHARD in checkpoint.shards:
-        raise CheckpointError(f"{source / _OWN_SHARD} has a name that niwaki gives to its own files; rename it")
+    if _PLAN in checkpoint.shards:
+        raise CheckpointError(f"{source / _PLAN} has a name that niwaki gives to its own files; rename it")
     check_space(out, size - unfinished_size(out))
     return CarriedFiles(source, names, left)
 
@@ -82,6 +84,8 @@ def _check(path: Path, name: Path) -> None:
         reason = "is a link that leads nowhere" if path.is_symlink() else "is not a file"
     elif not os.access(path, os.R_OK):
         reason = "may not be read"
+    elif len(name.parts) > _DEEPEST:
+        reason = "is in too many folders"
     elif ours:
         reason = "has a name that niwaki gives to its own files"
     if reason:

@@ -330,6 +330,8 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
                 f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
                 "are a decoder only"
             )
+        for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
+            each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
         with init_empty_weights(include_buffers=False):
             # One expert after the other: the other ways of running them sort tokens into one large product.
             model = AutoModelForCausalLM.from_config(
