@@ -230,7 +230,7 @@ def _check_files(model: Path, out: Path) -> None:
     }
     for path in model.rglob("*"):
         name = path.relative_to(model)
-        if not path.is_file() or name.parts[0] in {".git", ".cache", *other} or "index.json" in path.name:
+        if not os.path.isfile(path) or name.parts[0] in {".git", ".cache", *other} or "index.json" in path.name:
             continue
         if path.suffix not in (".safetensors", ".bin"):
             assert (out / name).read_bytes() == path.read_bytes(), ascii(str(name))

@@ -50,7 +50,7 @@ def _pipe_in_a_folder(path: Path) -> None:
         ("notes.txt", lambda path: path.symlink_to("n" * 300), "File name too long"),
         ("notes", _pipe_in_a_folder, "notes/x is not a file"),
         ("deep", _deep, "too many folders"),
-        ("README.md", _folder, "a name that niwaki gives"),
+        ("README.base.md", _folder, "a name that niwaki gives"),
         ("niwaki.json", _folder, "a name that niwaki gives"),
         ("plan.safetensors", _folder, "a name that niwaki gives"),
         ("quantization", Path.touch, "a name that niwaki gives"),

@@ -15,6 +15,7 @@ from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
+from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
@@ -156,6 +157,9 @@ class _Work:
             comparison.seconds = spent + time.monotonic() - began
             comparison.save(place)
 
+        if runs:
+            checkpoint = Checkpoint(locate_model(str(self.dense)))
+            find_carried(checkpoint, place / "models", checkpoint.size)
         progress.table(comparison, len(runs))
         try:
             if comparison.cells:

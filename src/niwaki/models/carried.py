@@ -19,7 +19,7 @@ _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf"
 _NEVER = {".git", ".cache", PACKED_INDEX, *FINDINGS}
 #: What niwaki gives a file of its own beside the model's.
 _PLAN = "plan.safetensors"
-_OWN_FILES = {_PLAN, "README.md", "README.base.md", "README.dense.md", "config.json", "niwaki.json"}
+_OWN_FILES = {_PLAN, "README.base.md", "niwaki.json"}
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
 #: Bytes for what niwaki writes about the model.

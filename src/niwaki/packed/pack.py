@@ -72,7 +72,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
-        UnsupportedModelError: a weight file has bytes outside of its tensors, or two files have the same tensor.
+        UnsupportedModelError: a tensor has a dtype that is unknown here, or a name that packing gives too.
         OutputError: it cannot be written.
         NiwakiError: see :mod:`niwaki.errors`.
     """
@@ -173,10 +173,7 @@ class _Packer:
                 digest.update(raw(dense_value))
                 self._progress.status("packing, tensor", len(self.tensors), count)
             if digest.hexdigest() != _digest(self._path / name):
-                raise UnsupportedModelError(
-                    f"{self._path / name} has bytes outside of its tensors, or overlapping tensors; load the model in "
-                    "transformers and save it again"
-                )
+                raise CheckpointError(f"{self._path / name} was changed while it was packed; repeat the command")
             shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
             writer.write(file, written)
         return shards
@@ -184,8 +181,6 @@ class _Packer:
     def _stored(self, file: str, shard: str, key: str) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors that go to ``file`` for one of the dense checkpoint, and what a reader makes of them."""
         entry = self._headers[shard][key]
-        if key in self.tensors:
-            raise UnsupportedModelError(f"{self._path} has the tensor {key!r} in two files")
         if entry.dtype not in DTYPES:
             raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
