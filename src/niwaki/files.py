@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and the lock on a directory."""
+"""Paths that somebody gave, files written whole or not at all, room on the disk, and the lock on a directory."""
 
 import contextlib
 import errno
@@ -8,12 +8,40 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from niwaki.errors import OutputError, UsageError
+from niwaki.errors import OutputError, UsageError, first_line
+
+
+def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
+    """``given`` with ~ as the home directory; UsageError where nothing can be, as behind a loop of links.
+
+    There may also be names with ``longer`` more characters, as temporary files have.
+    """
+    try:
+        if not os.fspath(given):
+            raise ValueError("it is empty")
+        path = Path(given).expanduser()
+        whole = path.absolute()
+        there = nearest(whole.parent)
+        # A name below what is not there is looked at only here: the system looks no further.
+        for each in (whole, *(there / name for name in Path(f"{whole}{'x' * longer}").relative_to(there).parts)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                each.stat()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"{str(given)!r} cannot be used as a path: {reason}") from error
+    return path
+
+
+def nearest(path: Path) -> Path:
+    """The absolute ``path``, or its nearest parent that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:
     """Writes ``text`` to ``path``, all of it or nothing (OutputError); with ``sync`` it is on disk at the return."""
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EEXIST, "it is a directory or a device")
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         temporary = Path(name)
@@ -46,9 +74,22 @@ def output_errors(path: Path, hint: str = "the output is as large as the model")
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path).free / 2**30
-            raise OutputError(f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}") from error
+            raise _no_space(path, hint) from error
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Raises OutputError where ``needed`` bytes are not free for ``path``."""
+    if needed > _free(path):
+        raise _no_space(path, f"the output needs {needed / 2**30:.2f} GiB")
+
+
+def _no_space(path: Path, hint: str) -> OutputError:
+    return OutputError(f"no space left on disk for {path} ({_free(path) / 2**30:.2f} GiB are free); {hint}")
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(nearest(path.absolute())).free
 
 
 @contextlib.contextmanager

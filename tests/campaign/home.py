@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from support.forks import command
@@ -28,5 +29,6 @@ def contents(directory: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for path in sorted(directory.rglob("*")):
         status = path.lstat()
-        found[str(path.relative_to(directory))] = (-1, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
+        folder = stat.S_ISDIR(status.st_mode)  # a link may lead nowhere
+        found[str(path.relative_to(directory))] = (-1, 0) if folder else (status.st_size, status.st_mtime_ns)
     return found

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, comparisons, records
+from campaign import arguments, comparisons, models, records
 
-KINDS: dict[str, ModuleType] = {"arguments": arguments, "comparisons": comparisons, "records": records}
+KINDS: dict[str, ModuleType] = {
+    "arguments": arguments,
+    "comparisons": comparisons,
+    "models": models,
+    "records": records,
+}

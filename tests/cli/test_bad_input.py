@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -197,6 +198,78 @@ def test_broken_models(
     assert bool(stays) == bool(kept)
     assert stays in ([], ["1 of 2 blocks are done and kept; repeat the command to resume after them"])
     assert [name for name in listing(tmp_path) if name not in kept] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "asks for num_hidden_layers 1,000,000,000"),
+        ({"num_hidden_layers": 0}, "no list of 0 decoder blocks"),
+        ({"max_position_embeddings": -1}, "-1 positions"),
+        ({"vocab_size": "many"}, "is refused by transformers"),
+        ({"deep": json.loads("[" * 900 + "]" * 900)}, "is refused by transformers"),
+        ({"pruning_config": ["odd"], "return_dict": False, "output_hidden_states": True}, ""),
+        ({"quantization_config": None}, ""),
+    ],
+)
+def test_odd_configurations(model: Path, tmp_path: Path, niwaki_: Command, changes: dict[str, Any], said: str) -> None:
+    edit_json(model / "config.json", **changes)
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--solver", "wanda", *SMALL)
+    assert ran.code == bool(said), ran
+    assert said in ran.err
+    assert (tmp_path / "out").exists() != bool(said)
+
+
+def test_broken_files_beside_the_weights(model: Path, niwaki_: Command) -> None:
+    (model / "generation_config.json").write_text('{"max_new_tokens": -1, "do_sample": []}')
+    ran = niwaki_("generate", model, "The", "--tokens", "2")
+    assert ran.code == 1, ran
+    assert "generation_config.json is refused by transformers" in ran.err
+    edit_json(
+        model / "tokenizer.json",
+        model={**json.loads((model / "tokenizer.json").read_text())["model"], "unk_token": "no"},
+    )
+    (model / "generation_config.json").unlink()
+
+
+@pytest.mark.parametrize("path", ["", "~nosuch/m", "a" * 300, "loop", "b/" * 3000])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("prune PATH out --sparsity 0.5", "shrink PATH out --blocks 1", "eval PATH", "inspect PATH", "bench PATH"),
+        *(
+            "generate PATH x",
+            "pack PATH out",
+            "unpack PATH out",
+            "export PATH out",
+            "compare PATH -o out",
+            "report PATH",
+        ),
+        *("prune demo PATH --sparsity 0.5", "shrink demo PATH --blocks 1", "pack demo PATH", "compare demo -o PATH"),
+        *("eval demo --text demo --record PATH", "demo --record PATH", "bench demo --record PATH"),
+        *("prune demo out --sparsity 0.5 --calibration PATH", "eval demo --text PATH"),
+        *("prune demo out --sparsity 0.5 --mask-from PATH", "prune demo out --sparsity 0.5 --record PATH"),
+    ],
+)
+def test_paths_that_cannot_be(
+    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    ran = niwaki_(*(path if word == "PATH" else word for word in command.split()))
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+    assert "cannot be used as a path" in ran.err
+    assert listing(tmp_path) == ["loop"]
+
+
+def test_a_comparison_that_is_called_like_its_model(
+    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = niwaki_("compare", "demo", "-o", "demo")
+    assert ran.code == 2
+    assert "is what the model is called" in ran.err
+    assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,15 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint, locate_model
 from niwaki.models.checkpoint.tensors import new_shard
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
-from niwaki.models.output import carry_over
 from support.models import edit_json, reference, save_model, weight
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -127,11 +127,11 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_an_unknown_dtype_is_named_when_it_is_read(single: Path) -> None:
-    bend_header(single / SINGLE_NAME, lambda header: header[Q].update(dtype="F6_E3M2"))
+    bend_header(single / SINGLE_NAME, lambda header: header[Q].update(dtype="F8_E8M0", shape=[4096]))
     checkpoint = Checkpoint(single)
     text = message(lambda: checkpoint.read(Q))
     assert Q in text
-    assert "F6_E3M2" in text
+    assert "F8_E8M0" in text
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -193,10 +193,10 @@ def test_a_missing_shard(shards: Path) -> None:
         (b"<!DOCTYPE html><html>Repository not found</html>", "not a safetensors"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "not a safetensors"),
         (struct.pack("<Q", 2) + b"{}", "lacks"),
-        (struct.pack("<Q", 2) + b"[]", "not a readable safetensors"),
-        (struct.pack("<Q", 4) + b"null", "not a readable safetensors"),
-        (struct.pack("<Q", 4) + b"{{{{", "not a readable safetensors"),
-        (struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe", "not a readable safetensors"),
+        (struct.pack("<Q", 2) + b"[]", "not a safetensors"),
+        (struct.pack("<Q", 4) + b"null", "not a safetensors"),
+        (struct.pack("<Q", 4) + b"{{{{", "not a safetensors"),
+        (struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe", "not a safetensors"),
         (struct.pack("<Q", 1 << 63), "header"),
     ],
 )
@@ -224,6 +224,8 @@ def test_files_that_are_no_safetensors(shards: Path, raw: bytes, said: str) -> N
         {"data_offsets": [4096, 0]},
         {"data_offsets": [0.0, 4096.0]},
         {"data_offsets": [1 << 40, (1 << 40) + 4096]},
+        {"data_offsets": [0, 4096]},
+        {"shape": [1 << 63, 1 << 63]},
     ],
     ids=str,
 )
@@ -234,6 +236,52 @@ def test_headers_that_lie(single: Path, lie: dict[str, Any]) -> None:
 
     bend_header(single / SINGLE_NAME, bend)
     assert SINGLE_NAME in message(lambda: Checkpoint(single))
+
+
+def _add(dtype: str, shape: list[int], size: int) -> Callable[[Path], None]:
+    """A tensor of ``size`` bytes after all others."""
+
+    def add(path: Path) -> None:
+        end = max(entry.offset + entry.size for entry in Checkpoint(path.parent).entries.values())
+        start = min(entry.offset for entry in Checkpoint(path.parent).entries.values())
+        ends = [end - start, end - start + size]
+        bend_header(path, lambda header: header.update(more={"dtype": dtype, "shape": shape, "data_offsets": ends}))
+        path.write_bytes(path.read_bytes() + bytes(size))
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),  # bytes that no tensor has
+        lambda path: bend_header(path, lambda header: header.pop(Q)),  # a hole
+        lambda path: bend_header(path, lambda header: header.update({Q: header[UP]})),
+        lambda path: bend_header(path, lambda header: header.update(__metadata__=["x"])),
+        lambda path: bend_header(path, lambda header: header.update(__metadata__={"x": 1})),
+        lambda path: bend_header(path, lambda header: header.update(dict(reversed(header.items())))),
+        _add("F32", [0, 3], 0),
+        _add("F32", [1 << 63, 4, 0], 0),
+        _add("U16", [2], 4),
+        _add("F4", [4], 2),
+        _add("X5", [4], 2),
+    ],
+)
+def test_safetensors_is_the_judge(single: Path, out: Path, change: Callable[[Path], None]) -> None:
+    path = single / SINGLE_NAME
+    change(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            keys = set(file.keys())
+    except SafetensorError:
+        assert SINGLE_NAME in message(lambda: Checkpoint(single))
+        return
+    checkpoint = Checkpoint(single)
+    assert set(checkpoint.entries) == keys
+    with CheckpointWriter(checkpoint, out):
+        pass
+    assert (out / SINGLE_NAME).read_bytes() == path.read_bytes()
+    verify(out, checkpoint, {})
 
 
 def test_metadata_is_no_tensor(single: Path) -> None:
@@ -255,7 +303,12 @@ def test_metadata_is_no_tensor(single: Path) -> None:
         ('{"weight_map": {"a": "/etc/passwd"}}', "/etc/passwd"),
         ('{"weight_map": {"a": "sub/x.safetensors"}}', "sub/x.safetensors"),
         ('{"weight_map": {"a": ".."}}', ".."),
-        ('{"weight_map": {"a": ""}}', ""),
+        ('{"weight_map": {"a": ""}}', "not a safetensors file: ''"),
+        ('{"weight_map": {"a": "config.json"}}', "not a safetensors file: 'config.json'"),
+        ('{"weight_map": {"a": "\\u0000.safetensors"}}', "lacks the shard"),
+        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "cannot be read"),
+        (f'{{"weight_map": {{"a": "{"a" * 300}.safetensors"}}}}', "lacks the shard"),
+        ('{"a": ' + "1" * 5000 + "}", "JSON"),
     ],
 )
 def test_an_index_that_makes_no_sense(shards: Path, index: str, said: str) -> None:
@@ -290,6 +343,15 @@ def test_a_tensor_that_the_index_names_and_no_shard_has(shards: Path) -> None:
     index["weight_map"][Q] = other
     (shards / INDEX_NAME).write_text(json.dumps(index))
     assert Q in message(lambda: Checkpoint(shards))
+
+
+def test_one_key_in_two_shards(shards: Path) -> None:
+    # Other programs read all of both shards, and may take the other one.
+    index = json.loads((shards / INDEX_NAME).read_text())
+    shutil.copyfile(shard_of(shards, Q), shards / "copy.safetensors")
+    index["weight_map"]["model.extra"] = "copy.safetensors"
+    (shards / INDEX_NAME).write_text(json.dumps(index))
+    assert "twice, in copy.safetensors and in" in message(lambda: Checkpoint(shards))
 
 
 def test_one_file_counts_before_an_index(single: Path) -> None:
@@ -683,7 +745,9 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     (shards / "linked").symlink_to(folder)
     files["linked/b.txt"] = b"b"
 
-    (note,) = carry_over(Checkpoint(shards), out)
+    carried = find_carried(Checkpoint(shards), out)
+    carried.copy(out)
+    (note,) = carried.notes
     heading, _, listed = note.partition(": ")
     assert heading == "not carried over, because they hold the dense weights"
     assert sorted(listed.split(", ")) == sorted(left)
@@ -699,7 +763,7 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
 def test_a_list_of_pickled_shards_stays_with_them(single: Path, out: Path) -> None:
     for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"):
         (single / name).write_text("{}")
-    carry_over(Checkpoint(single), out)
+    find_carried(Checkpoint(single), out).copy(out)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "generation_config.json"]
 
 

@@ -1,6 +1,5 @@
 """``niwaki bench``."""
 
-from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -13,7 +12,7 @@ from niwaki.files import write_json
 from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
 
-RecordFile = Annotated[Path | None, Option("--record", help=r"\[default: niwaki-bench.json in MODEL, for its report]")]
+RecordFile = Annotated[str | None, Option("--record", help=r"\[default: niwaki-bench.json in MODEL, for its report]")]
 
 
 @spread(without=("tf32", "memory"))
@@ -34,7 +33,7 @@ def bench(
         from niwaki.models.checkpoint.reading import locate_model
         from niwaki.models.output import check_record
 
-        file = check_record(record or locate_model(model) / SPEED_NAME)
+        file = check_record(locate_model(model) / SPEED_NAME if record is None else record)
         speed = run(model, prompt=prompt, tokens=tokens, repeats=repeats, compute=compute, progress=screen)
     out.print(speed_table(speed))
     screen.line(speed.conditions())

@@ -42,7 +42,7 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def written(path: Path) -> None:
+def written(path: str | Path) -> None:
     """Says where the result is."""
     out.print(f"written to {path}", soft_wrap=True, markup=False)
 

@@ -1,6 +1,5 @@
 """``niwaki compare`` and ``niwaki demo``."""
 
-from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -26,7 +25,7 @@ _USUAL = ",".join(METHODS)
 @spread(without=("tf32",), text=Annotated[list[str] | None, TEXTS], text_samples=Annotated[int | None, TEXT_SAMPLES])
 def compare(
     model: Model,
-    output: Annotated[Path, OUTPUT],
+    output: Annotated[str, OUTPUT],
     solvers: Annotated[str, SOLVERS] = _USUAL,
     sparsity: Annotated[str, SPARSITY] = "0.5,0.6,0.7,0.8,2:4",
     effort: Annotated[str, EFFORT] = PLAIN_EFFORT,
@@ -73,7 +72,7 @@ def demo(
         from niwaki.evaluation.compare import compare as run
         from niwaki.models.output import check_record
 
-        record = record and check_record(record)
+        file = None if record is None else check_record(record)
         comparison = run("demo", calibration=calibration, measurement=measurement, progress=display)
-    if record is not None:
-        write_json(record, comparison.to_json())
+    if file is not None:
+        write_json(file, comparison.to_json())

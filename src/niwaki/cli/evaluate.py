@@ -36,7 +36,7 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of MODEL, or its scores on tasks, or both."""
     if tasks is None:
-        text = text or "wikitext2"
+        text = "wikitext2" if text is None else text
         if limit is not None:
             raise UsageError("--limit is for --tasks; --samples is for --text")
     elif text is None and (length is not None or samples is not None):
@@ -47,7 +47,7 @@ def evaluate(
         from niwaki.pruning.session import current_session
         from niwaki.records.record import versions
 
-        record = record and check_record(record)
+        file = None if record is None else check_record(record)
         began = time.perf_counter()
         values: dict[str, Any] = {"command": current_session().command, "model": model}
         if tasks is not None:
@@ -68,6 +68,6 @@ def evaluate(
             screen.line(f"perplexity {perplexity}")
             screen.line(perplexity.protocol, style="dim")
             values["perplexity"] = {**dataclasses.asdict(perplexity), "protocol": perplexity.protocol}
-        if record is not None:
+        if file is not None:
             values |= {"seconds": time.perf_counter() - began, "versions": versions()}
-            write_json(record, json.dumps(values, indent=2) + "\n")
+            write_json(file, json.dumps(values, indent=2) + "\n")

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
@@ -16,8 +15,9 @@ Command = TypeVar("Command", bound=Callable[..., None])
 TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model.")]
-Output = Annotated[Path, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
-RecordFile = Annotated[Path | None, Option("--record", help="Also write the record to this JSON file.")]
+# Paths are text here: an empty one would become the working directory.
+Output = Annotated[str, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
+RecordFile = Annotated[str | None, Option("--record", help="Also write the record to this JSON file.")]
 _RESTART = Option("--restart", help="Start over instead of resuming an interrupted run that was to write OUT.")
 _LENGTH = Option("--seqlen", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]")
 _MEASURED = Option(help=r"What to measure perplexity on, as --calibration. \[default: more of that text]")

@@ -72,7 +72,7 @@ def prune(
         from niwaki.pruning.prune import prune as run
 
         with world(compute.device) as (team, device), in_session(team):
-            record = check_record(record) if record and team.first else None
+            file = check_record(record) if record is not None and team.first else None
             result = run(
                 model,
                 output,
@@ -88,8 +88,8 @@ def prune(
                 restart=restart,
                 progress=display,
             )
-            if record is not None:
-                result.save(record)
+            if file is not None:
+                result.save(file)
     if team.first:
         written(output)
 

@@ -1,13 +1,12 @@
 """``niwaki report``."""
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
 from niwaki.cli.common import quiet_libraries
 from niwaki.cli.screen import Screen
+from niwaki.files import given_path
 from niwaki.records.wording import size
 
 FILE = Option("-o", "--output", metavar="FILE", help=r"\[default: DIR/report.html]")
@@ -16,8 +15,8 @@ PROMPTS = Option("--prompt", metavar="TEXT", help="What the models continue; can
 
 
 def report(
-    directory: Annotated[Path, Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
-    file: Annotated[Path | None, FILE] = None,
+    directory: Annotated[str, Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
+    file: Annotated[str | None, FILE] = None,
     reference: Annotated[str | None, REFERENCE] = None,
     prompts: Annotated[list[str] | None, PROMPTS] = None,
     samples: Annotated[bool, Option(help="Generate text from the model, dense and pruned.")] = True,
@@ -26,7 +25,7 @@ def report(
     from niwaki.reports.page import report as write
 
     with Screen(f"drawing {directory}") as screen:
-        if os.path.isfile(directory / "niwaki.json"):  # a model, from which masks and text are
+        if (given_path(directory) / "niwaki.json").is_file():  # a model, from which masks and text are
             quiet_libraries()
         asked = (prompts or None) if samples else []
         path = write(directory, file, prompts=asked, reference=reference, progress=screen)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.files import locked, output_errors, write_json
+from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
+from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
@@ -104,8 +105,10 @@ def compare(
     for run in runs:
         patterns_of(run.pattern, None, streamed)
     if out is not None:
-        out = Path(os.path.realpath(os.path.expanduser(out)))
+        out = given_path(out).resolve()
         _check(out, checkpoint.path)
+        if out == given_path(model).resolve():  # the next cell would find it, and not the model
+            raise UsageError(f"{out} is what the model is called; choose another directory")
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
     asked = Comparison(str(model), texts.calibration.described(calibration.seed), list(texts.heldout))
@@ -171,6 +174,9 @@ class _Work:
             comparison.seconds = spent + time.monotonic() - began
             comparison.save(place)
 
+        if runs:
+            checkpoint = Checkpoint(locate_model(str(self.dense)))
+            find_carried(checkpoint, place / "models", checkpoint.size)
         progress.table(comparison, len(runs))
         try:
             if comparison.cells:

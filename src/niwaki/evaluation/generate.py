@@ -115,7 +115,10 @@ def continue_text(
 
 def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> Tensor:
     """(1, length): the end of the prompt that leaves positions for ``tokens`` more."""
-    given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
+    try:
+        given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
+    except Exception as error:  # a broken tokenizer.json
+        raise CheckpointError(f"{tokenizer.name_or_path} makes no tokens of text: {first_line(error)}") from error
     if given.numel() == 0:
         raise UsageError(f"the prompt {prompt!r} has no tokens; give some text")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048

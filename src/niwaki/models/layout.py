@@ -78,8 +78,8 @@ class Matrix:
 class Layout:
     """The pieces of all parameters of a model, which need no memory.
 
-    UnsupportedModelError where a parameter is made from tensors in a way that is unknown here, CheckpointError where a
-    tensor is missing or has another shape.
+    UnsupportedModelError where a parameter is made from tensors in a way that is unknown here, or not of real numbers;
+    CheckpointError where a tensor is missing, there twice, or has another shape.
     """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
@@ -164,6 +164,9 @@ class Layout:
             if name not in self._parameters:
                 continue
             if pattern is None:
+                if name in pieces:  # which one counts is up to the reader
+                    both = f"{pieces[name][0].key!r} and {key!r}"
+                    raise CheckpointError(f"{self.checkpoint.path} has {name!r} twice, as {both}")
                 pieces[name] = [_Piece(key)]
             else:
                 sources[name][pattern].append(key)
@@ -189,7 +192,7 @@ class Layout:
                     f"of {experts}"
                 )
             pieces += [_Piece(key, expert, start) for expert, key in enumerate(keys)]
-            start += self.checkpoint.entries[keys[0]].shape[0]
+            start += sum(self.checkpoint.entries[keys[0]].shape[:1])
         return pieces
 
     def _check(self, name: str) -> None:
@@ -198,8 +201,11 @@ class Layout:
         heights: Counter[int] = Counter()
         for piece, shape in shapes:
             if piece.expert is not None:
-                heights[piece.expert] += shape[0]
+                heights[piece.expert] += sum(shape[:1])
         for piece, shape in shapes:
+            if not self.checkpoint.dtype(piece.key).is_floating_point or 0 in shape:
+                stored = f"{self.checkpoint.entries[piece.key].dtype} {shape}"
+                raise UnsupportedModelError(f"{self.checkpoint.path}: {piece.key!r} is {stored}, and not real numbers")
             if (shape if piece.expert is None else (wanted[0], heights[piece.expert], *shape[1:])) != wanted:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "

@@ -18,12 +18,11 @@ from typing import Any
 
 from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
-from niwaki.files import locked, output_errors, set_usual_mode, write_json
-from niwaki.models.checkpoint.reading import PICKLE_SUFFIXES, Checkpoint
-from niwaki.records.record import FINDINGS, Record
+from niwaki.files import given_path, locked, nearest, output_errors, set_usual_mode, write_json
+from niwaki.records.record import Record
 
-#: Other copies of the dense weights. In the output they would be stale, and as large as the model.
-_WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
+#: Characters that names of files beside the output have more than its own: ``.OUT.partial.json`` and 8 of a temporary.
+_LONGER = 22
 
 
 @dataclass
@@ -37,9 +36,9 @@ class Journal:
     complete: bool = False  # all is written and checked; only the move into place is missing
 
 
-def check_output(source: Path, out: Path) -> Path:
-    """``out`` as an absolute path; UsageError where it is not empty, or inside the model's directory."""
-    out = out.expanduser().resolve()
+def check_output(source: Path, given: str | Path) -> Path:
+    """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's."""
+    out = given_path(given, _LONGER).resolve()
     directory, journal = _places(out)
     taken = out.exists() and (
         # A temporary file of the journal is ours too.
@@ -51,18 +50,25 @@ def check_output(source: Path, out: Path) -> Path:
         raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
+    _check_folder(nearest(out), f"{out} cannot be written")
     return out
 
 
-def check_record(record_to: Path) -> Path:
-    """``record_to`` as an absolute path; UsageError where it cannot be a file, or not be written."""
-    file = record_to.expanduser().absolute()
-    if file.is_dir() or any(parent.is_file() for parent in file.parents):
-        raise UsageError(f"{record_to} cannot be the record's file: a directory is one, or a file in its path")
-    there = next(parent for parent in file.parents if parent.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{record_to} cannot be the record's file: {there} may not be written to")
+def check_record(given: str | Path) -> Path:
+    """``given`` as an absolute path; UsageError where it cannot be a file, or not be written."""
+    file = given_path(given, 8).absolute()  # as many more has a temporary file
+    _check_folder(nearest(file.parent), f"{given} cannot be the record's file")
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{given} cannot be the record's file: something else has this name")
     return file
+
+
+def _check_folder(folder: Path, what: str) -> None:
+    """UsageError, which says ``what``, where nothing can be written to ``folder``."""
+    if not folder.is_dir():
+        raise UsageError(f"{what}: {folder} is not a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{what}: {folder} may not be written to")
 
 
 class Workplace:
@@ -165,20 +171,10 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
         place.move()
 
 
-def carry_over(checkpoint: Checkpoint, directory: Path, keep: str = "") -> list[str]:
-    """Copies all files of a model but weights (except ``keep``) and measurements; returns what to note about that."""
-    left: list[str] = []
-    with output_errors(directory):
-        for path in sorted(_files(checkpoint.path, set())):
-            name = path.relative_to(checkpoint.path)
-            if name.parts[0] in {".git", ".cache"} or str(name) in {*checkpoint.shards, *FINDINGS}:
-                continue
-            if name.as_posix() != keep and (path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json")):
-                left.append(str(name))
-            else:
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, directory / name)  # contents only: hub caches hold links into a blob store
-    return [f"not carried over, because they hold the dense weights: {', '.join(left)}"] if left else []
+def unfinished_size(out: Path) -> int:
+    """Bytes on the disk that an earlier run for ``out`` holds."""
+    files = (out if out.exists() else _places(out)[0]).rglob("*")
+    return sum(getattr(file.lstat(), "st_blocks", 0) * 512 for file in files)
 
 
 def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
@@ -194,16 +190,6 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
         **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
     }
     write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")
-
-
-def _files(directory: Path, above: set[Path]) -> Iterator[Path]:
-    """All files below ``directory``, through links too, but never in a circle."""
-    above = above | {directory.resolve()}
-    for path in directory.iterdir():
-        if not path.is_dir():
-            yield path
-        elif path.resolve() not in above:
-            yield from _files(path, above)
 
 
 def _places(out: Path) -> tuple[Path, Path]:

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.tensors import read_json
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
@@ -34,6 +35,8 @@ TOKENS_PER_BATCH = 4096
 LOGITS_PER_BATCH = 1 << 27
 #: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
+#: Decoder blocks, and experts of one.
+_MOST_PARTS = 10_000
 
 
 class StreamedModel:
@@ -46,10 +49,10 @@ class StreamedModel:
     def __init__(
         self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None
     ) -> None:
-        if "quantization_config" in checkpoint.config:
+        if checkpoint.config.get("quantization_config") is not None:
             raise UnsupportedModelError(
                 f"{checkpoint.path} was exported for other programs; give the directory that it was made from"
-                if "quantization" in checkpoint.config.get("pruning_config", {})
+                if checkpoint.pruning.quantization
                 else f"{checkpoint.path} is quantised; prune the original and quantise the result"
             )
         self.checkpoint = checkpoint
@@ -66,6 +69,10 @@ class StreamedModel:
                 f"blocks of {checkpoint.path} ({kind}) use keys and values of earlier ones; models like this one "
                 "are not supported"
             )
+        #: The most tokens in a window; None where the model has no limit.
+        self.positions = getattr(self.config, "max_position_embeddings", None)
+        if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
+            raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
         self.path, self.blocks = _find_blocks(self.model, kind)
         decoder = self.model.get_decoder()
         #: Without the head: LLaMA 4 says that the whole model is its decoder.
@@ -75,8 +82,7 @@ class StreamedModel:
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
         self.notes: list[str] = []
-        self._known = kind in FAMILIES
-        if not self._known:
+        if kind not in FAMILIES:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             self.notes.append(
                 f"{kind!r} is not among the model families that niwaki is tested with; by its structure it has "
@@ -87,7 +93,7 @@ class StreamedModel:
 
     def window_length(self, asked: int | None) -> int:
         """The sequence length, if none was ``asked`` for the usual one; UsageError beyond the model's positions."""
-        positions = int(getattr(self.config, "max_position_embeddings", None) or DEFAULT_LENGTH)
+        positions = self.positions or DEFAULT_LENGTH
         length = min(DEFAULT_LENGTH, positions) if asked is None else asked
         if length > positions:
             raise UsageError(f"the sequence length {length:,} is more than the model's {positions:,} positions")
@@ -170,7 +176,7 @@ class StreamedModel:
             with _holding(block, self._read(0)), self._replaced_blocks(lambda i: self._answer if i else first):
                 self._decoder(input_ids=tokens.to(self.device), use_cache=False)
         except Exception as error:
-            if self._known or isinstance(error, NiwakiError):
+            if isinstance(error, NiwakiError):
                 raise
             reason = f"{self.checkpoint.path} cannot be run a block at a time: {one_line(error)}"
             raise UnsupportedModelError(reason) from error
@@ -256,8 +262,10 @@ class StreamedModel:
         self.model.load_state_dict(weights, strict=False, assign=True)
         if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
             self.model.tie_weights()
-        with contextlib.suppress(OSError):  # many models have none
-            self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
+        file = self.checkpoint.path / "generation_config.json"
+        if file.exists():  # many models have none
+            with _refusals(file):
+                self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
 
     def _read(self, block: int | None) -> dict[str, Tensor]:
@@ -313,24 +321,46 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     UnsupportedModelError where it is not a decoder only, CheckpointError where transformers refuses the configuration.
     """
-    try:
+    file = directory / "config.json"
+    with _refusals(file):
+        _check_sizes(read_json(file), file)
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
                 "are a decoder only"
             )
+        for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
+            each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
         with init_empty_weights(include_buffers=False):
             # One expert after the other: the other ways of running them sort tokens into one large product.
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # transformers checks some values and fails on others in any way
-        reason = one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
-        raise CheckpointError(f"{directory / 'config.json'} is refused by transformers: {reason}") from error
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+            )
     assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
     return model
+
+
+def _check_sizes(values: dict[str, Any], file: Path) -> None:
+    """CheckpointError where building the model would not end: for each layer and expert there are objects."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_sizes(value, file)
+        elif isinstance(value, int | float) and value > _MOST_PARTS and re.search("layer|expert", name):
+            raise CheckpointError(f"{file} asks for {name} {value:,}; no model has more than {_MOST_PARTS:,}")
+
+
+@contextlib.contextmanager
+def _refusals(file: Path) -> Iterator[None]:
+    """CheckpointError for what transformers refuses: it checks some values of ``file``, and fails on others somehow."""
+    try:
+        yield
+    except NiwakiError:
+        raise
+    except Exception as error:
+        reason = one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
+        raise CheckpointError(f"{file} is refused by transformers: {reason}") from error
 
 
 def _find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
@@ -338,7 +368,7 @@ def _find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     decoder = set(model.get_decoder().modules())
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth and module in decoder:
+        if isinstance(module, nn.ModuleList) and 0 < len(module) == depth and module in decoder:
             return path, module
     raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")
 

@@ -126,7 +126,10 @@ def read_windows(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # a broken tokenizer.json may also surface here
+        raise CalibrationError(f"{tokenizer.name_or_path} makes no tokens of text: {first_line(error)}") from error
     return ids
 
 

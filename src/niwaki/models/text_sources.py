@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from niwaki.errors import CalibrationError, first_line
+from niwaki.files import given_path
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def describe_source(source: str) -> str:
 
 def find_file(source: str) -> Path | None:
     """The file that ``source`` is, or an excerpt's; None for a data set."""
-    path = Path(source).expanduser()
+    path = given_path(source)
     if source in EXCERPTS and not path.exists():
         return _DATA / EXCERPTS[source]
     return path if path.is_file() else None
@@ -134,7 +135,7 @@ def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
     wanted = find_data_set(source)
     like_a_file = source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
-    if like_a_file and source not in DATASETS and not Path(source).expanduser().is_dir():
+    if like_a_file and source not in DATASETS and not given_path(source).is_dir():
         raise CalibrationError(f"there is no file {source}")
     try:
         import datasets

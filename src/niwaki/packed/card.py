@@ -39,7 +39,8 @@ def write(directory: Path, name: str, sizes: str) -> None:
             dense = f"\n[{_DENSE_CARD}]({_DENSE_CARD}) is the dense model's card: what it is, how it was pruned.\n"
         about |= {"library_name": _LIBRARY, "tags": sorted({*about.get("tags", []), "niwaki", "packed"})}
         head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
-        readme.write_text(f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense), encoding="utf-8")
+        text = f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense)
+        readme.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def restore(directory: Path) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
+from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.model_card import rewrite_notes
-from niwaki.models.output import carry_over, check_output, new_directory
+from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
@@ -38,22 +39,23 @@ def export(model: str | Path, out: str | Path) -> None:
         NiwakiError: see :mod:`niwaki.errors`.
     """
     path = locate_model(str(model))
-    target = check_output(path, Path(out))
+    target = check_output(path, out)
     checkpoint = Checkpoint(path)
-    pruning = checkpoint.config.get("pruning_config", {})
-    if "quantization" not in pruning:
+    carried = find_carried(checkpoint, target)
+    pruning = checkpoint.pruning
+    if not pruning.quantization:
         raise UsageError(f"{model} has no weights on a grid; prune the dense model with --quantize int4:128")
-    grid = parse_grid(pruning["quantization"])
+    grid = parse_grid(pruning.quantization)
     if grid.bits not in (4, 8):  # which kernels of other programs take
         raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
     streamed = StreamedModel(checkpoint, "cpu")
-    if "blocks" in pruning:
-        streamed.limit(range(*pruning["blocks"]))
+    if pruning.blocks:
+        streamed.limit(range(*pruning.blocks))
     verify_grid(path, streamed.matrices(), grid)
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
     with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
         if directory:
-            carry_over(checkpoint, directory)
+            carried.copy(directory)
             _write(streamed, grid, directory)
             _note(directory, stored_as_usual(grid))
             write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")

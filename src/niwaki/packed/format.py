@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError
-from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.reading import PACKED_INDEX, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
 
-INDEX = "packed.json"
+INDEX = PACKED_INDEX
 FORMAT, VERSION = "niwaki-packed", 1
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
-from niwaki.files import output_errors, write_json
+from niwaki.files import given_path, output_errors, write_json
 from niwaki.layer.grid import parse_grid
+from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
 from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, read_header, read_tensor
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.layout import Matrix
-from niwaki.models.output import carry_over, check_output, new_directory
+from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import FILE as SCALES, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
@@ -71,20 +72,21 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
-        UnsupportedModelError: a weight file has bytes outside of its tensors, or two files have the same tensor.
+        UnsupportedModelError: a tensor has a dtype that is unknown here, or a name that packing gives too.
         OutputError: it cannot be written.
         NiwakiError: see :mod:`niwaki.errors`.
     """
     path = locate_model(str(model))
     if (path / INDEX).exists():
         raise UsageError(f"{model} is packed already")
-    progress, target = progress or Progress(), check_output(path, Path(out))
+    progress, target = progress or Progress(), check_output(path, out)
     checkpoint = Checkpoint(path)
+    carried = find_carried(checkpoint, target, keep=SCALES)
     packer = _Packer(checkpoint, progress)
     sizes: Sizes | None = None
     with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
         if directory:
-            carry_over(checkpoint, directory, keep=SCALES)
+            carried.copy(directory)
             config, index = (_text(path / name) for name in _TEXTS)
             shards = packer.write(directory)
             write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
@@ -94,7 +96,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
             if not sizes.matrices:
                 raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
             # The path of a hub id is a folder of the cache.
-            name = (path.resolve() if path == Path(model).expanduser() else Path(model)).name
+            name = (path.resolve() if path == given_path(model) else Path(model)).name
             card.write(directory, name, str(sizes))
     return sizes or Sizes.of(PackedCheckpoint(target))
 
@@ -111,12 +113,13 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
     path = locate_model(str(model))
     if not (path / INDEX).exists():
         raise UsageError(f"{model} is not packed: it has no {INDEX}")
-    progress, target = progress or Progress(), check_output(path, Path(out))
+    progress, target = progress or Progress(), check_output(path, out)
     checkpoint = PackedCheckpoint(path)
+    dense = sum(entry.size for entry in checkpoint.entries.values())
+    carried = find_carried(checkpoint, target, dense, keep=SCALES)
     with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
         if directory:
-            carry_over(checkpoint, directory, keep=SCALES)
-            (directory / INDEX).unlink()
+            carried.copy(directory)
             card.restore(directory)
             with output_errors(directory):
                 for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
@@ -151,7 +154,7 @@ class _Packer:
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in StreamedModel(checkpoint, "cpu").matrices():
             self._matrices[matrix.key].append(matrix)
-        grid = checkpoint.config.get("pruning_config", {}).get("quantization")
+        grid = checkpoint.pruning.quantization
         self._grid = parse_grid(grid) if grid and (checkpoint.path / SCALES).exists() else None
 
     def write(self, directory: Path) -> list[Shard]:
@@ -170,10 +173,7 @@ class _Packer:
                 digest.update(raw(dense_value))
                 self._progress.status("packing, tensor", len(self.tensors), count)
             if digest.hexdigest() != _digest(self._path / name):
-                raise UnsupportedModelError(
-                    f"{self._path / name} has bytes outside of its tensors, or overlapping tensors; load the model in "
-                    "transformers and save it again"
-                )
+                raise CheckpointError(f"{self._path / name} was changed while it was packed; repeat the command")
             shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
             writer.write(file, written)
         return shards
@@ -181,8 +181,6 @@ class _Packer:
     def _stored(self, file: str, shard: str, key: str) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors that go to ``file`` for one of the dense checkpoint, and what a reader makes of them."""
         entry = self._headers[shard][key]
-        if key in self.tensors:
-            raise UnsupportedModelError(f"{self._path} has the tensor {key!r} in two files")
         if entry.dtype not in DTYPES:
             raise UnsupportedModelError(f"{self._path} has {key!r} in {entry.dtype}, unknown here")
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]

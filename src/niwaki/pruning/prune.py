@@ -9,11 +9,12 @@ from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
 from niwaki.layer.tf32 import products
+from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.output import Journal, Workplace, carry_over, check_output, workplace, write_config
+from niwaki.models.output import Journal, Workplace, check_output, workplace, write_config
 from niwaki.models.scales import FOLDER, places, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
@@ -103,18 +104,19 @@ def prune(
         measurement=measurement,
         compute=Compute.of(compute),
     )
-    return _run(request, Path(out), restart, progress)
+    return _run(request, out, restart, progress)
 
 
-def _run(request: Request, out: Path, restart: bool, progress: Progress | None) -> Record:
+def _run(request: Request, given: str | Path, restart: bool, progress: Progress | None) -> Record:
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     source = locate_model(request.model)
-    if world.first:
-        out = check_output(source, out)
+    out = check_output(source, given) if world.first else Path(given)
     progress.status(f"reading {request.model}")
     with contextlib.closing(MemoryBudget()) as budget:
-        model = StreamedModel(Checkpoint(source), request.compute.device, request.compute.dtype, budget)
+        checkpoint = Checkpoint(source)
+        carried = find_carried(checkpoint, out, checkpoint.size) if world.first else None
+        model = StreamedModel(checkpoint, request.compute.device, request.compute.dtype, budget)
         chosen = request.chosen(len(model.blocks))
         model.limit(chosen)
         if request.compute.budget is not None:
@@ -147,8 +149,8 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
                         "earlier run was interrupted; these run again for their outputs"
                     )
                 walk = Walk(model, request, pattern_of, world, record, progress, clock, journal, place)
-                if place:
-                    _write(walk, place, texts)
+                if place and carried:
+                    _write(walk, place, texts, carried)
                 else:
                     walk.blocks(texts)
             record = world.received(record)
@@ -158,16 +160,17 @@ def _run(request: Request, out: Path, restart: bool, progress: Progress | None) 
     return record
 
 
-def _write(walk: Walk, place: Workplace, texts: Texts) -> None:
+def _write(walk: Walk, place: Workplace, texts: Texts, carried: CarriedFiles) -> None:
     """The walk over the blocks and all that is written."""
     checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
     added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FOLDER])
+    carried.copy(place.directory)
     with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
         walk.blocks(texts)
     place.plan.unlink(missing_ok=True)
     walk.clock.lap("write")
-    walk.record.notes += carry_over(checkpoint, place.directory)
+    walk.record.notes += carried.notes
     write_config(place.directory, checkpoint.config, walk.record)
     verify(place.directory, checkpoint, place.journal.zeros)
     if grid:

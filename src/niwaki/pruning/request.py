@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import PatternError, UnknownNameError, UsageError, named
+from niwaki.files import given_path
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Fixed, Pattern, Unstructured
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
@@ -125,7 +125,7 @@ def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | Non
 
     Raises UsageError where it is neither.
     """
-    if mask_from is None or Path(mask_from).expanduser().is_dir() or "/" in mask_from:
+    if mask_from is None or given_path(mask_from).is_dir() or "/" in mask_from:
         return solver, mask_from
     try:
         return MaskThenUpdate(make_solver(mask_from), solver), None

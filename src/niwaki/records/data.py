@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from niwaki.errors import CheckpointError, UsageError
+from niwaki.files import given_path
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class JsonFile:
     @classmethod
     def load(cls: type[Kept], path: str | os.PathLike[str]) -> Kept:
         """From a file; CheckpointError if it cannot be read."""
-        return load(Path(path).expanduser(), cls.from_json)
+        return load(given_path(path), cls.from_json)
 
 
 def load(path: Path, read: Callable[[str], T]) -> T:

@@ -9,13 +9,12 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import msgspec
 
 from niwaki.errors import CheckpointError, UsageError
-from niwaki.files import write_json
+from niwaki.files import given_path, write_json
 from niwaki.options import TF32
 from niwaki.records.data import (
     Amount,
@@ -288,7 +287,7 @@ class Record(JsonFile):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file, whole or not at all (OutputError)."""
-        write_json(Path(path).expanduser(), self.to_json())
+        write_json(given_path(path), self.to_json())
 
 
 def _geometric_mean(values: list[float]) -> float:

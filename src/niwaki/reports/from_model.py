@@ -13,6 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, NiwakiError
 from niwaki.evaluation.generate import continue_text
+from niwaki.files import given_path
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer
@@ -91,7 +92,7 @@ def generate(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[str]:
 def _dense_model(record: Record, pruned: Checkpoint) -> Checkpoint:
     """The dense model, if it is on this machine and has the shapes of ``pruned``; of a smaller one, its parameters."""
     name = record.model
-    if name != "demo" and not Path(name).expanduser().is_dir():
+    if name != "demo" and not given_path(name).is_dir():
         if name.count("/") != 1:
             raise CheckpointError(f"there is no directory {name} here")
         from huggingface_hub import snapshot_download

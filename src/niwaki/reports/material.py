@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from niwaki.errors import CheckpointError, UsageError
+from niwaki.files import given_path
 from niwaki.records import data
 from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.record import SPEED_NAME, Perplexity, Record
@@ -116,15 +117,14 @@ class Extras(NamedTuple):
 
 def load(directory: str | Path) -> Material:
     """What ``niwaki prune``, ``shrink`` or ``compare`` wrote; UsageError for nothing, CheckpointError if unreadable."""
-    # os.path takes any text, also one that no file can be called.
-    directory = Path(os.path.expanduser(directory))
-    if os.path.isfile(directory / "compare.json"):
+    directory = given_path(directory)
+    if (directory / "compare.json").is_file():
         return data.load(directory / "compare.json", lambda text: _compared(directory, text))
-    if os.path.isfile(directory / "niwaki.json"):
+    if (directory / "niwaki.json").is_file():
         bench = directory / SPEED_NAME
         speed = SpeedRecord.load(bench) if bench.is_file() else None
         return data.load(directory / "niwaki.json", lambda text: _pruned(text, speed))
-    what = "has neither niwaki.json nor compare.json" if os.path.isdir(directory) else "is not a directory"
+    what = "has neither niwaki.json nor compare.json" if directory.is_dir() else "is not a directory"
     raise UsageError(f"{directory} {what}; give one that `niwaki prune` or `niwaki compare` wrote")
 
 

@@ -2,13 +2,12 @@
 
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from niwaki.errors import OutputError, UsageError
-from niwaki.files import write_json
+from niwaki.files import given_path, write_json
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.records.wording import printable
@@ -37,19 +36,20 @@ def report(
         CheckpointError: its files cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
+    directory = given_path(directory)
     material = load(directory)
     check_extra(reference)
     if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts or ()):
         raise UsageError(f"prompts are a list of texts; got {prompts!r}")
-    path = Path(os.path.expanduser(out if out is not None else Path(directory) / REPORT_NAME))
-    if os.path.isdir(path):
+    path = given_path(directory / REPORT_NAME if out is None else out, 8)
+    if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
     extras = None
     if material.record is not None:
         (progress or Progress()).status("reading masks and generating text")
         from niwaki.reports.from_model import extras as read_extras
 
-        extras = read_extras(Path(directory).expanduser(), material.record, prompts)
+        extras = read_extras(directory, material.record, prompts)
     write_json(path, render(material, extras, reference=reference))
     return path
 

@@ -15,11 +15,12 @@ from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
 from niwaki.models.block import DecoderBlock
+from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.output import Workplace, carry_over, check_output, workplace, write_config
+from niwaki.models.output import Workplace, check_output, workplace, write_config
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
@@ -79,8 +80,10 @@ def shrink(
     if not (blocks or neurons or heads):
         raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
     source = locate_model(str(model))
-    out = check_output(source, Path(out))
-    streamed = StreamedModel(Checkpoint(source), compute.device, compute.dtype)
+    target = check_output(source, out)
+    checkpoint = Checkpoint(source)
+    carried = find_carried(checkpoint, target)
+    streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
         raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
@@ -101,11 +104,12 @@ def shrink(
     )
     clock.lap("prepare")
     asked = _fingerprint(streamed, texts, measurement, record)
-    with products(tf32=False), workplace(out, asked, restart) as place:
+    with products(tf32=False), workplace(target, asked, restart) as place:
         if place.journal.complete:  # it was interrupted just before it was moved into place
             record = Record.from_json(place.journal.record)
         else:
-            _Run(streamed, removals, record, clock, progress).write(place, texts, measurement.before, blocks)
+            run = _Run(streamed, removals, record, clock, progress, carried)
+            run.write(place, texts, measurement.before, blocks)
         place.move()
     progress.end(record)
     return record
@@ -164,6 +168,7 @@ class _Run:
     record: Record
     clock: Clock
     progress: Progress
+    carried: CarriedFiles
     #: By kind, for each block that stays, the units that were removed.
     removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": []})
 
@@ -180,7 +185,8 @@ class _Run:
         kept = [index for index in range(depth) if index not in dropped]
         outside, blocks = tensors_of_blocks(model)
         place.clear([])
-        record.notes += carry_over(model.checkpoint, directory)
+        self.carried.copy(directory)
+        record.notes += self.carried.notes
         write_config(directory, configuration(model, kept, self.removals), record)
         check_structure(model, directory, kept, self.removals)
         shards = Shards(directory)

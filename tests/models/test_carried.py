@@ -1,0 +1,118 @@
+"""What the output has besides weights: found and checked before anything else is read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from niwaki import prune, shrink
+from niwaki.errors import CheckpointError, OutputError
+from niwaki.models.carried import find_carried
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
+from niwaki.models.output import unfinished_size
+from support.models import edit_json, message, save_model
+from support.runs import listing, run, stopped
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+def _deep(path: Path) -> None:
+    below = path.joinpath(*["d"] * 120)
+    below.mkdir(parents=True)
+    (below / "x").write_text("x")
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+    (path / "x").write_text("x")
+
+
+def _pipe_in_a_folder(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("notes.txt", lambda path: path.symlink_to("nowhere"), "is a link that leads nowhere"),
+        ("notes.bin", lambda path: path.symlink_to("nowhere"), "is a link that leads nowhere"),
+        ("notes.txt", lambda path: path.symlink_to("notes.txt"), "is a link that leads nowhere"),
+        ("notes.txt", lambda path: path.symlink_to("n" * 300), "File name too long"),
+        ("notes", _pipe_in_a_folder, "notes/x is not a file"),
+        ("deep", _deep, "too many folders"),
+        ("README.base.md", _folder, "a name that niwaki gives"),
+        ("niwaki.json", _folder, "a name that niwaki gives"),
+        ("plan.safetensors", _folder, "a name that niwaki gives"),
+        ("quantization", Path.touch, "a name that niwaki gives"),
+        (".partial.json", Path.touch, "a name that niwaki gives"),
+    ],
+)
+def test_what_cannot_be_carried_over(
+    tmp_path: Path, model: Path, name: str, make: Callable[[Path], Any], said: str
+) -> None:
+    make(model / name)
+    before = listing(tmp_path)
+    for work in (lambda: prune(model, tmp_path / "out", 0.5), lambda: shrink(model, tmp_path / "out", neurons=0.5)):
+        assert said in message(work, CheckpointError)  # the model has no tokenizer, which is seen later
+    assert listing(tmp_path) == before
+
+
+def test_what_is_never_carried_over_may_be_broken(tmp_path: Path, model: Path) -> None:
+    (model / ".git").mkdir()
+    (model / ".git" / "x").symlink_to("nowhere")
+    (model / "packed.json").write_text("{}")
+    find_carried(Checkpoint(model), tmp_path).copy(tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "generation_config.json"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_pipes_and_devices(model: Path, make: Callable[[Path], Any]) -> None:
+    """Who reads tokenizer.json would wait for ever."""
+    make(model / "tokenizer.json")
+    assert "not a file but a pipe, a socket or a device" in message(lambda: locate_model(str(model)), CheckpointError)
+
+
+def test_a_shard_that_is_called_like_a_file_of_ours(tmp_path: Path, model: Path) -> None:
+    keys = list(Checkpoint(model).entries)
+    (model / "model.safetensors").rename(model / "plan.safetensors")
+    (model / INDEX_NAME).write_text('{"weight_map": {}}')
+    edit_json(model / INDEX_NAME, weight_map=dict.fromkeys(keys, "plan.safetensors"))
+    assert "a name that niwaki gives" in message(lambda: run(model, tmp_path / "out"), CheckpointError)
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path, model: Path) -> None:
+    for name in ("\udcff.txt", "\udcff.bin"):
+        (model / name).write_text("x")
+    record = run(model, tmp_path / "out")
+    assert (tmp_path / "out" / "\udcff.txt").read_text() == "x"
+    assert "\udcff.bin" in record.notes[-1]
+    assert "dense weights: \\udcff.bin" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_room_for_all_of_it(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an unfinished run has written is room, too."""
+    out, large = tmp_path / "out", model / "large.txt"
+    large.write_bytes(bytes(1 << 20))
+    stopped(model, out)
+    held = unfinished_size(out)
+    assert held > 1 << 20
+    needed = (1 << 24) + sum(path.stat().st_size for path in model.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - held - 1))
+    before = listing(tmp_path)
+    said = message(lambda: run(model, out), OutputError)
+    assert "no space left on disk" in said
+    assert "the output needs 0.02 GiB" in said
+    assert listing(tmp_path) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - held))
+    run(model, out)
+    assert (out / "large.txt").stat().st_size == 1 << 20
