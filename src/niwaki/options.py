@@ -58,9 +58,9 @@ class Calibration(_Options):
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", _name_of(self.text))
         _check_choice("the order of windows", self.order, Order)
-        _check_count("samples", self.samples, 1)
-        _check_count("the length of windows", self.length, 2, optional=True)
-        _check_count("the seed", self.seed, 0)
+        check_count("samples", self.samples, 1)
+        check_count("the length of windows", self.length, 2, optional=True)
+        check_count("the seed", self.seed, 0)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Measurement(_Options):
     def __post_init__(self) -> None:
         text = tuple(dict.fromkeys(self.text)) if isinstance(self.text, list | tuple) else _name_of(self.text)
         object.__setattr__(self, "text", text)
-        _check_count("samples", self.samples, 0, optional=True)
-        _check_count("the length of windows", self.length, 2, optional=True)
+        check_count("samples", self.samples, 0, optional=True)
+        check_count("the length of windows", self.length, 2, optional=True)
 
     @property
     def texts(self) -> tuple[Text | None, ...]:
@@ -125,7 +125,7 @@ class Compute(_Options):
         _check_choice("tf32", self.tf32, TF32)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
-        _check_count("memory", self.memory, 1, optional=True)
+        check_count("memory", self.memory, 1, optional=True)
 
     @property
     def budget(self) -> int | None:
@@ -224,9 +224,14 @@ def _name_of(text: Any) -> Any:
     return os.fspath(text) if isinstance(text, os.PathLike) else text
 
 
-def _check_count(name: str, given: object, least: int, optional: bool = False) -> None:
-    if not (optional and given is None) and (type(given) is not int or given < least):
+def check_count(name: str, given: object, least: int, optional: bool = False) -> None:
+    """Raises UsageError unless ``given`` is a whole number from ``least`` up that 64 bits can hold."""
+    if optional and given is None:
+        return
+    if type(given) is not int or given < least:
         raise UsageError(f"{name} must be {least} or more; got {given!r}")
+    if given >= 1 << 63:
+        raise UsageError(f"{name} must be less than 2^63")
 
 
 def _check_choice(name: str, given: object, choices: Any) -> None:

@@ -36,7 +36,7 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of MODEL, or its scores on tasks, or both."""
     if tasks is None:
-        text = text or "wikitext2"
+        text = "wikitext2" if text is None else text
         if limit is not None:
             raise UsageError("--limit is for --tasks; --samples is for --text")
     elif text is None and (length is not None or samples is not None):

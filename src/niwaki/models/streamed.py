@@ -25,7 +25,7 @@ from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
-from niwaki.models.text import Windows
+from niwaki.models.text import Windows, check_tokens
 from niwaki.records.record import Perplexity
 
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
@@ -97,11 +97,7 @@ class StreamedModel:
         """Raises UsageError unless ``tokens`` are (samples, length) int64 that the model can take."""
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             raise UsageError(f"tokens are (samples, length) int64; got {tuple(tokens.shape)} {tokens.dtype}")
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise UsageError(
-                f"tokens go from 0 to {self.config.vocab_size - 1:,} here, and these to {int(tokens.max()):,}; "
-                "is it the model's own tokenizer?"
-            )
+        check_tokens(tokens, self.config)
         self.window_length(tokens.shape[1])
 
     def matrices(self, block: int | None = None) -> list[Matrix]:
@@ -256,8 +252,12 @@ class StreamedModel:
         self.model.load_state_dict(weights, strict=False, assign=True)
         if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
             self.model.tie_weights()
-        with contextlib.suppress(OSError):  # many models have none
-            self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
+        settings = self.checkpoint.path / "generation_config.json"
+        if settings.exists():  # many models have none
+            try:
+                self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
+            except Exception as error:  # it checks some values and fails on others in any way
+                raise CheckpointError(f"{settings} is refused by transformers: {one_line(error)}") from error
         return self.model
 
     def _read(self, block: int | None) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from niwaki.models.text_sources import describe_source, find_data_set, find_file
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from niwaki.models.processes import World
     from niwaki.models.streamed import StreamedModel
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 WINDOWS_AFTER = 256
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
+#: Characters of a text that all windows are taken of, where nobody says how many: its tokens take 50 times the memory.
+_LONGEST = 1 << 28
 #: Random windows of a data set are drawn from this many times as much text as they need.
 _RANDOM_POOL = 64
 
@@ -99,10 +101,17 @@ def read_windows(
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
+    if not source:
+        raise UsageError("the name of a text is empty")
     file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted = needed + spare
     if count is None:
-        ids = _encode(tokenizer, "".join(read_pieces(source)))
+        text = _characters(read_pieces(source), _LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise CalibrationError(
+                f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take"
+            )
+        ids = encode(tokenizer, text)
         whole = len(ids) // length
         wanted = min(whole, (None if file else find_data_set(source).windows) or whole)
         chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * length
@@ -124,9 +133,23 @@ def read_windows(
     return Windows(tokens, source, order, f"{describe_source(source)}; one text, no special tokens (no BOS); {which}")
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """The tokens of a text; CalibrationError where the tokenizer fails, or knows nothing of the text."""
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
+        raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
+    if ids and {*ids} == {tokenizer.unk_token_id}:
+        raise CalibrationError(f"the model's tokenizer knows nothing of the text that begins with {text[:20]!r}")
     return ids
+
+
+def check_tokens(tokens: Tensor, config: PretrainedConfig) -> None:
+    """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
+    known = config.get_text_config().vocab_size
+    if tokens.numel() and (tokens.min() < 0 or tokens.max() >= known):
+        those = f"tokens go from 0 to {known - 1:,} here, and these from {int(tokens.min()):,} to {int(tokens.max()):,}"
+        raise UsageError(f"{those}; is it the model's own tokenizer?")
 
 
 def _characters(pieces: Iterator[str], count: float) -> str:
@@ -143,9 +166,9 @@ def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, cou
     text, enough = "", count * _CHARACTERS_PER_TOKEN
     while True:
         text += _characters(pieces, enough - len(text))
-        ids = _encode(tokenizer, text[:enough])
-        # The last few could come out differently with more text after them.
-        if len(text) < enough or len(ids) >= count + 16:
+        ids = encode(tokenizer, text[:enough])
+        # The last few could come out differently with more text after them. Some tokenizers make none of any text.
+        if len(text) < enough or len(ids) >= count + 16 or not ids:
             return ids[:count]
         enough *= 2
 
@@ -162,7 +185,7 @@ def _random_windows(
     for start in starts:
         excerpt = text[start : start + stretch]
         # The first word is cut, unless a space happens to come first.
-        window = _encode(tokenizer, excerpt[excerpt.find(" ") + 1 :])[:length]
+        window = encode(tokenizer, excerpt[excerpt.find(" ") + 1 :])[:length]
         if len(window) == length:
             ids += window
         if len(ids) == count * length:
