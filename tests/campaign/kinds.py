@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments
+from campaign import arguments, texts
 
-KINDS: dict[str, ModuleType] = {"arguments": arguments}
+KINDS: dict[str, ModuleType] = {"arguments": arguments, "texts": texts}

@@ -48,25 +48,22 @@ class _Stop:
 
 def main() -> None:
     """The entry point; docs/commands.md has the exit codes."""
-    stop, code, line = _Stop(), 0, ""
+    stop, hook, code, line = _Stop(), sys.unraisablehook, 0, ""
     heeded = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]  # as with nohup
-    for number in heeded:
-        signal.signal(number, stop)
-    sys.unraisablehook = stop.again
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # such as for "±" where the output is ASCII
     try:
         try:
-            from niwaki.cli.app import app
-
-            code = app(prog_name="niwaki", standalone_mode=False) or 0
+            for number in heeded:
+                signal.signal(number, stop)
+            sys.unraisablehook = stop.again
+            _run()
         finally:
             for number in heeded:
                 signal.signal(number, signal.SIG_DFL)  # which prints nothing, whatever the interpreter is at
+            sys.unraisablehook = hook
     except BaseException as error:
-        code, line = 128 + (stop.number or signal.SIGINT), ""
-        if not stop.number and not isinstance(error, KeyboardInterrupt):
+        if stop.number or isinstance(error, KeyboardInterrupt):
+            code = 128 + (stop.number or signal.SIGINT)
+        else:
             code, line = _ending(error)
     if lost := _unwritten():
         code, line = code or 1, line or lost
@@ -75,17 +72,34 @@ def main() -> None:
     sys.exit(code)
 
 
+def _run() -> None:
+    """The command, as the arguments have it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # such as for "±" where the output is ASCII
+    from typer.main import get_command
+
+    from niwaki.cli.app import app
+
+    command = get_command(app)
+    with command.make_context("niwaki", sys.argv[1:]) as context:
+        command.invoke(context)
+
+
 def _ending(error: BaseException) -> tuple[int, str]:
     """The exit code, and the line that says what was wrong."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1, ""
     if isinstance(error, NiwakiError):
         return error.exit_code, str(error)
-    if hasattr(error, "format_message"):  # an argument that does not parse; without a text the help was printed
-        text, command = error.format_message(), getattr(error, "ctx", None)
-        return 2, text and f"{text} (see {command.command_path if command else 'niwaki'} --help)"
+    if hasattr(error, "exit_code"):  # of the library for command lines; no text where it printed help or a version
+        text = error.format_message() if hasattr(error, "format_message") else ""
+        context = getattr(error, "ctx", None)
+        return error.exit_code, text and f"{text} (see {context.command_path if context else 'niwaki'} --help)"
+    if isinstance(error, BrokenPipeError):
+        return 1, ""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
-        return 1, f"standard output cannot be written: {error.strerror}"  # the help; all else goes by common.py
+        return 1, f"standard output cannot be written: {error.strerror}"  # of the help; all else goes by common.py
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
         return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
     return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"

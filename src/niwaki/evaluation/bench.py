@@ -78,10 +78,8 @@ def _measured(directory: Path, *asked: Any) -> Speed:
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(send, directory, *asked), daemon=True)
-    mask: Any = getattr(signal, "pthread_sigmask", lambda *_: ())  # which Windows does not have
-    before = mask(getattr(signal, "SIG_BLOCK", 0), {signal.SIGINT})  # of Ctrl-C this process hears, and ends that one
-    process.start()
-    mask(getattr(signal, "SIG_SETMASK", 0), before)
+    with _deaf():
+        process.start()
     send.close()
     try:
         answer: Speed | Exception = receive.recv()
@@ -93,6 +91,19 @@ def _measured(directory: Path, *asked: Any) -> Speed:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """A process that is started within does not hear Ctrl-C, of which it would say much; this one does, and ends it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answer(send: Any, *asked: Any) -> None:

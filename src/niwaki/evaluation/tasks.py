@@ -125,7 +125,7 @@ def evaluate_tasks(
     tasks = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
     if not tasks:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
-    tasks = [os.fspath(task) for task in tasks]
+    names = [os.fspath(task) for task in tasks]
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
     try:
@@ -136,14 +136,16 @@ def evaluate_tasks(
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
-        built = _build(tasks)
+        built = _build(names)
         lm = _load(str(model), compute.device, compute.dtype)
         try:
             results = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
         except NiwakiError:
             raise
         except Exception as error:  # of any library, in any of thousands of tasks
-            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {first_line(error)}") from error
+            empty = isinstance(error, AssertionError) and not str(error)
+            what = "a context or a choice has no tokens, or too many for the model" if empty else first_line(error)
+            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {what}") from error
     for name, task in built.items():
         likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):

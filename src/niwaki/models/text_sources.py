@@ -69,6 +69,7 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, "
 _JSON = {".jsonl", ".json"}
 _JOINT = "\n\n"  # between the texts of a JSONL file
 _PIECE = 1 << 20  # characters read at a time
+_MOST_FILES = 10_000  # in the directory of a data set
 _LONGEST = 1 << 27  # characters in a line of JSONL
 
 
@@ -168,6 +169,9 @@ def find_data_set(source: str) -> DataSet:
 def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
     wanted = find_data_set(source)
+    below = (name for _, _, names in os.walk(os.path.expanduser(source)) for name in names)
+    if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
+        raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
     if source not in DATASETS and not os.path.isdir(os.path.expanduser(source)):
         if source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", *_JSON, *_OPENERS}:
             raise CalibrationError(f"there is no file {source}")
@@ -196,6 +200,5 @@ def _dataset_texts(source: str) -> Iterator[str]:
 def _values(rows: Iterator[dict[str, str]], field: str, source: str) -> Iterator[str]:
     for row in rows:
         if not isinstance(row.get(field), str):
-            there = f"{', '.join(row)}; {field!r} is {type(row[field]).__name__}" if field in row else ", ".join(row)
-            raise CalibrationError(f"the data set {source} has no text in the field {field!r}: it has {there}")
+            raise CalibrationError(f"the data set {source} has no field {field!r} with text, only {', '.join(row)}")
         yield row[field]
