@@ -47,7 +47,22 @@ _PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".bz2": bz2.compress,
 }
 _OPENED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
-_ODD_VALUES = (None, 7, -0.5, True, [], ["x"], {}, {"text": "x"}, "", " ", "\0", "x" * 5000, "\ud800", "half \udfff")
+_ODD_VALUES: tuple[Any, ...] = (
+    None,
+    7,
+    -0.5,
+    True,
+    [],
+    ["x"],
+    {},
+    {"text": "x"},
+    "",
+    " ",
+    "\0",
+    "x" * 5000,
+    "\ud800",
+    "half \udfff",
+)
 
 
 def prepare(place: Path) -> None:
@@ -78,25 +93,23 @@ def _encoded(chance: random.Random, value: Any) -> str:
 def _line(chance: random.Random) -> str:
     """A line of JSONL that is not as it should be, mostly."""
     text = _prose(chance, 5)
-    odd = chance.choice(
-        (
-            lambda: _encoded(chance, {"text": chance.choice(_ODD_VALUES)}),
-            lambda: _encoded(chance, {"texts": text}),
-            lambda: _encoded(chance, [text]),
-            lambda: _encoded(chance, text),
-            lambda: '{"text": "x", "n": ' + "9" * 5000 + "}",
-            lambda: '{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
-            lambda: '{"text": "\\ud83d\\ude42 \\u0000", "text": "the last one counts"}',
-            lambda: '{"text": "\\ud83d"}',
-            lambda: '{"text": "x", "other": "\\udc00"}',
-            lambda: '{"text": NaN}',
-            lambda: _encoded(chance, {"text": text})[: chance.randrange(12)],
-            lambda: "   ",
-            lambda: "\ufeff" + _encoded(chance, {"text": text}),
-            lambda: _encoded(chance, {"text": text}) * 2,
-        )
+    makers: tuple[Callable[[], str], ...] = (
+        lambda: _encoded(chance, {"text": chance.choice(_ODD_VALUES)}),
+        lambda: _encoded(chance, {"texts": text}),
+        lambda: _encoded(chance, [text]),
+        lambda: _encoded(chance, text),
+        lambda: '{"text": "x", "n": ' + "9" * 5000 + "}",
+        lambda: '{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        lambda: '{"text": "\\ud83d\\ude42 \\u0000", "text": "the last one counts"}',
+        lambda: '{"text": "\\ud83d"}',
+        lambda: '{"text": "x", "other": "\\udc00"}',
+        lambda: '{"text": NaN}',
+        lambda: _encoded(chance, {"text": text})[: chance.randrange(12)],
+        lambda: "   ",
+        lambda: "\ufeff" + _encoded(chance, {"text": text}),
+        lambda: _encoded(chance, {"text": text}) * 2,
     )
-    return odd()
+    return chance.choice(makers)()
 
 
 def _mutated(chance: random.Random, raw: bytes) -> bytes:
@@ -326,8 +339,9 @@ def _is_question(entry: Any) -> bool:
     if not isinstance(entry, dict) or (type(entry.get("context")) is str) == (type(entry.get("question")) is str):
         return False
     choices, answer = entry.get("choices"), entry.get("answer")
-    texts = isinstance(choices, list) and len(choices) > 1 and all(type(c) is str and c.strip() for c in choices)
-    return texts and type(answer) is int and 0 <= answer < len(choices)
+    if not isinstance(choices, list) or len(choices) < 2 or not all(type(c) is str and c.strip() for c in choices):
+        return False
+    return type(answer) is int and 0 <= answer < len(choices)
 
 
 def _likelihoods(question: dict[str, Any]) -> list[float] | None:

@@ -311,6 +311,7 @@ def test_what_nobody_foresaw(
             1,
             "not enough memory: can't allocate memory: you tried;",
         ),
+        (ImportError("libtorch: failed to map"), 1, "error: a library cannot be loaded: libtorch: failed to map; "),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(3), 3, ""),
         (EOFError(), 70, "this is a bug in niwaki: EOFError"),

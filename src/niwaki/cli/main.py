@@ -102,6 +102,8 @@ def _ending(error: BaseException) -> tuple[int, str]:
         return 1, f"standard output cannot be written: {error.strerror}"  # of the help; all else goes by common.py
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
         return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
+    if isinstance(error, ImportError):
+        return 1, f"a library cannot be loaded: {first_line(error)}; is all of it installed, is there enough memory?"
     return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"
 
 

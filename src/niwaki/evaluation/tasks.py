@@ -122,10 +122,9 @@ def evaluate_tasks(
         NiwakiError: see :mod:`niwaki.errors`.
     """
     check_count("limit", limit, 1, optional=True)
-    tasks = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
-    if not tasks:
+    names = [*map(os.fspath, [tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
+    if not names:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
-    names = [os.fspath(task) for task in tasks]
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
     try:

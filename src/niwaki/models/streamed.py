@@ -95,8 +95,9 @@ class StreamedModel:
 
     def check(self, tokens: Tensor) -> None:
         """Raises UsageError unless ``tokens`` are (samples, length) int64 that the model can take."""
-        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel():
-            raise UsageError(f"tokens are (samples, length) int64; got {tuple(tokens.shape)} {tokens.dtype}")
+        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel() or tokens.device.type != "cpu":
+            given = f"{tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
+            raise UsageError(f"tokens are (samples, length) int64 on the CPU; got {given}")
         check_tokens(tokens, self.config)
         self.window_length(tokens.shape[1])
 

@@ -282,7 +282,7 @@ def read_heldout(
 def _given_windows(model: StreamedModel, text: object) -> Windows:
     """Windows or tokens that were given instead of the name of a text."""
     windows = Windows(text, "given tokens") if isinstance(text, Tensor) else text
-    if not isinstance(windows, Windows):
+    if not isinstance(windows, Windows) or not isinstance(windows.tokens, Tensor):
         raise UsageError(f"a text is a name, windows or a tensor of tokens; got {text!r}")
     model.check(windows.tokens)
     return windows

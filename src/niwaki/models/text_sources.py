@@ -169,15 +169,17 @@ def find_data_set(source: str) -> DataSet:
 def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
     wanted = find_data_set(source)
-    below = (name for _, _, names in os.walk(os.path.expanduser(source)) for name in names)
-    if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
-        raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
-    if source not in DATASETS and not os.path.isdir(os.path.expanduser(source)):
-        if source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", *_JSON, *_OPENERS}:
-            raise CalibrationError(f"there is no file {source}")
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
-            known = [*EXCERPTS, *DATASETS]
-            raise UnknownNameError("text", source, known, "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT")
+    if source in DATASETS:
+        pass
+    elif os.path.isdir(directory := os.path.expanduser(source)):
+        below = (name for _, _, names in os.walk(directory) for name in names)
+        if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
+            raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
+    elif source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", *_JSON, *_OPENERS}:
+        raise CalibrationError(f"there is no file {source}")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
+        instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
+        raise UnknownNameError("text", source, [*EXCERPTS, *DATASETS], instead)
     try:
         import datasets
     except ImportError as error:
