@@ -329,6 +329,7 @@ def test_what_goes_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask: Callable[..., TaskScores] = functools.partial(evaluate_tasks, tasks=["which-follows"])
     assert "limit must be 1 or more; got 0" in message(lambda: ask(model, limit=0))
     assert "which tasks?" in message(lambda: evaluate_tasks(model, []))
+    assert "got [5]" in message(lambda: evaluate_tasks(model, [5]))  # type: ignore[list-item]
     assert "there is no file ~nobody" in message(
         lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError
     )

@@ -61,12 +61,7 @@ def main() -> None:
                 signal.signal(number, signal.SIG_DFL)  # which prints nothing, whatever the interpreter is at
             sys.unraisablehook = hook
     except BaseException as error:
-        if stop.number or isinstance(error, KeyboardInterrupt):
-            code = 128 + (stop.number or signal.SIGINT)
-        else:
-            code, line = _ending(error)
-    if lost := _unwritten():
-        code, line = code or 1, line or lost
+        code, line = _ending(error, stop.number or signal.SIGINT)
     if line:
         _say(line)
     sys.exit(code)
@@ -80,44 +75,40 @@ def _run() -> None:
     from typer.main import get_command
 
     from niwaki.cli.app import app
+    from niwaki.cli.common import writing
 
     command = get_command(app)
     with command.make_context("niwaki", sys.argv[1:]) as context:
         command.invoke(context)
+    with writing(sys.stdout):
+        sys.stdout.flush()  # what libraries printed
 
 
-def _ending(error: BaseException) -> tuple[int, str]:
-    """The exit code, and the line that says what was wrong."""
+def _ending(error: BaseException, number: int) -> tuple[int, str]:
+    """The exit code, and the line that says what was wrong; ``number`` is the signal's if one ended it."""
+    chain: BaseException | None = error
+    while chain is not None:  # libraries make other errors of it, and so does what cannot be cleaned up
+        if isinstance(chain, KeyboardInterrupt):
+            return 128 + number, ""
+        chain = chain.__cause__ or chain.__context__
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1, ""
+        return error.code if isinstance(error.code, int) else int(error.code is not None), ""
     if isinstance(error, NiwakiError):
         return error.exit_code, str(error)
     if hasattr(error, "exit_code"):  # of the library for command lines; no text where it printed help or a version
         text = error.format_message() if hasattr(error, "format_message") else ""
         context = getattr(error, "ctx", None)
         return error.exit_code, text and f"{text} (see {context.command_path if context else 'niwaki'} --help)"
-    if isinstance(error, BrokenPipeError):
-        return 1, ""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
+        from niwaki.cli.common import silence
+
+        silence(sys.stdout)
         return 1, f"standard output cannot be written: {error.strerror}"  # of the help; all else goes by common.py
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
         return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
     if isinstance(error, ImportError):
         return 1, f"a library cannot be loaded: {first_line(error)}; is all of it installed, is there enough memory?"
     return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"
-
-
-def _unwritten() -> str:
-    """Why standard output cannot be written, if so; nothing is written to it from then on."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        from niwaki.cli.common import silence
-
-        silence(sys.stdout)
-        if error.errno != errno.EPIPE:
-            return f"standard output cannot be written: {error.strerror}"
-    return ""
 
 
 def _report(error: BaseException) -> str:

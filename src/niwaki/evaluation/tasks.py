@@ -122,7 +122,10 @@ def evaluate_tasks(
         NiwakiError: see :mod:`niwaki.errors`.
     """
     check_count("limit", limit, 1, optional=True)
-    names = [*map(os.fspath, [tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
+    try:
+        names = [os.fspath(task) for task in ([tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
+    except TypeError as error:
+        raise UsageError(f"tasks are names or files; got {tasks!r}") from error
     if not names:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
