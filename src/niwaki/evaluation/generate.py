@@ -13,7 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
-from niwaki.models.text import check_tokens, encode, load_tokenizer
+from niwaki.models.text import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.load import load
 
@@ -127,7 +127,9 @@ def _numbers(_: Tensor, logits: Tensor) -> Tensor:
 def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> Tensor:
     """(1, length): the end of the prompt that leaves positions for ``tokens`` more."""
     # With what the model expects at the start of a text.
-    given = torch.tensor([encode(tokenizer, prompt, special=True)], dtype=torch.int64)
+    ids = encode(tokenizer, prompt, special=True)
+    check_known(ids, tokenizer, "the prompt")
+    given = torch.tensor([ids], dtype=torch.int64)
     if given.numel() == 0:
         raise UsageError(f"the prompt {prompt[:40]!r} has no tokens; give some text")
     check_tokens(given, model.config)

@@ -120,6 +120,7 @@ def read_windows(
         ids = _random_windows(read_pieces(source), tokenizer, length, wanted, math.inf if file else _RANDOM_POOL, seed)
     else:
         ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
+    check_known(ids, tokenizer, source)
     available = min(wanted, len(ids) // length)
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
@@ -134,14 +135,18 @@ def read_windows(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """The tokens of a text; CalibrationError where the tokenizer fails, or knows nothing of the text."""
+    """The tokens of a text; CalibrationError where the tokenizer fails."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
         raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
-    if ids and {*ids} == {tokenizer.unk_token_id}:
-        raise CalibrationError(f"the model's tokenizer knows nothing of the text that begins with {text[:20]!r}")
     return ids
+
+
+def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Raises CalibrationError where all tokens stand for something unknown."""
+    if ids and {*ids} == {tokenizer.unk_token_id}:
+        raise CalibrationError(f"the model's tokenizer knows nothing of {text}")
 
 
 def check_tokens(tokens: Tensor, config: PretrainedConfig) -> None:
