@@ -1,6 +1,8 @@
 """Shared by all tests; helpers are in support/, numerical problems in support/problems.py."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # One thread for each process of tests: the matrices are tiny, and there is a process for each core.
@@ -28,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.partition("[")[0] in SLOW:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A command leaves signals to the system at its end, and these processes go on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 # The same examples on every machine and in every run, however slow it is.

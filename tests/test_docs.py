@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 import niwaki
-from niwaki.cli.main import app
+from niwaki.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -60,7 +60,7 @@ def test_solvers_do_not_load_transformers() -> None:
 
 def test_faces_do_not_load_torch() -> None:
     """``niwaki --help`` and reading a record are quick."""
-    parts = ("cli.main", "records.record", "options", "files", "errors", "reports.page", "reports.material")
+    parts = ("cli.app", "cli.main", "records.record", "options", "files", "errors", "reports.page", "reports.material")
     assert not modules_after("\n".join(f"import niwaki.{part}" for part in parts)) & {"torch", "transformers"}
 
 

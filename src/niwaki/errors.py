@@ -76,7 +76,7 @@ def named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What another library's error says first, for a message of one line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: In texts, as short as anybody needs.
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
+
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
 #: Which windows of a text.
@@ -65,9 +68,9 @@ class Calibration(_Options):
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", _name_of(self.text))
         _check_choice("the order of windows", self.order, Order)
-        _check_count("samples", self.samples, 1)
-        _check_count("the length of windows", self.length, 2, optional=True)
-        _check_count("the seed", self.seed, 0)
+        check_count("samples", self.samples, 1)
+        check_count("the length of windows", self.length, 2, optional=True)
+        check_count("the seed", self.seed, 0)
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,13 @@ class Measurement(_Options):
     before: bool = True
 
     def __post_init__(self) -> None:
-        text = tuple(dict.fromkeys(self.text)) if isinstance(self.text, list | tuple) else _name_of(self.text)
+        text = _name_of(self.text)
+        if isinstance(self.text, list | tuple):
+            names = [_name_of(each) for each in self.text]
+            text = tuple(each for i, each in enumerate(names) if not isinstance(each, str) or each not in names[:i])
         object.__setattr__(self, "text", text)
-        _check_count("samples", self.samples, 0, optional=True)
-        _check_count("the length of windows", self.length, 2, optional=True)
+        check_count("samples", self.samples, 0, optional=True)
+        check_count("the length of windows", self.length, 2, optional=True)
 
     @property
     def texts(self) -> tuple[Text | None, ...]:
@@ -132,7 +138,7 @@ class Compute(_Options):
         _check_choice("tf32", self.tf32, TF32)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
-        _check_count("memory", self.memory, 1, optional=True)
+        check_count("memory", self.memory, 1, optional=True)
 
     @property
     def budget(self) -> int | None:
@@ -194,7 +200,7 @@ def name_of(value: object, known: Mapping[str, object]) -> str:
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise UsageError(f"invalid memory size {text!r}; try 8GiB or 500MB")
     power = " kmgt".index(match[2] or " ")
@@ -203,8 +209,8 @@ def parse_size(text: str) -> int:
 
 def parse_time(text: str) -> float:
     """Seconds of a time such as "2h", "90 min" or "1h30m"; UsageError where it is not one."""
-    number = r"(\d+(?:\.\d+)?)"
-    match = re.fullmatch(rf"(?:{number}h)?(?:{number}m(?:in)?)?(?:{number}s)?", text.lower().replace(" ", ""))
+    units = rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s)?"
+    match = re.fullmatch(units, text.lower().replace(" ", ""))
     parts = match.groups(default="0") if match else ()
     seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not seconds:
@@ -214,7 +220,7 @@ def parse_time(text: str) -> float:
 
 def parse_range(text: str) -> tuple[int, int]:
     """(first, last + 1) of a range such as "0:2", which is 0 and 1; UsageError where it is not one."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
     if match is None:
         raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
     return int(match[1]), int(match[2])
@@ -225,9 +231,14 @@ def _name_of(text: Any) -> Any:
     return os.fspath(text) if isinstance(text, os.PathLike) else text
 
 
-def _check_count(name: str, given: object, least: int, optional: bool = False) -> None:
-    if not (optional and given is None) and (type(given) is not int or given < least):
+def check_count(name: str, given: object, least: int, optional: bool = False) -> None:
+    """Raises UsageError unless ``given`` is a whole number from ``least`` up that 64 bits can hold."""
+    if optional and given is None:
+        return
+    if type(given) is not int or given < least:
         raise UsageError(f"{name} must be {least} or more; got {given!r}")
+    if given >= 1 << 63:
+        raise UsageError(f"{name} must be less than 2^63")
 
 
 def _check_choice(name: str, given: object, choices: Any) -> None:

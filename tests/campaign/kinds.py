@@ -1,19 +1,20 @@
 """The kinds of attack, each a module with
 
 prepare(place)         makes what its cases share in an empty directory
-case(chance, place)    does one case in an empty directory, with what ``chance`` gives, and says in a few words how
-                       it ended as it should; AssertionError where it did not
+case(chance, place)    does one case in an empty directory, with what ``chance`` gives, and says in a few words how it
+                       ended as it should; AssertionError where it did not
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, comparisons, models, records
+from campaign import arguments, comparisons, models, records, texts
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
     "comparisons": comparisons,
     "models": models,
     "records": records,
+    "texts": texts,
 }

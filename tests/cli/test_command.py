@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from niwaki.records.record import Record
 from niwaki.records.speed import SpeedRecord
 from niwaki.reports.material import load
 from niwaki.reports.page import render
-from support.command import Command, without_sign_of_life
+from support.command import Command, Result, without_sign_of_life
 from support.covering import FULL
 from support.models import reference, save_model_with_tokenizer
 from support.runs import SMALL, listing
@@ -169,14 +170,14 @@ def stopped(
         time.sleep(later)
         process.send_signal(signal.Signals[name])
         _, err = process.communicate(timeout=60)
-    assert process.returncode not in (0, 2)
+    assert process.returncode == 128 + signal.Signals[name]
     assert "Traceback" not in err
     return err.splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"] if FULL else ["SIGTERM"])  # of a person, and of a scheduler
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"] if FULL else ["SIGHUP"])
 def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
     command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "200"]
     err = stopped(command, tmp_path, name, lambda: any(tmp_path.iterdir()), later=0.5)
@@ -194,7 +195,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     def reached() -> bool:
         return journal.exists() and json.loads(journal.read_text())["blocks"] >= done
 
-    stops = ["SIGINT", "SIGTERM"] if FULL else ["SIGINT"]
+    stops = ["SIGINT", "SIGTERM"] if FULL else ["SIGTERM"]
     for done, name in enumerate(stops, 1):
         err = stopped(command, tmp_path, name, reached)
         said, *rest = without_sign_of_life("\n".join(err)).splitlines()
@@ -209,6 +210,120 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     blocks = [row[0] for row in rows if len(row) == 9 and row[0].isdigit()]
     assert blocks == ["1", "2", "3", "4", "5"][len(stops) - 1 :]
     assert listing(tmp_path)[0] == "out"
+
+
+# How it ends
+
+
+def ended(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What becomes of a shell's script, in which $niwaki is the command."""
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {script}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "niwaki": str(NIWAKI), "HF_HUB_OFFLINE": "1", **environment},
+        check=False,
+    )
+
+
+LOST = "error: standard output cannot be written: No space left on device\n"
+NOWHERE = "error: there is no directory ./nowhere\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("script", "code", "err"),
+    [
+        ("$niwaki --help >/dev/full", 1, LOST),
+        ("$niwaki solvers >/dev/full", 1, LOST),
+        ("$niwaki solvers >/dev/full 2>/dev/full", 1, ""),
+        ("$niwaki solvers >&-", 0, ""),
+        ("$niwaki solvers 2>/dev/full <&- | grep -c wanda >/dev/null", 0, ""),
+        ("$niwaki solvers | true", 1, ""),
+        ("PYTHONIOENCODING=ascii $niwaki solvers >/dev/null", 0, ""),
+        ("PYTHONUTF8=0 LC_ALL=POSIX $niwaki inspect demo >/dev/null", 0, "reading demo\n"),
+        ("$niwaki inspect ./nowhere 2>&1 >&- <&- | tail -1 >&2", 2, NOWHERE),
+        ("$niwaki inspect ./nowhere 2>/dev/full", 2, ""),
+        ("$niwaki inspect ./nowhere 2>&-", 2, ""),
+        ("$niwaki inspect ./nowhere 2> >(true); exit $?", 2, ""),
+        ("WORLD_SIZE=2 RANK=1 $niwaki inspect ./nowhere", 2, NOWHERE.replace("error", "error in process 1")),
+    ],
+)
+def test_streams_that_are_closed_or_full(script: str, code: int, err: str) -> None:
+    ran = ended(script)
+    assert (ran.returncode, without_sign_of_life(ran.stderr)) == (code, without_sign_of_life(err))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+def test_ctrl_c_while_libraries_are_imported() -> None:
+    for delay in (0.3, 0.9, 1.7):
+        with subprocess.Popen(
+            [NIWAKI, "inspect", "demo"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=heed_interrupts,
+        ) as process:
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        assert "Traceback" not in err
+        assert process.returncode in (130, -signal.SIGINT, 0)  # 0: the machine is fast
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, niwaki_: Command) -> Callable[[BaseException], Result]:
+    """``niwaki inspect demo``, in which something is raised."""
+
+    def run(error: BaseException) -> Result:
+        def inspect(model: str) -> None:
+            raise error
+
+        monkeypatch.setattr("niwaki.evaluation.inspect.inspect", inspect)
+        return niwaki_("inspect", "demo")
+
+    return run
+
+
+def test_what_nobody_foresaw(failing: Callable[[BaseException], Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = failing(KeyError("a\nb"))
+    file = Path(ran.err.split()[-1])
+    said = f"error: this is a bug in niwaki: KeyError: 'a\\nb'; a report of it should have {file}\n"
+    assert (ran.code, ran.out, ran.err) == (70, "", said)
+    kept = file.read_text()
+    file.unlink()
+    assert "Traceback (most recent call last)" in kept
+    assert "['niwaki', 'inspect', 'demo']" in kept
+
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    ran = failing(EOFError())
+    assert ran.code == 70
+    assert ran.err.endswith("EOFError: EOFError; its traceback could not be kept\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (MemoryError(), 1, "error: there is not enough memory: MemoryError; docs/troubleshooting.md says"),
+        (
+            RuntimeError("can't allocate memory: you tried\nto"),
+            1,
+            "not enough memory: can't allocate memory: you tried;",
+        ),
+        (ImportError("libtorch: failed to map"), 1, "error: a library cannot be loaded: libtorch: failed to map; "),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(3), 3, ""),
+    ],
+)
+def test_other_ends(failing: Callable[[BaseException], Result], error: BaseException, code: int, said: str) -> None:
+    ran = failing(error)
+    assert ran.code == code
+    assert said in ran.err
+    assert ran.err.count("\n") == bool(said)
 
 
 # Comparisons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,13 +124,22 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert (found.prompt, found.tokens, found.repeats, found.device) == (8, 4, 3, device)
 
 
-@pytest.mark.parametrize("wrong", [{"prompt": 0}, {"tokens": 1}, {"repeats": 0}])
-def test_numbers_out_of_range(wrong: dict[str, int]) -> None:
-    assert "2 or more are written" in message(lambda: measuring.bench("./nowhere", **wrong))  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [{"prompt": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])
+def test_numbers_out_of_range(wrong: dict[str, Any]) -> None:
+    assert f"or more; got {next(iter(wrong.values()))}" in message(lambda: measuring.bench("./nowhere", **wrong))
+
+
+class Deadly(type(Path())):  # type: ignore[misc]
+    """A path at which a process ends that is sent it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
 
 
 @pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = message(lambda: measuring._measured(None, 1, 2, 1, Compute("cpu")), WorkerError)  # type: ignore[arg-type]
-    assert said == "the process that measured None ended with status 1; is there enough memory?"
-    assert "Traceback" in capfd.readouterr().err
+    said = message(lambda: measuring._measured(Deadly("there"), 1, 2, 1, Compute("cpu")), WorkerError)
+    assert said == "the process that measured there ended with status 3; is there enough memory?"
+    with pytest.raises(TypeError):  # an error that nobody foresaw is this process's own
+        measuring._measured(None, 1, 2, 1, Compute("cpu"))  # type: ignore[arg-type]
+    assert capfd.readouterr().err == ""

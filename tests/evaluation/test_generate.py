@@ -13,10 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from niwaki.cli import main as cli
-from niwaki.errors import CheckpointError
-from niwaki.evaluation.generate import continue_text
+from niwaki.errors import CheckpointError, NumericalError
+from niwaki.evaluation.generate import continue_text, generate
 from support.command import without_sign_of_life
-from support.models import EMBEDDED, message, reference
+from support.models import EMBEDDED, message, reference, save_model_with_tokenizer
 
 PROMPT = "The old man looked at"
 
@@ -164,13 +164,47 @@ def test_errors_of_the_model(given: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     assert said == "the model generates no text: 'cache'"
 
 
+def test_outputs_that_are_no_numbers(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most likely of them would be the first token."""
+    monkeypatch.setattr(given[0].lm_head, "forward", lambda hidden: hidden.new_full((1, 1, 4096), float("nan")))
+    said = message(lambda: continue_text(*given, PROMPT, 3), NumericalError)
+    assert "outputs are NaN after this prompt" in said
+
+
+def test_a_tokenizer_of_another_model(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given[0].config, "vocab_size", 10)
+    assert "is it the model's own tokenizer?" in message(lambda: continue_text(*given, PROMPT, 3))
+
+
+def test_settings_that_transformers_refuses(tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    for content in ("{", "[]", '{"max_new_tokens": "x"}'):
+        (model / "generation_config.json").write_text(content)
+        said = message(lambda: generate(model, PROMPT, tokens=3), CheckpointError)
+        assert "generation_config.json is refused by transformers: " in said
+
+
+def test_control_codes_of_a_model_are_shown_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal, shown in ((True, "a\\x1bb\n"), (False, "a\x1bb\n")):
+        monkeypatch.setattr(sys, "argv", ["niwaki", "generate", "demo", "a"])
+        monkeypatch.setattr("niwaki.evaluation.generate.generate", lambda *_, say, **__: say("\x1bb"))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert capsys.readouterr().out == shown
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((PROMPT, "--temperature", "nan"), "the temperature 0 or more; got 100 and nan"),
-        ((PROMPT, "--temperature", "inf"), "got 100 and inf"),
-        ((PROMPT, "--temperature", "-1"), "got 100 and -1.0"),
-        ((PROMPT, "--tokens", "0"), "tokens are 1 or more"),
+        ((PROMPT, "--temperature", "nan"), "the temperature must be 0 or more; got nan"),
+        ((PROMPT, "--temperature", "inf"), "got inf"),
+        ((PROMPT, "--temperature", "-1"), "got -1.0"),
+        ((PROMPT, "--tokens", "0"), "tokens must be 1 or more; got 0"),
+        ((PROMPT, "--seed", "-1"), "the seed must be 0 or more; got -1"),
+        ((PROMPT, "--seed", str(2**63)), "the seed must be less than 2^63"),
         (("bad \udcff",), "the prompt 'bad \\udcff' is not valid Unicode text"),
         ((PROMPT, "--tokens", "256"), "256 tokens are more than the 256 positions"),
         (("",), "the prompt '' has no tokens"),

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import random
 import re
 import sys
@@ -19,7 +20,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from niwaki.errors import CalibrationError, UsageError
+from niwaki.errors import CalibrationError, UnknownNameError, UsageError
 from niwaki.models import text as calibration, text_sources
 from niwaki.models.text import load_tokenizer, read_windows
 from niwaki.models.text_sources import EXCERPTS
@@ -98,13 +99,13 @@ def test_the_same_when_the_text_is_read_in_rounds(
     count: int,
 ) -> None:
     encoded = []
-    real = calibration._encode
+    real = calibration.encode
 
     def count_rounds(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         encoded.append(len(text))
         return real(tokenizer, text)
 
-    monkeypatch.setattr(calibration, "_encode", count_rounds)
+    monkeypatch.setattr(calibration, "encode", count_rounds)
     monkeypatch.setattr(text_sources, "_PIECE", 97)
     monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", guess)
     windows = read_windows(str(path), tokenizer, 41, count)
@@ -220,6 +221,23 @@ def test_files(
     assert windows.tokens.flatten().tolist() == ids[: len(ids) // 10 * 10]
 
 
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name, raw in (("a.txt", "a b c d e f"), ("a.jsonl", '{"text": "a b c d e f"}')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + raw.encode())
+        windows = read_windows(str(tmp_path / name), tokenizer, 4, 1)
+        assert windows.tokens.flatten().tolist() == encode(tokenizer, "a b c d")[:4]
+
+
+def test_only_jsonl_is_described_as_such(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name, joined in (("a.json.txt", False), ("a.jsonl", True), ("a.json.gz", True), ("a.jsonl.md", False)):
+        raw = b'{"text": "a b c d e f"}'
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+        windows = read_windows(str(tmp_path / name), tokenizer, 4, 1)
+        assert ("texts joined" in windows.origin) == joined
+        text = "a b c d e f" if joined else raw.decode()
+        assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[:4]
+
+
 @pytest.mark.parametrize("name", EXCERPTS)
 def test_excerpts_ship_with_niwaki(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, monkeypatch: pytest.MonkeyPatch
@@ -275,23 +293,49 @@ def test_what_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, nam
         '{"text": null}',
         '{"text": 7}',
         '{"text": ["x"]}',
+        '{"text": "\\ud83d"}',
+        '{"text": "x", "n": ' + "9" * 5000 + "}",
+        '{"text": ' + "[" * 100_000,
+        '{"text": "' + "x" * 1000 + '"}',
     ],
 )
-def test_bad_jsonl(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: str) -> None:
+def test_bad_jsonl(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    if "xxx" in line:
+        monkeypatch.setattr(text_sources, "_LONGEST", 1000)
     path = tmp_path / "a.jsonl"
     for good in ("", '{"text": "good"}\n'):
         path.write_text(f"{good}{line}\n")
         said = message(lambda: read_windows(str(path), tokenizer, 16, 1))
         assert str(path) in said
         assert f"line {2 if good else 1}" in said
-        assert "'text'" in said
+        assert "'text'" in said or "longer than 1,000" in said
 
 
 def test_files_that_are_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    for source in (str(tmp_path / "a"), "./a", "~/no/such/file", "a.txt", "a.jsonl.gz"):
+    long, nul = f"{tmp_path}/{'a' * 300}", f"{tmp_path}/a\0"
+    for source in (str(tmp_path / "a"), "./a", "~/no/such/file", "~nobody/a", "a.txt", "a.jsonl.gz", long, nul):
         assert f"there is no file {source}" in message(
             lambda source=source: read_windows(source, tokenizer, 16, 1)  # type: ignore[misc]
         )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has neither")
+def test_what_could_be_read_for_ever(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in (str(tmp_path / "pipe"), "/dev/zero"):
+        assert f"{source} is a pipe or a device" in message(
+            lambda source=source: read_windows(source, tokenizer, 16, 1)  # type: ignore[misc]
+        )
+
+
+def test_a_text_that_is_too_long_to_take_all_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_LONGEST", 1000)
+    assert "say how many samples" in message(lambda: read_windows(str(path), tokenizer, 16))
+    assert len(read_windows(str(path), tokenizer, 16, 100).tokens) == 100
 
 
 # Random windows
@@ -369,6 +413,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             return []
         if name == "bad/rows":
             return [{"text": "x"}, {"text": None}]  # type: ignore[dict-item]
+        if name == "bad/first":
+            return [{"text": 5}]  # type: ignore[dict-item]
         field = "sentence" if name == "ptb-text-only/ptb_text_only" else "text"
         return ({field: f"document {n} of the data set"} for n in range(10**9))
 
@@ -400,12 +446,34 @@ def test_named_data_sets_are_streamed(tokenizer: PreTrainedTokenizerBase, loaded
     assert windows.tokens.flatten().tolist() == encode(tokenizer, documents)[:128]
 
 
+def test_names_of_no_data_set(tokenizer: PreTrainedTokenizerBase, loaded: list[Any]) -> None:
+    for source, hint in (
+        ("c5", "did you mean c4"),
+        ("nosuch", "give a file, or a data set as OWNER/NAME"),
+        ("a b", "a b"),
+    ):
+        assert hint in message(lambda source=source: read_windows(source, tokenizer, 16, 8), UnknownNameError)  # type: ignore[misc]
+    assert not loaded
+
+
+def test_a_directory_that_is_no_data_set(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, loaded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_sources, "_MOST_FILES", 2)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").touch()
+    assert "more than 2 files" in message(lambda: read_windows(str(tmp_path), tokenizer, 16, 8))
+    assert not loaded
+
+
 def test_data_sets_of_the_wrong_kind(tokenizer: PreTrainedTokenizerBase, loaded: list[Any]) -> None:
     said = message(lambda: read_windows("no/text", tokenizer, 16, 8))
-    assert "no field 'text', only sentence, label" in said
+    assert "no field 'text' with text, only sentence, label" in said
     assert "it has 0, 128 are missing" in message(lambda: read_windows("no/rows", tokenizer, 16, 8))
-    assert "bad/rows" in message(lambda: read_windows("bad/rows", tokenizer, 16, 8))
-    assert len(loaded) == 3
+    for name in ("bad/rows", "bad/first"):
+        said = message(lambda name=name: read_windows(name, tokenizer, 16, 8))  # type: ignore[misc]
+        assert f"{name} has no field 'text' with text" in said
+    assert len(loaded) == 4
 
 
 def test_a_directory_is_a_data_set(
@@ -504,6 +572,37 @@ def test_a_broken_tokenizer(tmp_path: Path, raw: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     (tmp_path / "tokenizer.json").write_text(raw)
     assert f"{tmp_path} has no tokenizer" in message(lambda: load_tokenizer(tmp_path))
+
+
+class Words:
+    """A tokenizer, as far as texts need one, of words that it was given."""
+
+    unk_token_id = 0
+
+    def __init__(self, *known: str) -> None:
+        self._known = {word: number for number, word in enumerate(known, 1)}
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        if "!" in text:
+            raise RuntimeError("WordLevel error:\nno token")
+        return {"input_ids": [self._known.get(word, 0) for word in text.split() if word != "-"]}
+
+
+def test_tokenizers_that_make_nothing_of_a_text(tmp_path: Path) -> None:
+    path, words = tmp_path / "a.txt", Words("a", "b")
+    for text, said in (
+        ("- " * 100_000, "it has 0, 16 are missing"),
+        ("x y z " * 100_000, f"the model's tokenizer knows nothing of {path}"),
+        ("a b ! " * 100_000, "the model's tokenizer fails on this text: WordLevel error:"),
+    ):
+        path.write_text(text)
+        assert said in message(lambda: read_windows(str(path), words, 16, 1))  # type: ignore[arg-type]
+    path.write_text("a x " * 100)
+    tokens = read_windows(str(path), words, 4, 1).tokens  # type: ignore[arg-type]
+    assert tokens.tolist() == [[1, 0, 1, 0]]
+    # A stream without an end, of which no text has tokens.
+    endless = itertools.repeat("- " * 1000)
+    assert calibration._first_tokens(endless, words, 16) == []  # type: ignore[arg-type]
 
 
 def test_long_texts_are_not_warned_about(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -519,11 +519,12 @@ def test_a_process_that_ends_ends_the_run(
     said = {
         "kill": "",
         "fail": f"error in process {rank}: this process is out of luck\n",
-        "unforeseen": "ZeroDivisionError: nobody thought of this\n",
+        "unforeseen": f"error in process {rank}: this is a bug in niwaki: ZeroDivisionError: nobody thought of this; ",
         "interrupt": "",
     }[how]
     assert said in results[rank].err
-    assert results[rank].code == -9 if how == "kill" else results[rank].code not in (0, None)
+    assert results[rank].code == {"kill": -9, "fail": 1, "unforeseen": 70, "interrupt": 130}[how]
+    assert "Traceback" not in results[rank].err
     # Who can say so says what stays.
     stays = "1 of 3 blocks are done and kept; repeat the command to resume after them"
     assert (stays in results[0].err) == (rank != 0 or how != "kill")

@@ -98,8 +98,8 @@ def refused(ended: Ended) -> str:
     assert ended.code in (1, 2), f"exit code {ended.code}: {ended.err[-2000:]}"
     assert "Traceback" not in ended.err, ended.err
     lines = [line for line in ended.err.splitlines() if line.startswith("error")]
-    usage = "Usage: niwaki" in ended.err  # what the library for command lines refuses has a box
-    assert usage or (len(lines) == 1 and ended.err.splitlines()[-1] == lines[0]), f"not one line: {ended.err!r}"
+    assert len(lines) == 1, f"not one line: {ended.err!r}"
+    assert ended.err.splitlines()[-1] == lines[0], f"not the last line: {ended.err!r}"
     unprintable = {c for c in ended.out + ended.err if not c.isprintable()} - {"\n"}
     assert not unprintable, f"{unprintable} in {ended.err!r}"
     return ended.err

@@ -88,7 +88,7 @@ def child(job: dict[str, Any], rank: int, port: int) -> int:
     process = os.fork()
     if process:
         return process
-    code = 70
+    code = 99  # where something leaves the command line that is no exit
     try:
         for stream, name in ((1, "out"), (2, "err")):
             file = os.open(f"{job['directory']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -105,7 +105,6 @@ def child(job: dict[str, Any], rank: int, port: int) -> int:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        code = 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

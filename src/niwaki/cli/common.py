@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from niwaki.errors import OutputError
 from niwaki.records.wording import printable
 
 if TYPE_CHECKING:
@@ -29,12 +31,37 @@ class Terminal(Console):
         stream = sys.stderr if stderr else sys.stdout
         super().__init__(highlight=False, emoji=False, stderr=stderr, width=None if stream.isatty() else 160)
 
+    def print(self, *objects: Any, **how: Any) -> None:
+        with writing(self.file, messages=self.stderr):
+            super().print(*objects, **how)
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this where it handles the error, and would end the program
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 out = Terminal()
+
+
+@contextlib.contextmanager
+def writing(stream: IO[str], messages: bool = False) -> Iterator[None]:
+    """A ``stream`` that fails gets nothing more; without its results a command ends, without ``messages`` not."""
+    try:
+        yield
+    except OSError as error:
+        silence(stream)
+        if isinstance(error, BrokenPipeError) and not messages:
+            raise SystemExit(1) from error  # as with "| head", which has what it wants
+        if not messages:
+            raise OutputError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def silence(stream: IO[str]) -> None:
+    """Nothing is written to ``stream`` any more, also not what is in its buffer, at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def names(text: str) -> list[str]:

@@ -6,10 +6,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from niwaki.cli.common import in_session
+from niwaki.cli.common import in_session, writing
 from niwaki.cli.options import Model, spread
 from niwaki.cli.screen import Screen
 from niwaki.options import Compute
+from niwaki.records.wording import printable
 
 TEMPERATURE = Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
 
@@ -32,8 +33,10 @@ def generate(
         def say(text: str) -> None:
             screen.stop_spinner()
             screen.said()
-            sys.stdout.write(next(begin, "") + text)
-            sys.stdout.flush()
+            piece = next(begin, "") + text
+            with writing(sys.stdout):
+                sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+                sys.stdout.flush()
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks

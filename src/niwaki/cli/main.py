@@ -1,14 +1,14 @@
-"""The command line: thin. A module for each command or two; this one puts them together."""
+"""How the command line begins and ends: at any moment with an exit code, and with one line for what went wrong."""
 
-import contextlib
 import errno
 import io
 import os
 import signal
 import sys
-import tempfile
-import traceback
-from typing import Annotated, NoReturn
+import time
+from typing import Any
+
+from niwaki.errors import NiwakiError, first_line
 
 # Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
 # when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise.
@@ -16,89 +16,123 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # The next file that is opened would get the number of a closed stream, and with it what is printed.
 for _name in ("stdin", "stdout", "stderr"):
     if getattr(sys, _name) is None:
-        setattr(sys, _name, open(os.devnull, "r+"))
+        setattr(sys, _name, open(os.devnull, "r+"))  # noqa: SIM115  (it stays)
 
-import typer
-from rich.text import Text
-
-import niwaki
-from niwaki.cli.bench import bench
-from niwaki.cli.common import Terminal, out
-from niwaki.cli.compare import compare, demo
-from niwaki.cli.evaluate import evaluate
-from niwaki.cli.generate import generate
-from niwaki.cli.inspect import inspect
-from niwaki.cli.pack import export, pack, unpack
-from niwaki.cli.prune import prune
-from niwaki.cli.report import report
-from niwaki.cli.shrink import shrink
-from niwaki.cli.solvers import solvers
-from niwaki.errors import NiwakiError, first_line
-
-app = typer.Typer(
-    help="Prunes large language models after training.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-# In the order in which `niwaki --help` lists them.
-_COMMANDS = (prune, shrink, evaluate, export, pack, unpack, generate, bench, report, inspect, solvers, compare, demo)
-for _command in _COMMANDS:
-    app.command("eval" if _command is evaluate else None)(_command)
+#: Ctrl-C, what Slurm and ``timeout`` send, and the end of a terminal, which Windows does not have.
+_STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-@app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if version:
-        out.print(f"niwaki {niwaki.__version__}")
-        raise typer.Exit
+class _Stop:
+    """Ends the command as Ctrl-C does, whichever signal asks for it; ``number`` is that of the signal."""
+
+    def __init__(self) -> None:
+        self.number, self._when = 0, -1.0
+
+    def __call__(self, number: int, _: object) -> None:
+        if time.monotonic() - self._when > 1:  # torchrun sends its own after that of the terminal; one cleans up
+            self.number, self._when = number, time.monotonic()
+            raise KeyboardInterrupt
+
+    def again(self, ignored: Any) -> None:
+        """``sys.unraisablehook``: Python ignores what is raised in some places, and this must not be lost there."""
+        if isinstance(ignored.exc_value, KeyboardInterrupt):
+            import threading
+
+            self._when = -1.0
+            later = threading.Timer(0.1, os.kill, (os.getpid(), self.number))
+            later.daemon = True
+            later.start()
+        else:
+            sys.__unraisablehook__(ignored)
 
 
 def main() -> None:
-    """The entry point: one line for what went wrong; 2 for usage, 1 for failure, 70 for what nobody foresaw."""
-    signal.signal(signal.SIGTERM, _stop)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # such as for "±" where the output is ASCII
+    """The entry point; docs/commands.md has the exit codes."""
+    stop, hook, code, line = _Stop(), sys.unraisablehook, 0, ""
+    heeded = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]  # as with nohup
     try:
         try:
-            app(prog_name="niwaki")
+            for number in heeded:
+                signal.signal(number, stop)
+            sys.unraisablehook = stop.again
+            _run()
         finally:
-            sys.stdout.flush()
-    except NiwakiError as error:
-        _end(str(error), error.exit_code)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename:
-            _end_unforeseen(error)
-        sys.stdout = open(os.devnull, "w")  # what is in its buffer cannot be written at the exit either
-        _end(f"standard output cannot be written: {error.strerror}", 1)
-    except Exception as error:
-        _end_unforeseen(error)
-
-
-def _end(what: str, code: int) -> NoReturn:
-    """Says ``what`` ended the command, in one line."""
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    who = f"error in process {os.environ.get('RANK', 0)}: " if several else "error: "
-    Terminal(stderr=True).print(Text.assemble((who, "bold red"), " ".join(what.split())), soft_wrap=True)
+            for number in heeded:
+                signal.signal(number, signal.SIG_DFL)  # which prints nothing, whatever the interpreter is at
+            sys.unraisablehook = hook
+    except BaseException as error:
+        code, line = _ending(error, stop.number or signal.SIGINT)
+    if line:
+        _say(line)
     sys.exit(code)
 
 
-def _end_unforeseen(error: Exception) -> NoReturn:
-    """One line for an error that is not ours, with its traceback in a file for who has to mend it."""
+def _run() -> None:
+    """The command, as the arguments have it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # such as for "±" where the output is ASCII
+    from typer.main import get_command
+
+    from niwaki.cli.app import app
+    from niwaki.cli.common import writing
+
+    command = get_command(app)
+    with command.make_context("niwaki", sys.argv[1:]) as context:
+        command.invoke(context)
+    with writing(sys.stdout):
+        sys.stdout.flush()  # what libraries printed
+
+
+def _ending(error: BaseException, number: int) -> tuple[int, str]:
+    """The exit code, and the line that says what was wrong; ``number`` is the signal's if one ended it."""
+    chain: BaseException | None = error
+    while chain is not None:  # libraries make other errors of it, and so does what cannot be cleaned up
+        if isinstance(chain, KeyboardInterrupt):
+            return 128 + number, ""
+        chain = chain.__cause__ or chain.__context__
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None), ""
+    if isinstance(error, NiwakiError):
+        return error.exit_code, str(error)
+    if hasattr(error, "exit_code"):  # of the library for command lines; no text where it printed help or a version
+        text = error.format_message() if hasattr(error, "format_message") else ""
+        context = getattr(error, "ctx", None)
+        return error.exit_code, text and f"{text} (see {context.command_path if context else 'niwaki'} --help)"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
+        from niwaki.cli.common import silence
+
+        silence(sys.stdout)
+        return 1, f"standard output cannot be written: {error.strerror}"  # of the help; all else goes by common.py
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
-        _end(f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less", 1)
-    where = "its traceback could not be kept"
-    with contextlib.suppress(OSError):
+        return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
+    if isinstance(error, ImportError):
+        return 1, f"a library cannot be loaded: {first_line(error)}; is all of it installed, is there enough memory?"
+    return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"
+
+
+def _report(error: BaseException) -> str:
+    """What is to be done with the traceback, which a file keeps."""
+    import tempfile
+    import traceback
+
+    import niwaki
+
+    try:
         descriptor, name = tempfile.mkstemp(prefix="niwaki-", suffix=".txt", text=True)
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             print(f"niwaki {niwaki.__version__}, Python {sys.version}, {sys.platform}: {sys.argv}", file=file)
             traceback.print_exception(error, file=file)
-        where = f"a report of it should have {name}"
-    _end(f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {where}", 70)
+    except OSError:
+        return "its traceback could not be kept"
+    return f"a report of it should have {name}"
 
 
-def _stop(*_: object) -> None:
-    """SIGTERM, from Slurm or ``timeout``, cleans up as Ctrl-C does."""
-    raise KeyboardInterrupt
+def _say(line: str) -> None:
+    from rich.text import Text
+
+    from niwaki.cli.common import Terminal
+
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"error in process {os.environ.get('RANK', 0)}: " if several else "error: "
+    Terminal(stderr=True).print(Text.assemble((who, "bold red"), " ".join(line.split())), soft_wrap=True)

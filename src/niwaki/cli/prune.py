@@ -62,7 +62,7 @@ def prune(
         raise UsageError("give --sparsity or --pattern, not both")
     chosen = None if blocks is None else parse_range(blocks)
     parameters = dict(map(_setting, settings or []))
-    effort = effort or usual_effort(solver, mask_from)
+    effort = usual_effort(solver, mask_from) if effort is None else effort
     if allocation is not None:
         effort += f":allocation={allocation}"
     with Display(f"pruning {model}") as display:
@@ -77,7 +77,7 @@ def prune(
                 model,
                 output,
                 sparsity if pattern is None else pattern,
-                solver=make_solver(solver or DEFAULT_SOLVER, parameters) if parameters else solver,
+                solver=make_solver(DEFAULT_SOLVER if solver is None else solver, parameters) if parameters else solver,
                 effort=effort,
                 mask_from=mask_from,
                 grid=quantize,

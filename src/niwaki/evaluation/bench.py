@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import signal
 import statistics
 import tempfile
 import time
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-from niwaki.errors import NiwakiError, UsageError, WorkerError
+from niwaki.errors import UsageError, WorkerError
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
-from niwaki.options import Compute
+from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load
@@ -44,8 +45,8 @@ def bench(
         UsageError: nothing can be packed, or a number is out of its range.
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    if min(prompt, tokens - 1, repeats) < 1:
-        raise UsageError("a prompt has 1 token or more, 2 or more are written, 1 time or more often")
+    for name, count, least in (("the prompt's tokens", prompt, 1), ("tokens", tokens, 2), ("repeats", repeats, 1)):
+        check_count(name, count, least)
     compute, progress = Compute.of(compute), progress or Progress()
     compute.only("bench", "device", "dtype")
     path = locate_model(str(model))
@@ -77,25 +78,40 @@ def _measured(directory: Path, *asked: Any) -> Speed:
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(send, directory, *asked), daemon=True)
-    process.start()
+    with _deaf():
+        process.start()
     send.close()
     try:
-        answer: Speed | NiwakiError = receive.recv()
+        answer: Speed | Exception = receive.recv()
     except EOFError:
         process.join()
         how = f"ended with status {process.exitcode}; is there enough memory?"
         raise WorkerError(f"the process that measured {directory} {how}") from None
     process.join()
-    if isinstance(answer, NiwakiError):
+    if isinstance(answer, Exception):
         raise answer
     return answer
 
 
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """A process that is started within does not hear Ctrl-C, of which it would say much; this one does, and ends it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _answer(send: Any, *asked: Any) -> None:
     try:
-        send.send(measure(*asked))
-    except NiwakiError as error:
-        send.send(error)
+        answer: Speed | Exception = measure(*asked)
+    except Exception as error:
+        answer = error
+    send.send(answer)
 
 
 @torch.inference_mode()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, UsageError, first_line
+from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
-from niwaki.models.text import load_tokenizer
-from niwaki.options import Compute
+from niwaki.models.text import check_known, check_tokens, encode, load_tokenizer
+from niwaki.options import Compute, check_count
 from niwaki.packed.load import load
 
 if TYPE_CHECKING:
@@ -41,19 +41,21 @@ def generate(
     """
     compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")
-    check(prompt, tokens, temperature)
+    check(prompt, tokens, temperature, seed)
     tokenizer = load_tokenizer(locate_model(str(model)))
     loaded = load(model, compute.device, compute.dtype)
     return continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
 
 
-def check(prompt: str, tokens: int, temperature: float) -> None:
+def check(prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Raises UsageError for what no model continues."""
-    if tokens < 1 or not 0 <= temperature < math.inf:
-        raise UsageError(f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}")
+    check_count("tokens", tokens, 1)
+    check_count("the seed", seed, 0)
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise UsageError(f"the temperature must be 0 or more; got {temperature}")
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:
+    except (AttributeError, UnicodeEncodeError) as error:
         raise UsageError(f"the prompt {prompt!r} is not valid Unicode text; give it as UTF-8") from error
 
 
@@ -76,10 +78,11 @@ def continue_text(
     Raises:
         UsageError: the prompt has no tokens or is not valid text, or a number is out of its range.
         CheckpointError: transformers cannot generate text with this model.
+        NumericalError: its outputs are NaN.
     """
     from transformers import GenerationConfig, TextStreamer
 
-    check(prompt, tokens, temperature)
+    check(prompt, tokens, temperature, seed)
     of_the_caller: list[Exception] = []  # what ``say`` raised
 
     class Teller(TextStreamer):
@@ -96,16 +99,17 @@ def continue_text(
     end = tokenizer.eos_token_id if end is None else end
     drawn: Any = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     # What is not set here would be taken from the model's own settings, which may draw or punish repetition.
-    model.generation_config = GenerationConfig(max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **drawn)
     streamer = Teller(tokenizer, skip_prompt=True, skip_special_tokens=True) if say is not None else None
     write: Any = model.generate
     try:
+        config = GenerationConfig(max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **drawn)
+        model.generation_config = config
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            mask = torch.ones_like(given)
-            made = write(given, attention_mask=mask, generation_config=model.generation_config, streamer=streamer)
+            how: Any = {"attention_mask": torch.ones_like(given), "generation_config": config, "streamer": streamer}
+            made = write(given, logits_processor=[_numbers], **how)
     except Exception as error:  # transformers raises nearly anything
-        if error in of_the_caller:
+        if error in of_the_caller or isinstance(error, NumericalError):
             raise
         raise CheckpointError(f"the model generates no text: {first_line(error)}") from error
     finally:
@@ -113,14 +117,22 @@ def continue_text(
     return str(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
 
 
+def _numbers(_: Tensor, logits: Tensor) -> Tensor:
+    """``logits``, of which the first token would be taken where they are NaN (NumericalError)."""
+    if logits.isnan().any():
+        raise NumericalError("the model's outputs are NaN after this prompt; try --dtype float32")
+    return logits
+
+
 def _prompt_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> Tensor:
     """(1, length): the end of the prompt that leaves positions for ``tokens`` more."""
-    try:
-        given = torch.tensor([tokenizer.encode(prompt)])  # with what the model expects at the start of a text
-    except Exception as error:  # a broken tokenizer.json
-        raise CheckpointError(f"{tokenizer.name_or_path} makes no tokens of text: {first_line(error)}") from error
+    # With what the model expects at the start of a text.
+    ids = encode(tokenizer, prompt, special=True)
+    check_known(ids, tokenizer, "the prompt")
+    given = torch.tensor([ids], dtype=torch.int64)
     if given.numel() == 0:
-        raise UsageError(f"the prompt {prompt!r} has no tokens; give some text")
+        raise UsageError(f"the prompt {prompt[:40]!r} has no tokens; give some text")
+    check_tokens(given, model.config)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2 * tokens + 2048
     if tokens >= longest:
         raise UsageError(f"{tokens} tokens are more than the {longest} positions of the model have room for")

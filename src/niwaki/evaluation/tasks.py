@@ -13,7 +13,6 @@ from 0.
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import os
@@ -24,11 +23,22 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError, first_line
+import torch
+
+from niwaki.errors import (
+    CheckpointError,
+    NiwakiError,
+    NumericalError,
+    TaskError,
+    UnknownNameError,
+    UsageError,
+    first_line,
+)
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.text import load_tokenizer
-from niwaki.options import Compute
+from niwaki.models.text import check_tokens, load_tokenizer
+from niwaki.models.text_sources import parse_json
+from niwaki.options import Compute, check_count
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.progress import Progress
@@ -95,7 +105,7 @@ class TaskScores:
 
 def evaluate_tasks(
     model: str | Path,
-    tasks: str | Sequence[str],
+    tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     limit: int | None = None,
     compute: Compute | str = Compute(),
@@ -111,10 +121,12 @@ def evaluate_tasks(
         TaskError: the harness is not installed, or the questions are not available.
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be 1 or more; got {limit}")
-    tasks = [tasks] if isinstance(tasks, str) else tasks
-    if not tasks:
+    check_count("limit", limit, 1, optional=True)
+    try:
+        names = [os.fspath(task) for task in ([tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
+    except TypeError as error:
+        raise UsageError(f"tasks are names or files; got {tasks!r}") from error
+    if not names:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
@@ -126,12 +138,16 @@ def evaluate_tasks(
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
-        built = _build(tasks)
+        built = _build(names)
         lm = _load(str(model), compute.device, compute.dtype)
         try:
             results = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
+        except NiwakiError:
+            raise
         except Exception as error:  # of any library, in any of thousands of tasks
-            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {first_line(error)}") from error
+            empty = isinstance(error, AssertionError) and not str(error)
+            what = "a context or a choice has no tokens, or too many for the model" if empty else first_line(error)
+            raise TaskError(f"the tasks {', '.join(built)} cannot be run: {what}") from error
     for name, task in built.items():
         likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
@@ -143,12 +159,12 @@ def evaluate_tasks(
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
     """The questions of a file, as in the module's docstring, each with its whole ``context`` (or TaskError)."""
+    path = Path(os.path.expanduser(path))
+    if not os.path.isfile(path):  # not even a pipe, which could be read for ever
+        raise TaskError(f"there is no file {path}")
     try:
-        path = path.expanduser()
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise TaskError(f"there is no file {path}") from error
-    except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, a NUL in the path, ~ of nobody
+    except (OSError, ValueError) as error:
         raise TaskError(f"{path} cannot be read: {first_line(error)}") from error
     if path.suffix == ".json":
         entries = _json(text, str(path))
@@ -165,11 +181,9 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where}: no JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
-        raise TaskError(f"{where}: lists or objects are nested too deeply") from error
+        return parse_json(text)
+    except ValueError as error:
+        raise TaskError(f"{where}: {error}") from error
 
 
 def _question(entry: Any, where: str) -> dict[str, Any]:
@@ -182,10 +196,6 @@ def _question(entry: Any, where: str) -> dict[str, Any]:
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise TaskError(f"{where}: 'answer' must be the number of a choice, 0 to {len(choices) - 1}; got {answer!r}")
     asked = context if isinstance(context, str) else f"Question: {question}\nAnswer:"
-    try:
-        "".join([asked, *choices]).encode()
-    except UnicodeEncodeError as error:
-        raise TaskError(f"{where}: half of a surrogate pair, which is no character") from error
     return {"context": asked, "choices": choices, "answer": answer}
 
 
@@ -198,10 +208,9 @@ def _build(tasks: Sequence[str]) -> dict[str, Any]:
     read = set()
     for name in dict.fromkeys(tasks):
         if name in SHIPPED or Path(name).suffix in {".json", ".jsonl"}:
-            # realpath takes any text, and makes no file of ~nobody.
-            file = name if name in SHIPPED or "\0" in name else os.path.realpath(os.path.expanduser(name))
-            if file not in read:
-                built[name] = _from_file(name, SHIPPED.get(name, Path(name)))
+            questions = _from_file(name, SHIPPED.get(name, Path(name)))
+            if (file := name if name in SHIPPED else os.path.realpath(os.path.expanduser(name))) not in read:
+                built[name] = questions
                 read.add(file)
             continue
         manager = manager or TaskManager()
@@ -248,16 +257,22 @@ def _load(model: str, device: str, dtype: str) -> Any:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM
 
+    class Model(HFLM):  # type: ignore[misc]
+        def tok_encode(self, string: str, *given: Any, **named: Any) -> Any:
+            ids = super().tok_encode(string, *given, **named)
+            check_tokens(torch.tensor(ids), whole.config)
+            return ids
+
     checkpoint = open_checkpoint(locate_model(model))
     path, place = checkpoint.path, find_device(device)
     tokenizer, number = load_tokenizer(path), find_dtype(dtype, place, checkpoint)
-    whole: Any = load(path, device, dtype) if isinstance(checkpoint, PackedCheckpoint) else None
+    whole: Any = load(path, device, number) if isinstance(checkpoint, PackedCheckpoint) else None
     try:
         if whole is None:
             whole = AutoModelForCausalLM.from_pretrained(path, dtype=number, trust_remote_code=False)
             whole = whole.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
-        return HFLM(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")
+        return Model(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")
     except Exception as error:  # transformers raises nearly anything
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
 

@@ -20,12 +20,13 @@ def find_device(name: str) -> torch.device:
     """The device called ``name``; "auto" is a GPU if there is one. Raises UsageError if it cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
+        raise UsageError(f"the device {name!r} cannot be used; it is cpu, cuda, cuda:1 ... or auto")
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # which the meta device has not
+        torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"the device {name!r} cannot be used: {first_line(error)}") from error
-    return device
+    return torch.device(name)
 
 
 def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:

@@ -26,7 +26,7 @@ from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
-from niwaki.models.text import Windows
+from niwaki.models.text import Windows, check_tokens
 from niwaki.records.record import Perplexity
 
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
@@ -101,13 +101,10 @@ class StreamedModel:
 
     def check(self, tokens: Tensor) -> None:
         """Raises UsageError unless ``tokens`` are (samples, length) int64 that the model can take."""
-        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel():
-            raise UsageError(f"tokens are (samples, length) int64; got {tuple(tokens.shape)} {tokens.dtype}")
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise UsageError(
-                f"tokens go from 0 to {self.config.vocab_size - 1:,} here, and these to {int(tokens.max()):,}; "
-                "is it the model's own tokenizer?"
-            )
+        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel() or tokens.device.type != "cpu":
+            given = f"{tuple(tokens.shape)} {tokens.dtype} on {tokens.device}"
+            raise UsageError(f"tokens are (samples, length) int64 on the CPU; got {given}")
+        check_tokens(tokens, self.config)
         self.window_length(tokens.shape[1])
 
     def matrices(self, block: int | None = None) -> list[Matrix]:

@@ -25,7 +25,7 @@ from niwaki.models.text_sources import describe_source, find_data_set, find_file
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from niwaki.models.processes import World
     from niwaki.models.streamed import StreamedModel
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 WINDOWS_AFTER = 256
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
+#: Characters of a text that all windows are taken of, where nobody says how many: its tokens take 50 times the memory.
+_LONGEST = 1 << 28
 #: Random windows of a data set are drawn from this many times as much text as they need.
 _RANDOM_POOL = 64
 
@@ -100,10 +102,17 @@ def read_windows(
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
+    if not source:
+        raise UsageError("the name of a text is empty")
     file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted = needed + spare
     if count is None:
-        ids = _encode(tokenizer, "".join(read_pieces(source)))
+        text = _characters(read_pieces(source), _LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise CalibrationError(
+                f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take"
+            )
+        ids = encode(tokenizer, text)
         whole = len(ids) // length
         wanted = min(whole, (None if file else find_data_set(source).windows) or whole)
         chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * length
@@ -112,6 +121,7 @@ def read_windows(
         ids = _random_windows(read_pieces(source), tokenizer, length, wanted, math.inf if file else _RANDOM_POOL, seed)
     else:
         ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
+    check_known(ids, tokenizer, source)
     available = min(wanted, len(ids) // length)
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
@@ -125,12 +135,27 @@ def read_windows(
     return Windows(tokens, source, order, f"{describe_source(source)}; one text, no special tokens (no BOS); {which}")
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """The tokens of a text; CalibrationError where the tokenizer fails."""
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # a broken tokenizer.json may also surface here
-        raise CalibrationError(f"{tokenizer.name_or_path} makes no tokens of text: {first_line(error)}") from error
+        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
+        raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
     return ids
+
+
+def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Raises CalibrationError where all tokens stand for something unknown."""
+    if ids and {*ids} == {tokenizer.unk_token_id}:
+        raise CalibrationError(f"the model's tokenizer knows nothing of {text}")
+
+
+def check_tokens(tokens: Tensor, config: PretrainedConfig) -> None:
+    """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
+    known = config.get_text_config().vocab_size
+    if tokens.numel() and (tokens.min() < 0 or tokens.max() >= known):
+        those = f"tokens go from 0 to {known - 1:,} here, and these from {int(tokens.min()):,} to {int(tokens.max()):,}"
+        raise UsageError(f"{those}; is it the model's own tokenizer?")
 
 
 def _characters(pieces: Iterator[str], count: float) -> str:
@@ -147,9 +172,9 @@ def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, cou
     text, enough = "", count * _CHARACTERS_PER_TOKEN
     while True:
         text += _characters(pieces, enough - len(text))
-        ids = _encode(tokenizer, text[:enough])
-        # The last few could come out differently with more text after them.
-        if len(text) < enough or len(ids) >= count + 16:
+        ids = encode(tokenizer, text[:enough])
+        # The last few could come out differently with more text after them. Some tokenizers make none of any text.
+        if len(text) < enough or len(ids) >= count + 16 or not ids:
             return ids[:count]
         enough *= 2
 
@@ -166,7 +191,7 @@ def _random_windows(
     for start in starts:
         excerpt = text[start : start + stretch]
         # The first word is cut, unless a space happens to come first.
-        window = _encode(tokenizer, excerpt[excerpt.find(" ") + 1 :])[:length]
+        window = encode(tokenizer, excerpt[excerpt.find(" ") + 1 :])[:length]
         if len(window) == length:
             ids += window
         if len(ids) == count * length:
@@ -263,7 +288,7 @@ def read_heldout(
 def _given_windows(model: StreamedModel, text: object) -> Windows:
     """Windows or tokens that were given instead of the name of a text."""
     windows = Windows(text, "given tokens") if isinstance(text, Tensor) else text
-    if not isinstance(windows, Windows):
+    if not isinstance(windows, Windows) or not isinstance(windows.tokens, Tensor):
         raise UsageError(f"a text is a name, windows or a tensor of tokens; got {text!r}")
     model.check(windows.tokens)
     return windows

@@ -5,14 +5,16 @@ import gzip
 import itertools
 import json
 import lzma
+import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from niwaki.errors import CalibrationError, first_line
+from niwaki.errors import CalibrationError, UnknownNameError, first_line
 from niwaki.files import given_path
 
 
@@ -65,8 +67,11 @@ EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 
 _DATA = Path(str(files("niwaki"))) / "data"
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_JSON = {".jsonl", ".json"}
 _JOINT = "\n\n"  # between the texts of a JSONL file
 _PIECE = 1 << 20  # characters read at a time
+_MOST_FILES = 10_000  # in the directory of a data set
+_LONGEST = 1 << 27  # characters in a line of JSONL
 
 
 def describe_source(source: str) -> str:
@@ -76,7 +81,7 @@ def describe_source(source: str) -> str:
         return str(find_data_set(source))
     if path.parent == _DATA:
         return f"the excerpt {source} that ships with niwaki"
-    return f"{source}, texts joined by {_JOINT!r}" if {".jsonl", ".json"} & set(path.suffixes) else source
+    return f"{source}, texts joined by {_JOINT!r}" if _kind(path) in _JSON else source
 
 
 def find_file(source: str) -> Path | None:
@@ -84,7 +89,14 @@ def find_file(source: str) -> Path | None:
     path = given_path(source)
     if source in EXCERPTS and not path.exists():
         return _DATA / EXCERPTS[source]
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise CalibrationError(f"{source} is a pipe or a device; give a file")  # which could be read for ever
     return path if path.is_file() else None
+
+
+def _kind(path: Path) -> str:
+    """The suffix, without that of a compression."""
+    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
 
 
 def read_pieces(source: str) -> Iterator[str]:
@@ -93,29 +105,53 @@ def read_pieces(source: str) -> Iterator[str]:
     if path is None:
         yield from _dataset_texts(source)
         return
-    opener = _OPENERS.get(path.suffix, open)
-    kind = Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            if kind in {".jsonl", ".json"}:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+            if _kind(path) in _JSON:
                 yield from _joined(_json_texts(file, path), _JOINT)
-            else:
-                while piece := file.read(_PIECE):
-                    yield piece
+                return
+            while piece := file.read(_PIECE):
+                if "\0" in piece:
+                    raise CalibrationError(f"{source} is no text: it has NUL characters, as UTF-16 and binary files do")
+                yield piece
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {error}") from error
+        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}") from error
 
 
-def _json_texts(lines: Iterator[str], path: Path) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
+def _json_texts(file: TextIO, path: Path) -> Iterator[str]:
+    for number in itertools.count(1):
+        line, where = file.readline(_LONGEST), f"{path}, line {number}"
+        if not line:
+            return
+        if len(line) == _LONGEST:
+            raise CalibrationError(f"{where}: longer than {_LONGEST:,} characters; are there no line ends?")
         if line.strip():
             try:
-                text = json.loads(line)["text"]
+                text = parse_json(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError
-                yield text
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise CalibrationError(f"{path}, line {number}: not a JSON object with a field 'text'") from error
+            except ValueError as error:
+                raise CalibrationError(f"{where}: not a JSON object with a field 'text': {error}") from error
+            except (KeyError, TypeError) as error:
+                raise CalibrationError(f"{where}: not a JSON object with a field 'text' that is text") from error
+            yield text
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, all of it Unicode; ValueError says in a few words why it has none."""
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("half of a surrogate pair, which is no character") from error
+    except ValueError as error:
+        raise ValueError("a number has too many digits") from error
+    return value
 
 
 def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
@@ -134,9 +170,17 @@ def find_data_set(source: str) -> DataSet:
 def _dataset_texts(source: str) -> Iterator[str]:
     """The rows of a data set, joined."""
     wanted = find_data_set(source)
-    like_a_file = source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", ".jsonl", ".json", *_OPENERS}
-    if like_a_file and source not in DATASETS and not given_path(source).is_dir():
+    if source in DATASETS:
+        pass
+    elif (directory := given_path(source)).is_dir():
+        below = (name for _, _, names in os.walk(directory) for name in names)
+        if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
+            raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
+    elif source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", *_JSON, *_OPENERS}:
         raise CalibrationError(f"there is no file {source}")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
+        instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
+        raise UnknownNameError("text", source, [*EXCERPTS, *DATASETS], instead)
     try:
         import datasets
     except ImportError as error:
@@ -158,6 +202,6 @@ def _dataset_texts(source: str) -> Iterator[str]:
 
 def _values(rows: Iterator[dict[str, str]], field: str, source: str) -> Iterator[str]:
     for row in rows:
-        if field not in row:
-            raise CalibrationError(f"the data set {source} has no field {field!r}, only {', '.join(row)}")
+        if not isinstance(row.get(field), str):
+            raise CalibrationError(f"the data set {source} has no field {field!r} with text, only {', '.join(row)}")
         yield row[field]

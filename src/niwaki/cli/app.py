@@ -1,0 +1,37 @@
+"""All commands together."""
+
+from typing import Annotated
+
+import typer
+
+import niwaki
+from niwaki.cli.bench import bench
+from niwaki.cli.common import out
+from niwaki.cli.compare import compare, demo
+from niwaki.cli.evaluate import evaluate
+from niwaki.cli.generate import generate
+from niwaki.cli.inspect import inspect
+from niwaki.cli.pack import export, pack, unpack
+from niwaki.cli.prune import prune
+from niwaki.cli.report import report
+from niwaki.cli.shrink import shrink
+from niwaki.cli.solvers import solvers
+
+app = typer.Typer(
+    help="Prunes large language models after training.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# In the order in which `niwaki --help` lists them.
+_COMMANDS = (prune, shrink, evaluate, export, pack, unpack, generate, bench, report, inspect, solvers, compare, demo)
+for _command in _COMMANDS:
+    app.command("eval" if _command is evaluate else None)(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out.print(f"niwaki {niwaki.__version__}")
+        raise typer.Exit

@@ -1,0 +1,360 @@
+"""Texts, questions and prompts, good and mutated; a reader of its own and transformers alone are the judges."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import random
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from campaign.home import SMALL, contents, furnish
+from support.forks import command, refused
+
+_home = Path()
+_model: Any = None
+_tokenizer: Any = None
+
+_WORDS = (
+    "gentleman",
+    "the",
+    "naïve",
+    "x",
+    "CHAPTER",
+    "日本",
+    "don't",
+    "--",
+    "🙂",
+    "\u202e",
+    "\x1b[2J",
+    "e\u0301",
+    "<s>",
+    "\ufeff",
+)
+_SPACES = (" ", " ", " ", ", ", "\n", "\n\n", "  ", ". ", "\t", "\r\n", "\u2028", "\x85")
+_PACKED: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}
+_OPENED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
+_ODD_VALUES: tuple[Any, ...] = (
+    None,
+    7,
+    -0.5,
+    True,
+    [],
+    ["x"],
+    {},
+    {"text": "x"},
+    "",
+    " ",
+    "\0",
+    "x" * 5000,
+    "\ud800",
+    "half \udfff",
+)
+
+
+def prepare(place: Path) -> None:
+    global _home, _model, _tokenizer
+    _home = place
+    furnish(place)
+    _model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    _tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    for name in ("datasets", "lm_eval.evaluator", "lm_eval.models.huggingface", "lm_eval.api.task"):
+        import_module(name)  # so that forks have it
+
+
+def case(chance: random.Random, place: Path) -> str:
+    before = contents(_home)
+    ended = chance.choice((_measured, _measured, _pruned, _pruned, _asked, _prompted))(chance, place)
+    assert contents(_home) == before, "the input was changed"
+    return ended
+
+
+def _prose(chance: random.Random, words: int) -> str:
+    return "".join(chance.choice(_WORDS) + chance.choice(_SPACES) for _ in range(words))
+
+
+def _encoded(chance: random.Random, value: Any) -> str:
+    return json.dumps(value, ensure_ascii=chance.random() < 0.5)
+
+
+def _line(chance: random.Random) -> str:
+    """A line of JSONL that is not as it should be, mostly."""
+    text = _prose(chance, 5)
+    makers: tuple[Callable[[], str], ...] = (
+        lambda: _encoded(chance, {"text": chance.choice(_ODD_VALUES)}),
+        lambda: _encoded(chance, {"texts": text}),
+        lambda: _encoded(chance, [text]),
+        lambda: _encoded(chance, text),
+        lambda: '{"text": "x", "n": ' + "9" * 5000 + "}",
+        lambda: '{"text": "x", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        lambda: '{"text": "\\ud83d\\ude42 \\u0000", "text": "the last one counts"}',
+        lambda: '{"text": "\\ud83d"}',
+        lambda: '{"text": "x", "other": "\\udc00"}',
+        lambda: '{"text": NaN}',
+        lambda: _encoded(chance, {"text": text})[: chance.randrange(12)],
+        lambda: "   ",
+        lambda: "\ufeff" + _encoded(chance, {"text": text}),
+        lambda: _encoded(chance, {"text": text}) * 2,
+    )
+    return chance.choice(makers)()
+
+
+def _mutated(chance: random.Random, raw: bytes) -> bytes:
+    at, stop = sorted(chance.randrange(len(raw) + 1) for _ in range(2))
+    return chance.choice(
+        (
+            lambda: raw[:at] + chance.randbytes(chance.randrange(1, 9)) + raw[at:],
+            lambda: raw[:at] + b"\0" + raw[at:],
+            lambda: raw[:at] + raw[stop:],
+            lambda: raw[:at] + raw[at:stop] * 3 + raw[stop:],
+            lambda: raw[: chance.randrange(20)],
+            lambda: b"\xef\xbb\xbf" + raw,
+            lambda: raw.decode(errors="replace").encode(chance.choice(("utf-16", "utf-16-le", "utf-32"))),
+            lambda: raw.decode(errors="replace").encode("latin-1", "replace"),
+            lambda: raw.replace(b"\n", b"\r\n"),
+            lambda: chance.randbytes(len(raw)),
+            lambda: bytes(len(raw)),
+            lambda: b"",
+        )
+    )()
+
+
+def _file(chance: random.Random, place: Path, raw: bytes, kinds: tuple[str, ...]) -> Path:
+    """A file with ``raw``, perhaps compressed, perhaps damaged, or something that is no file."""
+    path = place / ("text" + chance.choice(kinds) + chance.choice(("", "", "", *_PACKED)))
+    chosen = chance.random()
+    if chosen < 0.4:
+        raw = _mutated(chance, raw)
+    if path.suffix in _PACKED and chosen < 0.95:
+        raw = _PACKED[path.suffix](raw)
+    if 0.4 < chosen < 0.5:
+        raw = _mutated(chance, raw)
+    if 0.5 < chosen < 0.55:
+        chance.choice((path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/dev/zero"), lambda: None))()
+    else:
+        path.write_bytes(raw)
+    return path
+
+
+def _decoded(path: Path) -> str | None:
+    """The characters of a text file; None where it has none."""
+    if not path.is_file():
+        return None
+    try:
+        text = _OPENED.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8-sig")
+    except (OSError, EOFError, ValueError, lzma.LZMAError):
+        return None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read(path: Path) -> str | None:
+    """The text that niwaki has to find in a file; None where it has to refuse it."""
+    text = _decoded(path)
+    if text is None or not {".jsonl", ".json"} & {path.suffix, Path(path.stem).suffix * (path.suffix in _PACKED)}:
+        return None if text is None or "\0" in text else text
+    try:
+        found = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+        "".join(map(_whole, (json.loads(line) for line in text.split("\n") if line.strip())))
+        return "\n\n".join(found)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _whole(value: Any) -> str:
+    """A value as text; ValueError where half of a surrogate pair is in it."""
+    return json.dumps(value, ensure_ascii=False).encode().decode()
+
+
+def _text(chance: random.Random, place: Path) -> tuple[Path, list[int] | None]:
+    """A file, and the tokens of its text, if it has one."""
+    texts = [_prose(chance, chance.randrange(1, 60)) for _ in range(chance.randrange(1, 12))]
+    if chance.random() < 0.5:
+        lines = [_encoded(chance, {"text": text}) for text in texts]
+        if chance.random() < 0.4:
+            lines.insert(chance.randrange(len(lines) + 1), _line(chance))
+        path = _file(chance, place, "\n".join(lines).encode("utf-8", "surrogatepass"), (".jsonl", ".jsonl", ".json"))
+    else:
+        path = _file(chance, place, "".join(texts).encode(), ("", ".txt", ".txt", ".md", ".json.txt"))
+    text = _read(path)
+    return path, None if text is None else _tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _refused(ended: Any, place: Path, path: Path) -> str:
+    line = refused(ended)
+    left = [each for each in place.rglob("*") if each != path and each.is_file()]
+    assert not left, f"{left} are left: {line}"
+    return "refused"
+
+
+@torch.no_grad()
+def _measured(chance: random.Random, place: Path) -> str:
+    path, ids = _text(chance, place)
+    length, samples = chance.choice((2, 7, 32, 128)), chance.choice((None, 1, 3))
+    options = ["--text-samples", samples] if samples else []
+    ended = command(
+        ["eval", _home / "model", "--text", path, "--seqlen", length, "--record", "r.json", *options], place
+    )
+    if ids is None or len(ids) < length * (samples or 1):
+        return f"eval {_refused(ended, place, path)}"
+    assert ended.code == 0, ended.err
+    measured = json.loads((place / "r.json").read_text())["perplexity"]
+    windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)[:samples]
+    assert (measured["windows"], measured["context"]) == tuple(windows.shape), measured
+    logits = _model(windows).logits[:, :-1].double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).exp().item()
+    assert abs(measured["value"] / loss - 1) < 1e-4, f"{measured['value']} for {loss}"
+    return "eval measured"
+
+
+def _pruned(chance: random.Random, place: Path) -> str:
+    path, ids = _text(chance, place)
+    samples, length = chance.choice((1, 2, 5)), chance.choice((2, 16, 32))
+    arguments = [
+        "prune",
+        _home / "model",
+        "out",
+        "--sparsity",
+        "0.5",
+        "--solver",
+        chance.choice(("wanda", "magnitude")),
+    ]
+    if heldout := chance.random() < 0.3:
+        arguments += [*SMALL, "--text", path]
+        length, samples = 32, 1  # those of SMALL; fewer windows than asked for will do
+    else:
+        arguments += ["--calibration", path, "--samples", samples, "--seqlen", length, "--text-samples", 0]
+    ended = command(arguments, place)
+    if ids is None or len(ids) < samples * length:
+        return f"prune {_refused(ended, place, path)}"
+    assert ended.code == 0, ended.err
+    record = json.loads((place / "out" / "niwaki.json").read_text())
+    if heldout:
+        assert record["perplexity"]["after"]["windows"] == min(2, len(ids) // length), record["perplexity"]
+    else:
+        tokens = torch.tensor(ids[: samples * length]).numpy().tobytes()
+        assert record["calibration"]["tokens_sha256"] == hashlib.sha256(tokens).hexdigest()
+    return "prune done"
+
+
+@torch.no_grad()
+def _prompted(chance: random.Random, place: Path) -> str:
+    odd = (
+        "",
+        " ",
+        "\0",
+        "\udcff",
+        "\n",
+        "--",
+        "-1",
+        "é" * 3000,
+        "word " * 30_000,
+        "\x1b]0;x\x07",
+        "[red]x[/red]",
+        "<s>",
+    )
+    prompt = chance.choice(odd) if chance.random() < 0.5 else _prose(chance, chance.randrange(1, 80))
+    tokens = chance.choice((1, 3, 5))
+    ended = command(["generate", _home / chance.choice(("model", "packed")), "--tokens", tokens, "--", prompt], place)
+    ids = None if "\udcff" in prompt else _tokenizer(prompt)["input_ids"][-128 + tokens :]
+    if not ids:
+        return f"generate {_refused(ended, place, place)}"
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith(prompt), ended.out
+    if f"{_home}/model" in ended.err:
+        for _ in range(tokens):
+            ids.append(int(_model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert ended.out == prompt + _tokenizer.decode(ids[-tokens:], skip_special_tokens=True) + "\n", ended.out
+    return "generated"
+
+
+@torch.no_grad()
+def _asked(chance: random.Random, place: Path) -> str:
+    questions = [_question(chance) for _ in range(chance.randrange(1, 4))]
+    listed = chance.random() < 0.3
+    lines = [_encoded(chance, question) for question in questions]
+    raw = f"[{', '.join(lines)}]" if listed else "\n".join(lines)
+    path = place / ("q.json" if listed else "q.jsonl")
+    written = raw.encode("utf-8", "surrogatepass")
+    path.write_bytes(_mutated(chance, written) if chance.random() < 0.3 else written)
+    ended = command(["eval", _home / "model", "--tasks", path, "--record", "r.json"], place)
+    text = _decoded(path)
+    try:
+        assert text is not None
+        found = json.loads(text) if listed else [json.loads(line) for line in text.split("\n") if line.strip()]
+        good = isinstance(found, list) and bool(found) and all(map(_is_question, found))
+    except (AssertionError, ValueError, RecursionError):
+        good = False
+    likelihoods = [_likelihoods(question) for question in found] if good else [None]
+    if None in likelihoods:
+        return f"tasks {_refused(ended, place, path)}"
+    assert ended.code == 0, ended.err
+    score = json.loads((place / "r.json").read_text())["tasks"]["scores"][0]
+    assert score["questions"] == len(found)
+    ahead = []  # by how much the right choice is likelier than all others
+    for question, values in zip(found, likelihoods, strict=True):
+        assert values is not None
+        ahead.append(values.pop(question["answer"]) - max(values))
+    least, most = (sum(each > margin for each in ahead) for margin in (1e-3, -1e-3))
+    assert least <= round(score["value"] * len(found)) <= most, f"{score} for {least} to {most}"
+    return "tasks scored"
+
+
+def _question(chance: random.Random) -> Any:
+    choices = [_prose(chance, chance.randrange(1, 4)) for _ in range(chance.randrange(2, 5))]
+    asked = chance.choice(("context", "question"))
+    question: dict[str, Any] = {
+        asked: _prose(chance, chance.randrange(1, 20)),
+        "choices": choices,
+        "answer": chance.randrange(len(choices)),
+    }
+    if chance.random() < 0.2:
+        question[chance.choice([*question, "question"])] = chance.choice(
+            (*_ODD_VALUES, ["x", "y"], 10**5, 1.0, ["x", 3])
+        )
+    if chance.random() < 0.05:
+        return chance.choice((*_ODD_VALUES,))
+    if chance.random() < 0.05:
+        question.pop(chance.choice([*question]))
+    return question
+
+
+def _is_question(entry: Any) -> bool:
+    try:
+        _whole(entry)
+    except ValueError:
+        return False
+    if not isinstance(entry, dict) or (type(entry.get("context")) is str) == (type(entry.get("question")) is str):
+        return False
+    choices, answer = entry.get("choices"), entry.get("answer")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(type(c) is str and c.strip() for c in choices):
+        return False
+    return type(answer) is int and 0 <= answer < len(choices)
+
+
+def _likelihoods(question: dict[str, Any]) -> list[float] | None:
+    """Of each choice, its logarithm; None where there are too few tokens, or too many."""
+    context = (
+        question["context"] if type(question.get("context")) is str else f"Question: {question['question']}\nAnswer:"
+    )
+    values = []
+    for choice in question["choices"]:
+        whole, given = (_tokenizer(text)["input_ids"] for text in (f"{context} {choice}", context.rstrip()))
+        if not given or len(whole) - len(given) > 128:  # positions
+            return None
+        follows, whole = whole[len(given) :], whole[-129:]
+        logits = _model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)[-len(follows) :]
+        values.append(sum(row[token].item() for row, token in zip(logits, follows, strict=True)))
+    return values
