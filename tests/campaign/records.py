@@ -188,7 +188,9 @@ def spoil(chance: random.Random, file: Path) -> None:
             elif isinstance(holder, dict) and chance.random() < 0.1:
                 holder[chance.choice([each for each in _ODD if isinstance(each, str)])] = holder.pop(key)
             else:
-                holder[key] = chance.choice(_ODD)
+                # Mostly of the same type, so that what reads it has to look at what it is.
+                same = [each for each in _ODD if type(each) is type(holder[key])]
+                holder[key] = chance.choice(same if same and chance.random() < 0.7 else _ODD)
         text = json.dumps(values)
     elif how == "truncate":
         text = text[: chance.randrange(len(text))]

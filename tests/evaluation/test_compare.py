@@ -555,9 +555,12 @@ def test_the_record_of_another_cell(tmp_path: Path, model: Path, whole: Comparis
     run(model, out, ["wanda", "magnitude"])
     records = out / "records"
     (records / "wanda_50.json").write_bytes((records / "magnitude_50.json").read_bytes())
+    values_ = json.loads((out / "compare.json").read_text())
+    values_["cells"][2]["record"] = "records/../../x"
+    (out / "compare.json").write_text(json.dumps(values_))
     calls.clear()
     found = run(model, out, ["wanda", "magnitude"])
-    assert calls == ["wanda_50"]
+    assert calls == ["wanda_50", "magnitude_50"]
     assert values(found).items() <= values(whole).items()
 
 
@@ -567,11 +570,12 @@ def test_the_record_of_another_cell(tmp_path: Path, model: Path, whole: Comparis
         (lambda cells: cells.append(cells[1]), "each method at each pattern once"),
         (lambda cells: cells.pop(0), "cells are the dense model"),
         (lambda cells: cells[1].update(pattern=""), "is not one of this comparison"),
+        (lambda cells: cells[1].update(method=""), "is not one of this comparison"),
         (lambda cells: cells[1].update(pattern="nan %"), "a pattern in percent"),
         (lambda cells: cells[1].update(perplexity={}), "is not one of this comparison"),
         (lambda cells: cells[1].update(error=math.nan), "$.cells[1].error"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_tables_that_were_changed(tmp_path: Path, model: Path, whole: Comparison, change: Any, said: str) -> None:
     written = json.loads(whole.to_json())

@@ -139,6 +139,11 @@ class _Run:
             return name
         return f"{name[:30]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # a file's name has 255 bytes
 
+    @property
+    def record(self) -> str:
+        """The file of its record, in the directory of the comparison."""
+        return f"records/{self.name}.json"
+
     def made(self, record: Record) -> bool:
         """Whether ``record`` is one of this run, by what it says of the solver, the effort and the pattern."""
         asked = plain(describe(self.solver)), describe_effort(self.effort), str(self.pattern)
@@ -223,7 +228,7 @@ class _Work:
 
     def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
-        pruned, file = self.place / "models" / run.name, f"records/{run.name}.json"
+        pruned = self.place / "models" / run.name
         record = self.finished(run) or prune(
             self.dense,
             pruned,
@@ -236,9 +241,9 @@ class _Work:
             progress=self.progress,
         )
         perplexity, measuring = self.measured(pruned)
-        write_json(self.place / file, record.to_json(), sync=True)
+        write_json(self.place / run.record, record.to_json(), sync=True)
         stages = dict(record.seconds)
-        total, kept = stages.pop("total", 0.0), file if self.lasting else None
+        total, kept = stages.pop("total", 0.0), run.record if self.lasting else None
         return Cell(*run.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
 
     def finished(self, run: _Run) -> Record | None:
@@ -364,8 +369,8 @@ def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
     cell = comparison.done().get(run.key)
     if cell is None:
         return False
-    record = _record(out / "records" / f"{run.name}.json")
-    if record is None or not cell.is_of(record):
+    record = _record(out / run.record)
+    if record is None or cell.record != run.record or not cell.is_of(record):
         comparison.cells.remove(cell)  # it is done again
         return False
     if not run.made(record):

@@ -105,7 +105,7 @@ class Comparison(JsonFile):
         if self.cells and (dense != next(iter(done)) or len(done) < len(self.cells)):
             raise UsageError("cells are the dense model, and after it each method at each pattern once")
         for key, cell in done.items():
-            if set(cell.perplexity) != set(self.texts) or (key != dense and (key[0] == "dense" or not key[1])):
+            if set(cell.perplexity) != set(self.texts) or (key != dense and (key[0] == "dense" or not all(key))):
                 raise UsageError(f"the cell of {key[0]} at {key[1]} is not one of this comparison of {self.texts}")
         if len({method for method, _ in done}) * len({pattern for _, pattern in done}) > LARGEST_TABLE:
             raise UsageError(f"{len(done):,} cells are too many methods and patterns to show")
