@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from niwaki.cli import main as cli
-from niwaki.errors import CheckpointError
+from niwaki.errors import CheckpointError, NumericalError
 from niwaki.evaluation.generate import continue_text
 from support.command import without_sign_of_life
 from support.models import EMBEDDED, message, reference
@@ -204,3 +204,15 @@ def test_a_reader_that_goes_away() -> None:
         ran.stdout.close()
         assert ran.stderr.read() == b"loading demo\n"
         assert ran.wait(60) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("factor", [1e38, torch.nan])
+@torch.no_grad()
+def test_outputs_that_are_no_numbers(factor: float, temperature: float, given: tuple[Any, Any]) -> None:
+    """Of these the most likely one would be the first token of all."""
+    _, tokenizer = given
+    model = reference(EMBEDDED, torch.float32)
+    model.get_output_embeddings().weight.mul_(factor)
+    said = message(lambda: continue_text(model, tokenizer, PROMPT, 3, temperature=temperature), NumericalError)
+    assert said == "the model's outputs are NaN or infinite; try --dtype float32"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, UsageError, first_line
+from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.text import load_tokenizer
 from niwaki.options import Compute
@@ -75,9 +75,10 @@ def continue_text(
 
     Raises:
         UsageError: the prompt has no tokens or is not valid text, or a number is out of its range.
+        NumericalError: its outputs are NaN or infinite.
         CheckpointError: transformers cannot generate text with this model.
     """
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
     check(prompt, tokens, temperature)
     of_the_caller: list[Exception] = []  # what ``say`` raised
@@ -89,6 +90,12 @@ def continue_text(
             except Exception as error:
                 of_the_caller.append(error)
                 raise
+
+    class Finite(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if not (scores < math.inf).all():
+                raise NumericalError("the model's outputs are NaN or infinite; try --dtype float32")
+            return scores
 
     given = _prompt_tokens(model, tokenizer, prompt, tokens).to(model.device)
     own = model.generation_config
@@ -103,9 +110,15 @@ def continue_text(
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             mask = torch.ones_like(given)
-            made = write(given, attention_mask=mask, generation_config=model.generation_config, streamer=streamer)
+            made = write(
+                given,
+                attention_mask=mask,
+                generation_config=model.generation_config,
+                streamer=streamer,
+                logits_processor=LogitsProcessorList([Finite()]),
+            )
     except Exception as error:  # transformers raises nearly anything
-        if error in of_the_caller:
+        if error in of_the_caller or isinstance(error, NiwakiError):
             raise
         raise CheckpointError(f"the model generates no text: {first_line(error)}") from error
     finally:

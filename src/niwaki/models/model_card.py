@@ -30,11 +30,9 @@ def notes(record: Record) -> str:
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 
-def rewrite_notes(directory: Path, record: Record) -> None:
-    """Writes the end of the card in ``directory`` anew, for a ``record`` whose notes have changed."""
+def replace_note(directory: Path, old: str, new: str) -> None:
+    """Writes ``new`` for the note ``old`` on the card in ``directory``; all else stays, to the byte."""
     readme = directory / "README.md"
     with output_errors(directory):
         if readme.is_file():
-            before, heading, _ = readme.read_text(encoding="utf-8").partition(_NOTES)
-            if heading:
-                readme.write_text(before + notes(record), encoding="utf-8")
+            readme.write_bytes(readme.read_bytes().replace(f"* {old}".encode(), f"* {new}".encode()))
