@@ -207,7 +207,7 @@ def test_a_reader_that_goes_away() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("factor", [1e38, torch.nan])
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 @torch.no_grad()
 def test_outputs_that_are_no_numbers(factor: float, temperature: float, given: tuple[Any, Any]) -> None:
     """Of these the most likely one would be the first token of all."""

@@ -906,7 +906,7 @@ def test_where_nothing_is_written(what: str, whole: Path, tmp_path: Path) -> Non
 def test_double_precision_has_no_kernels(tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", dtype=torch.float64)
     said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
-    assert said.endswith("are in F64; those in BF16, F16 and F32 can be packed")
+    assert said.endswith("are in F64; only BF16, F16 and F32 can be packed")
 
 
 @pytest.mark.parametrize("odd", [5, [], {"quantization": 5}, {"quantization": "int9"}, {"blocks": "0:1"}])

@@ -78,7 +78,8 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
     if groups:
         assert parts[1][:2] == ("F32", (lines, groups))
         scales = np.frombuffer(parts[1][2], "<f4").reshape(lines, groups)
-        W = _rounded(W.astype("<f4") * scales.repeat(columns // groups, axis=1), dtype)
+        with np.errstate(all="ignore"):  # forged ones
+            W = _rounded(W.astype("<f4") * scales.repeat(columns // groups, axis=1), dtype)
     W = W.reshape(*experts, rows, columns)
     return dtype, shape, (W.swapaxes(-1, -2) if stored["transposed"] else W).tobytes()
 
@@ -86,8 +87,7 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
 def _rounded(W: np.ndarray, dtype: str) -> np.ndarray:
     """The bits of float32 numbers rounded to ``dtype``, halves to even."""
     if dtype == "F16":
-        with np.errstate(over="ignore"):
-            return W.astype("<f2").view("<u2")
+        return W.astype("<f2").view("<u2")
     bits = W.view("<u4")
     if dtype == "F32":
         return bits

@@ -158,7 +158,7 @@ class _Packer:
         stored = sorted({checkpoint.entries[key].dtype for key in self._matrices})
         if not any(DTYPES.get(dtype) in PACKABLE for dtype in stored):
             raise UnsupportedModelError(
-                f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; those in BF16, F16 and F32 can be packed"
+                f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
             )
         self._grid = PruningConfig.of(checkpoint).grid()
         self._scaled = read_header(checkpoint.path / SCALES) if (checkpoint.path / SCALES).exists() else {}
