@@ -95,7 +95,7 @@ class Shard:
     def check(self, tensors: dict[str, Stored]) -> None:
         """Raises ValueError unless its header is that of its tensors, one after the other."""
         header = parse(self.header)
-        msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
+        msgspec.convert(header.pop("__metadata__", None), dict[str, str] | None)
         places, end = msgspec.convert(header, dict[str, Place]), 0
         for key in self.keys:
             stored, place = tensors[key], places.pop(key, None)
