@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -416,7 +417,10 @@ void in_threads(int threads, void (*body)(void*), void* data) {
         parallel(body, data, static_cast<unsigned>(threads), 0);
     } else {
         std::vector<std::thread> others;
-        for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
+        try {
+            for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
+        } catch (const std::system_error&) {  // no more threads: the others do their work
+        }
         body(data);
         for (auto& other : others) other.join();
     }

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, comparisons, models, records, texts
+from campaign import arguments, comparisons, models, packed, records, texts
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
     "comparisons": comparisons,
     "models": models,
+    "packed": packed,
     "records": records,
     "texts": texts,
 }

@@ -164,13 +164,6 @@ def test_errors_of_the_model(given: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     assert said == "the model generates no text: 'cache'"
 
 
-def test_outputs_that_are_no_numbers(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most likely of them would be the first token."""
-    monkeypatch.setattr(given[0].lm_head, "forward", lambda hidden: hidden.new_full((1, 1, 4096), float("nan")))
-    said = message(lambda: continue_text(*given, PROMPT, 3), NumericalError)
-    assert "outputs are NaN after this prompt" in said
-
-
 def test_a_tokenizer_of_another_model(given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given[0].config, "vocab_size", 10)
     assert "is it the model's own tokenizer?" in message(lambda: continue_text(*given, PROMPT, 3))
@@ -238,3 +231,15 @@ def test_a_reader_that_goes_away() -> None:
         ran.stdout.close()
         assert ran.stderr.read() == b"loading demo\n"
         assert ran.wait(60) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+@torch.no_grad()
+def test_outputs_that_are_no_numbers(factor: float, temperature: float, given: tuple[Any, Any]) -> None:
+    """Of these the most likely one would be the first token of all."""
+    _, tokenizer = given
+    model = reference(EMBEDDED, torch.float32)
+    model.get_output_embeddings().weight.mul_(factor)
+    said = message(lambda: continue_text(model, tokenizer, PROMPT, 3, temperature=temperature), NumericalError)
+    assert said == "the model's outputs are NaN or infinite; try --dtype float32"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from niwaki.models.model_card import notes, rewrite_notes, top
+from niwaki.models.model_card import notes, replace_note, top
 from niwaki.records.record import Record
 
 RECORD = Record("", "m", "wanda", {"name": "wanda"}, "2:4", None, {}, "cpu", "float32")
@@ -17,27 +17,20 @@ def with_notes(*texts: str) -> Record:
     return RECORD
 
 
-def test_only_the_notes_change(tmp_path: Path) -> None:
-    card, before = tmp_path / "README.md", "---\n---\n\n# A model\n\nMy own words about `old`."
-    card.write_text(before + notes(with_notes("old", "other")))
-    rewrite_notes(tmp_path, with_notes("new", "other"))
-    assert card.read_text() == before + notes(with_notes("new", "other"))
-    assert card.read_text().endswith("\n\nNotes:\n\n* new\n* other\n\n" + notes(with_notes()).strip() + "\n")
+def test_only_the_note_changes(tmp_path: Path) -> None:
+    """Also where somebody has written after the notes, or between them, and in no encoding at all."""
+    card, own = tmp_path / "README.md", b"\r\n\xff My own words about `old`.\r\n"
+    card.write_bytes(b"# A model" + notes(with_notes("old", "other")).encode() + own)
+    replace_note(tmp_path, "old", "new")
+    assert card.read_bytes() == b"# A model" + notes(with_notes("new", "other")).encode() + own
 
 
-def test_a_card_without_notes_stays(tmp_path: Path) -> None:
-    rewrite_notes(tmp_path, with_notes("new"))
+def test_a_card_without_the_note_stays(tmp_path: Path) -> None:
+    replace_note(tmp_path, "old", "new")
     assert not list(tmp_path.iterdir())
-    (tmp_path / "README.md").write_text("# A model\n")
-    rewrite_notes(tmp_path, with_notes("new"))
-    assert (tmp_path / "README.md").read_text() == "# A model\n"
-
-
-def test_a_card_in_another_encoding(tmp_path: Path) -> None:
-    card = tmp_path / "README.md"
-    card.write_bytes(b"\xe9" + notes(with_notes("old")).encode())
-    rewrite_notes(tmp_path, with_notes("new"))
-    assert card.read_bytes() == b"\xe9" + notes(with_notes("new")).encode()
+    (tmp_path / "README.md").write_bytes(b"# A model, old\r\n")
+    replace_note(tmp_path, "old", "new")
+    assert (tmp_path / "README.md").read_bytes() == b"# A model, old\r\n"
 
 
 MERGED = "".join(

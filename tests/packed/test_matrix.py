@@ -19,14 +19,13 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from niwaki.errors import CheckpointError
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import DIRECT, SparseLinear
 from niwaki.packed.load import in_large_pages
 from niwaki.packed.matrix import PackedMatrix, pack, unpacked
 from support.covering import covered
-from support.sparse import sparse, vectors
+from support.sparse import on_grid, sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What this machine can do, from the plainest on; none without a library.
@@ -39,16 +38,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """-0.0 is not 0.0 here."""
     kind = {2: torch.int16, 4: torch.int32}[a.itemsize]
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-
-
-def on_grid(rows: int, columns: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(W in bfloat16, its numbers from -128 to 127 (rows, columns), the scales (rows, groups))."""
-    generator = torch.Generator().manual_seed(3)
-    codes = torch.randint(-128, 128, (rows, columns), generator=generator)
-    codes[torch.rand(rows, columns, generator=generator) < 0.6] = 0
-    scales = torch.rand(rows, groups, generator=generator).bfloat16().float() + 0.5
-    W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
-    return W.bfloat16(), codes.to(torch.int8), scales
 
 
 def test_the_native_library_is_built() -> None:
@@ -271,7 +260,7 @@ class TestParts:
             "scales": None,
             **changes,
         }
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(ValueError, match=r".") as caught:
             unpacked(**parts)  # type: ignore[arg-type]
         return str(caught.value)
 
@@ -288,8 +277,15 @@ class TestParts:
         values = torch.cat([good.values, good.values.new_zeros(1)])
         assert "after column 70" in self.refused(mask=mask, values=values)
 
-    def test_groups_of_half_a_word(self) -> None:
-        assert "scales" in self.refused(values=self.packed().values.to(torch.int8), scales=torch.ones(5, 2))
+    def test_padding_that_is_not_zero(self) -> None:
+        values = self.packed().values.clone()
+        values[-1] = 1
+        assert "64 zeros" in self.refused(values=values)
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan])
+    def test_a_scale_that_is_not_above_0(self, scale: float) -> None:
+        scales = torch.tensor([[1.0]] * 4 + [[scale]])
+        assert "not above 0" in self.refused(values=self.packed().values.to(torch.int8), scales=scales)
 
 
 class TestSparseLinear:
@@ -400,6 +396,7 @@ class TestSparseLinear:
             dataclasses.replace(W, mask=W.mask.float()),
             dataclasses.replace(W, starts=W.starts.int()),
             dataclasses.replace(W, values=W.values.double()),
+            dataclasses.replace(W, scales=None),
         ):
             with pytest.raises(RuntimeError, match="load the model again"):
                 kernels.multiply(broken, vectors(1, 64))

@@ -8,10 +8,11 @@ import json
 import math
 import re
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,11 +24,12 @@ from transformers import AutoModelForCausalLM
 import niwaki
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.evaluation.evaluate import evaluate
+from niwaki.models.checkpoint.tensors import DTYPES
 from niwaki.models.output import Workplace
 from niwaki.models.scales import FILE as SCALES
 from niwaki.options import Calibration, Measurement
 from niwaki.packed import kernels
-from niwaki.packed.format import Index, PackedCheckpoint, digest_of
+from niwaki.packed.format import Index, PackedCheckpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
@@ -41,6 +43,7 @@ from support.models import (
     save_model,
     save_model_with_tokenizer,
 )
+from support.packed import SIZES, Raw, component_names, decode, digest_of, read_file, seal, write_file
 from support.sparse import sparse
 
 #: One of each way in which files and modules can have their weights.
@@ -84,34 +87,14 @@ def as_documented(directory: Path) -> dict[str, torch.Tensor]:
     kind = {"quant_method": "niwaki-packed", "version": 1}
     config = {**json.loads(index["config"]), "quantization_config": kind}
     assert json.loads((directory / "config.json").read_text()) == config
-    found = {}
     for key, stored in index["tensors"].items():
-        there = load_file(directory / stored["file"])
-        names = [f"{key}.mask", *[f"{key}.scales"] * bool(stored["groups"]), f"{key}.values"]
-        parts = [there[name] for name in (names if stored["packed"] else [key])]
-        content = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+        there = read_file(directory / stored["file"])
+        content = b"".join(there[name][2] for name in component_names(key, stored))
         assert hashlib.sha256(content).hexdigest() == stored["sha256"]
-        found[key] = parts[0]
-        if not stored["packed"]:
-            continue
-        *experts, rows, columns = stored["shape"]
-        if stored["transposed"]:
-            rows, columns = columns, rows
-        bits = np.unpackbits(parts[0].numpy(), axis=1, bitorder="little")
-        assert bits.shape == (math.prod(experts) * rows, math.ceil(columns / 64) * 64)
-        assert not bits[:, columns:].any()
-        values = parts[-1]
-        assert len(values) == bits.sum() + 64 == stored["count"] + 64
-        assert not values[-64:].any()
-        W = torch.zeros(len(bits), columns, dtype=values.dtype)
-        W[torch.from_numpy(bits[:, :columns]).bool()] = values[:-64]
-        if stored["groups"]:
-            assert values.dtype == torch.int8
-            scales = parts[1].repeat_interleave(columns // stored["groups"], 1)
-            W = (W * scales).to({"BF16": torch.bfloat16, "F32": torch.float32}[stored["dtype"]])
-        W = W.view(*experts, rows, columns)
-        found[key] = W.mT if stored["transposed"] else W
-    return found
+    return {
+        key: torch.frombuffer(bytearray(data), dtype=DTYPES[dtype]).view(shape)
+        for key, (dtype, shape, data) in decode(directory).items()
+    }
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_oss"])
@@ -785,7 +768,7 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
     for number in (-1, 2**48, True, 1.0):
         assert "Expected `int`" in said(packed, count=number)
     for key in (packed, plain):
-        assert "should be there" in said(key, shape=tensors[key]["shape"][::-1])
+        assert "does not have" in said(key, shape=tensors[key]["shape"][::-1])
     assert "should be there" in said(packed, count=tensors[packed]["count"] + 1)
     (shard,) = values["shards"]
     keys = [*shard["keys"], packed]
@@ -793,3 +776,169 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
     half = "half of a surrogate pair: \ud800"
     for changed in ({"index": half}, {"shards": [{**shard, "header": half}]}, {"shards": [{**shard, "name": half}]}):
         assert "surrogates not allowed" in refused({**values, **changed})
+
+
+def forged(whole: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Raw], str], None]) -> Path:
+    """A copy of a packed model with the right digests: ``change`` receives its index, its tensors and a key."""
+    directory = shutil.copytree(whole / "packed", tmp_path / "copy")
+    index = json.loads((directory / "packed.json").read_text())
+    key = next(key for key, stored in index["tensors"].items() if stored["packed"])
+    file = directory / index["tensors"][key]["file"]
+    tensors = read_file(file)
+    change(index, tensors, key)
+    write_file(file, tensors)
+    (directory / "packed.json").write_text(json.dumps(index))
+    with contextlib.suppress(AssertionError, KeyError, ValueError):
+        seal(directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "BOOL", "I16", "I32", "I64", "F64", "F8_E4M3", "F8_E5M2"])
+def test_values_that_no_kernel_knows(dtype: str, whole: Path, tmp_path: Path) -> None:
+    """All else fits: the file has them in this dtype, and as many as the mask has ones."""
+
+    def change(index: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
+        index["tensors"][key]["dtype"] = dtype
+        count = index["tensors"][key]["count"] + PADDING
+        tensors[f"{key}.values"] = dtype, (count,), bytes(count * SIZES[dtype])
+        header = json.loads(index["shards"][0]["header"])
+        header[key]["dtype"] = dtype
+        index["shards"][0]["header"] = json.dumps(header)
+
+    directory = forged(whole, tmp_path, change)
+    assert "cannot be packed" in message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3e38, 3e36])
+def test_forged_scales(scale: float, tmp_path: Path) -> None:
+    """They never make anything that is not finite. 3e36 does if its whole numbers are large."""
+    model_on_a_grid(tmp_path / "model", "llama", torch.float32)
+    niwaki.pack(tmp_path / "model", tmp_path / "packed")
+
+    def change(_: dict[str, Any], tensors: dict[str, Raw], key: str) -> None:
+        dtype, shape, data = tensors[f"{key}.scales"]
+        tensors[f"{key}.scales"] = dtype, shape, struct.pack("<f", scale) + data[4:]
+
+    directory = forged(tmp_path, tmp_path, change)
+    said = message(lambda: niwaki.load(directory, "cpu"), CheckpointError)
+    assert re.search("not above 0|NaN or infinite|infinite values", said)
+
+
+def test_what_readers_of_json_differ_about(whole: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(whole / "packed", tmp_path / "copy")
+    text = (directory / "packed.json").read_text()
+    for changed, said in (
+        (text.replace('"groups"', '"groups": 0, "groups"', 1), "a key twice"),
+        ("\ufeff" + text, "BOM"),
+        ("[" * 100_000, "recursion"),
+        (text.replace('"version": 1', f'"version": {"9" * 5000}'), "digits"),
+    ):
+        (directory / "packed.json").write_text(changed)
+        assert said in message(lambda: PackedCheckpoint(directory), CheckpointError)
+
+
+@pytest.mark.parametrize("what", ["exchanged", "dtype", "another", "metadata", "twice"])
+def test_the_dense_header_cannot_lie(what: str, whole: Path, tmp_path: Path) -> None:
+    """Else ``unpack`` would write another model than ``load`` reads."""
+
+    def change(index: dict[str, Any], _: dict[str, Raw], key: str) -> None:
+        shard = index["shards"][0]
+        header = json.loads(shard["header"])
+        other = next(k for k, each in header.items() if k != key and each.get("shape") == header[key]["shape"])
+        if what == "exchanged":
+            header[key], header[other] = header[other], header[key]
+        elif what == "dtype":
+            header[key]["dtype"] = "I32"
+        elif what == "another":
+            header["another"] = header[key]
+        elif what == "metadata":
+            header["__metadata__"] = {"format": 1}
+        else:
+            index["shards"].append({**shard, "keys": [], "header": "{}"})
+        shard["header"] = json.dumps(header)
+
+    directory = forged(whole, tmp_path, change)
+    message(lambda: niwaki.unpack(directory, tmp_path / "out"), CheckpointError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_are_not_outputs(whole: Path, tmp_path: Path) -> None:
+    """A square matrix that is said to be packed the other way around is the same model to all."""
+
+    def change(index: dict[str, Any], *_: object) -> None:
+        stored = next(s for s in index["tensors"].values() if s["packed"] and s["shape"][0] == s["shape"][1])
+        stored["transposed"] = True
+
+    directory = forged(whole, tmp_path, change)
+    niwaki.unpack(directory, tmp_path / "out")
+    tokens = random_tokens(1, 3)
+    with torch.no_grad():
+        expected = reference(tmp_path / "out")(tokens).logits
+        assert torch.allclose(niwaki.load(directory, "cpu")(tokens).logits, expected, atol=1e-4)
+
+
+def test_a_model_that_would_not_load(whole: Path, tmp_path: Path) -> None:
+    """Its file has a name that no reader looks for."""
+
+    def change(index: dict[str, Any], *_: object) -> None:
+        index["shards"][0]["name"] = "other.safetensors"
+
+    directory = forged(whole, tmp_path, change)
+    assert "not of a whole model" in message(lambda: niwaki.unpack(directory, tmp_path / "out"), CheckpointError)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("what", ["pack", "unpack"])
+def test_where_nothing_is_written(what: str, whole: Path, tmp_path: Path) -> None:
+    source = whole / ("model" if what == "pack" else "packed")
+    before = sorted(whole.rglob("*"))
+    for out, said in (
+        (source, "is not an empty directory"),
+        (whole / "model", "is not an empty directory"),
+        (whole, "is not an empty directory"),
+        (source / "config.json", "is not an empty directory"),
+        (source / "in" / "side", "inside the model's own directory"),
+    ):
+        assert said in message(lambda out=out: getattr(niwaki, what)(source, out))  # type: ignore[misc]
+    assert sorted(whole.rglob("*")) == before
+
+
+def test_double_precision_has_no_kernels(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", dtype=torch.float64)
+    said = message(lambda: niwaki.pack(model, tmp_path / "out"), UnsupportedModelError)
+    assert said.endswith("are in F64; only BF16, F16 and F32 can be packed")
+
+
+@pytest.mark.parametrize("odd", [5, [], {"quantization": 5}, {"quantization": "int9"}, {"blocks": "0:1"}])
+@pytest.mark.parametrize("what", [niwaki.pack, niwaki.export])
+def test_what_no_run_writes_about_a_grid(what: Callable[..., object], odd: object, tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model")
+    edit_json(model / "config.json", pruning_config=odd)
+    assert "pruning_config is not valid" in message(lambda: what(model, tmp_path / "out"), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scales: -scales,
+        lambda scales: scales * torch.nan,
+        lambda scales: scales * torch.inf,
+        lambda scales: scales * 0,
+        lambda scales: scales[:-1],
+        lambda scales: scales[:, 0],
+        lambda scales: scales.expand(-1, 2).contiguous(),
+        lambda scales: scales.double(),
+        lambda scales: scales.int(),
+        lambda scales: scales[0, 0],
+    ],
+)
+@pytest.mark.parametrize("what", [niwaki.pack, niwaki.export])
+def test_scales_beside_the_model_that_no_run_writes(
+    what: Callable[..., object], change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    model = model_on_a_grid(tmp_path / "model", "llama", torch.float32)
+    scales = load_file(model / SCALES)
+    key = max(scales)
+    save_file({**scales, key: change(scales[key]).clone()}, model / SCALES)
+    assert repr(key) in message(lambda: what(model, tmp_path / "out"), CheckpointError)
+    assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from niwaki.cli.tables import summary
-from niwaki.errors import OutputError, UnsupportedModelError
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.scales import FILE, verify_grid
@@ -294,8 +294,8 @@ def test_scales_are_positive(tmp_path: Path) -> None:
     data[at : at + scales.nbytes] = raw(scales)
     path.write_bytes(data)
     streamed = StreamedModel(Checkpoint(model), "cpu")
-    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), OutputError)
-    assert f"{key!r} has weights on disk that are not on its grid" in said
+    said = message(lambda: verify_grid(out, streamed.matrices(), Grid(4)), CheckpointError)
+    assert f"'{key}_scale' has scales that are not above 0 and finite" in said
 
 
 # Packed
@@ -402,6 +402,28 @@ def test_what_cannot_be_packed(tmp_path: Path, case: str, quantize: str | None, 
         export(tmp_path / "out", tmp_path / "packed")
     assert said in str(caught.value)
     assert not (tmp_path / "packed").exists()
+
+
+def test_what_somebody_wrote_on_the_card_stays(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", measure="none")
+    card = tmp_path / "out" / "README.md"
+    card.write_bytes(card.read_bytes().replace(b"Notes:", b"Notes, \xff:") + b"\r\n## Mine\r\n")
+    export(tmp_path / "out", tmp_path / "packed")
+    before, after = (list((tmp_path / name / "README.md").read_bytes().split(b"\n")) for name in ("out", "packed"))
+    changed = [b for a, b in zip(before, after, strict=True) if a != b]
+    assert len(changed) == 1
+    assert changed[0].startswith(b"* weights are packed integers")
+
+
+def test_blocks_that_the_model_does_not_have(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run(model, tmp_path / "out", measure="none")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["pruning_config"]["blocks"] = [7, 9]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    said = message(lambda: export(tmp_path / "out", tmp_path / "packed"), CheckpointError)
+    assert "config.json says that blocks (7, 9) are pruned" in said
 
 
 def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

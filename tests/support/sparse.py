@@ -19,3 +19,13 @@ def sparse(rows: int, columns: int, sparsity: float, dtype: torch.dtype = torch.
 
 def vectors(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def on_grid(rows: int, columns: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(W in bfloat16, its numbers from -128 to 127 (rows, columns), the scales (rows, groups))."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-128, 128, (rows, columns), generator=generator)
+    codes[torch.rand(rows, columns, generator=generator) < 0.6] = 0
+    scales = torch.rand(rows, groups, generator=generator).bfloat16().float() + 0.5
+    W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
+    return W.bfloat16(), codes.to(torch.int8), scales

@@ -78,7 +78,6 @@ def continue_text(
     Raises:
         UsageError: the prompt has no tokens or is not valid text, or a number is out of its range.
         CheckpointError: transformers cannot generate text with this model.
-        NumericalError: its outputs are NaN.
     """
     from transformers import GenerationConfig, TextStreamer
 
@@ -118,9 +117,9 @@ def continue_text(
 
 
 def _numbers(_: Tensor, logits: Tensor) -> Tensor:
-    """``logits``, of which the first token would be taken where they are NaN (NumericalError)."""
-    if logits.isnan().any():
-        raise NumericalError("the model's outputs are NaN after this prompt; try --dtype float32")
+    """``logits``, of which the first token would be taken where they are NaN or infinite (NumericalError)."""
+    if not (logits < torch.inf).all():
+        raise NumericalError("the model's outputs are NaN or infinite; try --dtype float32")
     return logits
 
 

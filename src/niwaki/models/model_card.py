@@ -14,7 +14,7 @@ _NOTES = "\n\nNotes:\n\n"
 _LONGEST = 2**20  # characters of what stands at the top of a card
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc] # has no types
     """Takes no aliases: a card needs none, and a few lines of them can stand for gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -45,12 +45,9 @@ def notes(record: Record) -> str:
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 
-def rewrite_notes(directory: Path, record: Record) -> None:
-    """Writes the end of the card in ``directory`` anew, for a ``record`` whose notes have changed."""
+def replace_note(directory: Path, old: str, new: str) -> None:
+    """Writes ``new`` for the note ``old`` on the card in ``directory``; all else stays, to the byte."""
     readme = directory / "README.md"
     with output_errors(directory):
         if readme.is_file():
-            # Whoever wrote it, in whatever encoding.
-            before, heading, _ = readme.read_text(encoding="utf-8", errors="surrogateescape").partition(_NOTES)
-            if heading:
-                readme.write_text(before + notes(record), encoding="utf-8", errors="surrogateescape")
+            readme.write_bytes(readme.read_bytes().replace(f"* {old}".encode(), f"* {new}".encode()))

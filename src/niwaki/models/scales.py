@@ -1,5 +1,7 @@
 """The scales of weights on a grid: a file beside the checkpoint's own."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,15 +9,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, OutputError
-from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.layer.grid import Grid, parse_grid, scale_dtype
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.tensors import Entry, new_shard
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, new_shard
 from niwaki.models.layout import Matrix
 
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.
 FOLDER = "quantization"
 FILE = f"{FOLDER}/scales.safetensors"
+
+
+def grid_of(checkpoint: Checkpoint) -> Grid | None:
+    """The grid of a model's weights, as its configuration names it; CheckpointError where there is none such."""
+    try:
+        return parse_grid(checkpoint.pruning.quantization) if checkpoint.pruning.quantization else None
+    except UsageError as error:
+        raise CheckpointError(f"{checkpoint.path / 'config.json'}, pruning_config: {error}") from error
 
 
 def stored_as_usual(grid: Grid) -> str:
@@ -42,21 +52,30 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> di
     return new_shard(FILE, tensors)
 
 
-def read_scales(directory: Path, matrix: Matrix) -> Tensor:
-    """(out, groups), in their own dtype; CheckpointError where they are not there."""
+def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
+    """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
+    file, key = checkpoint.path / FILE, scale_key(matrix)
     try:
-        with safe_open(directory / FILE, framework="pt") as file:
-            scales: Tensor = file.get_tensor(scale_key(matrix))
+        with safe_open(file, framework="pt") as opened:
+            scales: Tensor = opened.get_tensor(key)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory / FILE} has no scales of {matrix.key!r}: {error}") from error
-    return scales if matrix.index is None else scales[matrix.index]
+        raise CheckpointError(f"{file} has no scales of {matrix.key!r}: {error}") from error
+    place = places(checkpoint, [matrix], grid)[key]
+    if (scales.dtype, scales.shape) != (DTYPES[place.dtype], place.shape):
+        raise CheckpointError(
+            f"{file}: {key!r} should be {place.dtype} {place.shape}, as the weights on {grid} have it"
+        )
+    scales = scales if matrix.index is None else scales[matrix.index]
+    if not bool(((scales > 0) & scales.isfinite()).all()):
+        raise CheckpointError(f"{file}: {key!r} has scales that are not above 0 and finite; quantise the model again")
+    return scales
 
 
 def verify_grid(directory: Path, matrices: Sequence[Matrix], grid: Grid) -> None:
     """Raises OutputError unless all that was written is on the grid: a whole number times its scale, to the bit."""
     written = Checkpoint(directory)
     for matrix in matrices:
-        W, scales = matrix.read(written).float(), read_scales(directory, matrix)
+        W, scales = matrix.read(written).float(), read_scales(written, matrix, grid)
         nearest = grid.project(W, scales.float(), scales.dtype)
-        if not torch.equal(nearest, W) or not bool((scales > 0).all()):
+        if not torch.equal(nearest, W):
             raise OutputError(f"{directory}: {matrix.key!r} has weights on disk that are not on its grid {grid}")

@@ -26,13 +26,17 @@ model = niwaki.load("DIR")  # a model of transformers
 {dense}"""
 
 
+def check(model: Path) -> None:
+    """Raises UsageError where a model has a file with the name that its card is to get."""
+    if (model / _DENSE_CARD).exists():
+        raise UsageError(f"the model has a file {_DENSE_CARD}, where its README.md is to go; rename it")
+
+
 def write(directory: Path, name: str, sizes: str) -> None:
-    """Replaces the dense model's card, which becomes ``README.dense.md`` (UsageError where there is such a file)."""
+    """Replaces the dense model's card, which becomes ``README.dense.md``."""
     readme, kept = directory / "README.md", directory / _DENSE_CARD
     dense = ""
     with output_errors(directory):
-        if kept.exists():
-            raise UsageError(f"the model has a file {_DENSE_CARD}, where its README.md is to go; rename it")
         about = top(readme)
         if readme.exists():
             readme.replace(kept)
@@ -40,7 +44,7 @@ def write(directory: Path, name: str, sizes: str) -> None:
         about |= {"library_name": _LIBRARY, "tags": sorted({*about.get("tags", []), "niwaki", "packed"})}
         head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
         text = f"---\n{head}---\n" + _TEXT.format(name=name, sizes=sizes, dense=dense)
-        readme.write_text(text, encoding="utf-8", errors="backslashreplace")
+        readme.write_text(text, encoding="utf-8", errors="backslashreplace")  # names need not be text
 
 
 def restore(directory: Path) -> None:

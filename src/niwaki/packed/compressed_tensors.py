@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
-from niwaki.layer.grid import Grid, parse_grid
+from niwaki.layer.grid import Grid
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import Shards
-from niwaki.models.model_card import rewrite_notes
+from niwaki.models.model_card import replace_note
 from niwaki.models.output import check_output, new_directory
-from niwaki.models.scales import read_scales, stored_as_usual, verify_grid
+from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 
@@ -33,6 +33,7 @@ def export(model: str | Path, out: str | Path) -> None:
     all else is copied. Transformers loads it if the library compressed-tensors is installed.
 
     Raises:
+        CheckpointError: its scales are missing, or cannot be those of its weights.
         OutputError: weights are not on their grid any more, or a file cannot be written.
         UsageError: the weights are not on a grid, or it has other than 4 or 8 bits.
         UnsupportedModelError: a matrix is not the weight of a linear layer of its own, with the same name in the files.
@@ -42,22 +43,23 @@ def export(model: str | Path, out: str | Path) -> None:
     target = check_output(path, out)
     checkpoint = Checkpoint(path)
     carried = find_carried(checkpoint, target)
-    pruning = checkpoint.pruning
-    if not pruning.quantization:
+    grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
+    if grid is None:
         raise UsageError(f"{model} has no weights on a grid; prune the dense model with --quantize int4:128")
-    grid = parse_grid(pruning.quantization)
     if grid.bits not in (4, 8):  # which kernels of other programs take
         raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
     streamed = StreamedModel(checkpoint, "cpu")
-    if pruning.blocks:
-        streamed.limit(range(*pruning.blocks))
-    verify_grid(path, streamed.matrices(), grid)
+    if blocks is not None:
+        streamed.limit(range(*blocks))
+        if not streamed.matrices():
+            raise CheckpointError(f"{path / 'config.json'} says that blocks {blocks} are pruned, which are none")
     config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
+    verify_grid(path, streamed.matrices(), grid)
     with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
         if directory:
             carried.copy(directory)
-            _write(streamed, grid, directory)
             _note(directory, stored_as_usual(grid))
+            _write(streamed, grid, directory)
             write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
@@ -81,7 +83,7 @@ def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
             if key not in matrices:
                 tensors[key] = W
                 continue
-            scales = read_scales(checkpoint.path, matrices[key])
+            scales = read_scales(checkpoint, matrices[key], grid)
             packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
             tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
         shards.write(shard, tensors)
@@ -95,7 +97,7 @@ def _note(directory: Path, old: str) -> None:
         record = Record.load(file)
         record.notes = [_PACKED if note == old else note for note in record.notes]
         record.save(file)
-        rewrite_notes(directory, record)
+        replace_note(directory, old, _PACKED)
 
 
 def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:

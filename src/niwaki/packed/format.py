@@ -21,7 +21,7 @@ from niwaki.errors import CheckpointError
 from niwaki.models.checkpoint.reading import PACKED_INDEX, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
-from niwaki.packed.matrix import PADDING, PackedMatrix, stride, unpacked
+from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
 
 INDEX = PACKED_INDEX
 FORMAT, VERSION = "niwaki-packed", 1
@@ -57,6 +57,31 @@ class Stored:
         """Its shape with the packed columns last; all dimensions before are the packed rows."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
+    @property
+    def size(self) -> int:
+        """Bytes of the dense tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def check(self) -> None:
+        """Raises ValueError unless there can be such a tensor; what kernels rely on begins here."""
+        if self.dtype not in DTYPES or math.prod(filter(None, self.shape)) >= 2**48:
+            raise ValueError(f"there is no tensor {self.dtype} {self.shape}")
+        if not self.packed:
+            return
+        if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
+            raise ValueError(f"{self.dtype} {self.shape} cannot be packed")
+        if self.groups and not groups_fit(self.untransposed[-1], self.groups):
+            raise ValueError(f"rows of {self.untransposed[-1]} columns cannot have {self.groups} scales")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a safetensors header says that a tensor is."""
+
+    dtype: str
+    shape: tuple[Number, ...]
+    data_offsets: tuple[Number, Number]
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -66,6 +91,21 @@ class Shard:
     header: str
     keys: list[str]  # in the order of their bytes
     sha256: str
+
+    def check(self, tensors: dict[str, Stored]) -> None:
+        """Raises ValueError unless its header is that of its tensors, one after the other."""
+        header = parse(self.header)
+        msgspec.convert(header.pop("__metadata__", None), dict[str, str] | None)
+        places, end = msgspec.convert(header, dict[str, Place]), 0
+        for key in self.keys:
+            stored, place = tensors[key], places.pop(key, None)
+            size = stored.size
+            at = (end, end + size) if size or place is None else place.data_offsets
+            if place != Place(stored.dtype, stored.shape, at):
+                raise ValueError(f"the header of {self.name!r} does not have {key!r} in its place")
+            end += size
+        if places:
+            raise ValueError(f"the header of {self.name!r} has other tensors: {min(places)!r}")
 
 
 @dataclass(frozen=True)
@@ -93,8 +133,8 @@ class Index:
         """That of a packed model; CheckpointError if not readable, not what was written, or of a later version."""
         path = directory / INDEX
         try:
-            values = json.loads(path.read_bytes())
-            if not isinstance(values, dict) or values.get("format") != FORMAT:
+            values = parse(path.read_bytes().decode())
+            if values.get("format") != FORMAT:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
             if values.pop("sha256", None) != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
@@ -112,17 +152,23 @@ class Index:
 
     def check(self) -> None:
         """Raises ValueError where it is not valid; anybody can write a digest."""
-        for name in {tensor.file for tensor in self.tensors.values()} | {shard.name for shard in self.shards}:
+        names = [shard.name for shard in self.shards]
+        for name in {*names, *(tensor.file for tensor in self.tensors.values())}:
             # A path could name any file of the machine, to read or to write.
-            if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name or len(name) > 200:
+            if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name or len(name.encode()) > 200:
                 raise ValueError(f"it names a file that cannot be one of weights: {name!r}")
         for key, stored in self.tensors.items():
-            if stored.dtype not in DTYPES or (stored.packed and len(stored.shape) < 2):
-                raise ValueError(f"{key!r} cannot be {stored.dtype} {stored.shape}")
+            try:
+                stored.check()
+            except ValueError as error:
+                raise ValueError(f"{key!r}: {error}") from error
         if sorted(key for shard in self.shards for key in shard.keys) != sorted(self.tensors):
             raise ValueError("its files do not have its tensors")
-        if not isinstance(json.loads(self.config), dict):
-            raise ValueError("its config.json is not an object")
+        if len({*names}) < len(names):
+            raise ValueError("two of its files have the same name")
+        for shard in self.shards:
+            shard.check(self.tensors)
+        parse(self.config)
 
 
 class PackedCheckpoint(Checkpoint):
@@ -131,7 +177,7 @@ class PackedCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index = Index.read(path)
-        self.config: dict[str, Any] = json.loads(self.index.config)
+        self.config: dict[str, Any] = parse(self.index.config)
         if read_json(path / "config.json") != marked(self.config):
             raise CheckpointError(
                 f"{path / 'config.json'} is not what was written; edit that of the dense model, and pack it again"
@@ -146,8 +192,7 @@ class PackedCheckpoint(Checkpoint):
         #: The dense tensors; where they begin is unknown.
         self.entries: dict[str, Entry] = {}
         for key, stored in tensors.items():
-            size = math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
-            self.entries[key] = Entry(stored.file, stored.dtype, stored.shape, 0, size)
+            self.entries[key] = Entry(stored.file, stored.dtype, stored.shape, 0, stored.size)
             for name, (dtype, shape) in stored.components(key).items():
                 entry = self._components.get(name)
                 if entry is None or (entry.shard, entry.dtype, entry.shape) != (stored.file, dtype, shape):
@@ -165,7 +210,19 @@ class PackedCheckpoint(Checkpoint):
         """The tensor without its zeros, of more than two dimensions as one matrix; CheckpointError if damaged."""
         stored = self.index.tensors[key]
         mask, *scales, values = self.components(key)
-        return unpacked(mask, values, stored.untransposed[-1], DTYPES[stored.dtype], *scales)
+        try:
+            W = unpacked(mask, values, stored.untransposed[-1], DTYPES[stored.dtype], *scales)
+            # All else is finite. What the largest scale cannot make infinite need not be looked at.
+            risky = W.scales is not None and not (W.scales.max() * 128).to(W.dtype).isfinite()
+            if risky and not expand(W).isfinite().all():
+                raise ValueError("its scales make infinite values")
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / stored.file}: {key!r} is not valid: {error}") from error
+        return W
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the index, which has a digest of all else."""
+        return sha256([self.index.to_json().encode()])
 
     def components(self, key: str) -> list[Tensor]:
         """The tensors of :meth:`Stored.components`; CheckpointError if damaged."""
@@ -191,6 +248,20 @@ def dense(W: PackedMatrix, stored: Stored) -> Tensor:
     """The tensor as the dense checkpoint has it."""
     value = expand(W).view(stored.untransposed)
     return value.transpose(-1, -2).contiguous() if stored.transposed else value
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The object in a JSON text; ValueError where there is none, or one has a key twice, of which readers differ."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(values := dict(pairs)) < len(pairs):
+            raise ValueError("an object has a key twice")
+        return values
+
+    values = json.loads(text, object_pairs_hook=once)
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    return values
 
 
 def raw(value: Tensor) -> memoryview:

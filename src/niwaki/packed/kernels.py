@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from niwaki.packed.matrix import PackedMatrix
+from niwaki.packed.matrix import DTYPES, PackedMatrix
 
 #: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
@@ -121,7 +121,8 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
 
 def _pointers(W: PackedMatrix) -> tuple[int, int, int]:
     """To mask, values and starts, after a check: the library reads whatever lies where a pointer says."""
-    dtypes = {"mask": (torch.uint8,), "values": _DTYPES, "starts": (torch.int64,), "scales": (torch.float32,)}
+    values = DTYPES if W.scales is None else (torch.int8,)
+    dtypes = {"mask": (torch.uint8,), "values": values, "starts": (torch.int64,), "scales": (torch.float32,)}
     for name, tensor in W.components.items():
         if tensor.device.type != "cpu" or tensor.dtype not in dtypes[name] or not tensor.is_contiguous():
             raise RuntimeError(

@@ -60,7 +60,13 @@ def load(
         return loaded
     if not isinstance(checkpoint, PackedCheckpoint):
         return streamed.load()
-    packed = [m for m in streamed.matrices() if m.expert is None and checkpoint.index.tensors[m.key].packed]
+    stored = checkpoint.index.tensors
+    # A row of a layer is an output. One that is packed the other way around, as no niwaki does it, is read whole.
+    packed = [
+        m
+        for m in streamed.matrices()
+        if m.expert is None and stored[m.key].packed and stored[m.key].transposed == m.transposed
+    ]
     on_cpu = streamed.device.type == "cpu"
     if packed and on_cpu and kernels.library() is None:
         _log.warning("packed weights are computed with by %s", kernels.describe())

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError
-
 WORD = 64  # columns whose bits are one word of the mask
 PADDING = 64  # zeros after the last value, so that whole registers can be read anywhere
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that a matrix can have
 COMPONENTS = ("mask", "values", "starts", "scales")  # the tensors that a packed matrix consists of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,16 +76,16 @@ def unpacked(
 ) -> PackedMatrix:
     """What :func:`pack` made, from tensors of a file whose dtypes and dimensions agree with its index.
 
-    CheckpointError where their contents do not go together.
+    ValueError where their contents do not go together: kernels rely on what is checked here.
     """
     starts = _starts(mask)
-    if len(values) != int(starts[-1]) + PADDING:
-        raise CheckpointError(f"a mask of {int(starts[-1])} ones has {tuple(values.shape)} values")
-    if scales is not None and not groups_fit(columns, scales.shape[1]):
-        raise CheckpointError(f"scales for {len(mask)} x {columns} have the shape {tuple(scales.shape)}")
+    if len(values) != int(starts[-1]) + PADDING or bool(values[-PADDING:].any()):
+        raise ValueError(f"a mask of {int(starts[-1]):,} ones needs as many values and {PADDING} zeros")
     last = np.unpackbits(mask[:, -WORD // 8 :].numpy(), axis=1, bitorder="little")
     if columns % WORD and last[:, columns % WORD :].any():
-        raise CheckpointError(f"a mask has ones after column {columns}")
+        raise ValueError(f"a mask has ones after column {columns}")
+    if scales is not None and not bool((scales > 0).all()):
+        raise ValueError("a scale is not above 0")
     return PackedMatrix(mask, values, columns, dtype, starts, scales)
 
 

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import given_path, output_errors, write_json
-from niwaki.layer.grid import parse_grid
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
 from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, read_header, read_tensor
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.layout import Matrix
 from niwaki.models.output import check_output, new_directory
-from niwaki.models.scales import FILE as SCALES, read_scales
+from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw, sha256
-from niwaki.packed.matrix import PADDING, PackedMatrix, groups_fit, pack as pack_matrix
+from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 
 #: Files of the dense model whose text is in the index.
@@ -81,6 +80,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
         raise UsageError(f"{model} is packed already")
     progress, target = progress or Progress(), check_output(path, out)
     checkpoint = Checkpoint(path)
+    card.check(path)
     carried = find_carried(checkpoint, target, keep=SCALES)
     packer = _Packer(checkpoint, progress)
     sizes: Sizes | None = None
@@ -126,6 +126,10 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
                     if text:
                         (directory / name).write_bytes(text.encode())
             _write_dense(checkpoint, directory, progress)
+            try:
+                Checkpoint(directory)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path / INDEX} is not of a whole model: {error}") from error
 
 
 def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
@@ -149,13 +153,18 @@ class _Packer:
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         self.tensors: dict[str, Stored] = {}
         self._names: set[str] = set()
-        self._path, self._progress = checkpoint.path, progress
+        self._checkpoint, self._path, self._progress = checkpoint, checkpoint.path, progress
         self._headers = {shard: read_header(checkpoint.path / shard) for shard in checkpoint.shards}
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in StreamedModel(checkpoint, "cpu").matrices():
             self._matrices[matrix.key].append(matrix)
-        grid = checkpoint.pruning.quantization
-        self._grid = parse_grid(grid) if grid and (checkpoint.path / SCALES).exists() else None
+        stored = sorted({checkpoint.entries[key].dtype for key in self._matrices})
+        if not any(DTYPES.get(dtype) in PACKABLE for dtype in stored):
+            raise UnsupportedModelError(
+                f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
+            )
+        self._grid = grid_of(checkpoint)
+        self._scaled = read_header(checkpoint.path / SCALES) if (checkpoint.path / SCALES).exists() else {}
 
     def write(self, directory: Path) -> list[Shard]:
         """Writes a packed file for each file; these are what it returns."""
@@ -203,7 +212,7 @@ class _Packer:
 
     def _packed(self, value: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``value`` without its zeros; None if that is not smaller."""
-        if not matrices or not value.is_floating_point() or value.itemsize not in (2, 4):  # float8 has no kernels
+        if not matrices or value.dtype not in PACKABLE:
             return None
         if matrices[0].transposed:
             value = value.transpose(-1, -2).contiguous()
@@ -214,15 +223,14 @@ class _Packer:
     def _in_whole_numbers(self, W: Tensor, matrices: list[Matrix]) -> PackedMatrix | None:
         """``W`` as numbers of its grid and their scales; None if it is not on the grid, or has groups of odd sizes."""
         grid = self._grid
-        if grid is None or not groups_fit(W.shape[1], grid.groups(W.shape[1])):
-            return None
-        try:
-            scales = torch.cat([read_scales(self._path, matrix) for matrix in matrices]).float()
-        except CheckpointError:  # of a block that was left as it is
+        if grid is None or not all(scale_key(matrix) in self._scaled for matrix in matrices):
+            return None  # also of a block that was left as it is
+        scales = torch.cat([read_scales(self._checkpoint, matrix, grid) for matrix in matrices]).float()
+        if len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
             return None
         codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
         values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
-        if len(scales) != len(W) or bytes(raw(values)) != bytes(raw(W)):
+        if bytes(raw(values)) != bytes(raw(W)):
             return None
         return pack_matrix(W, codes, scales)
 

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import msgspec
 
@@ -127,6 +127,10 @@ class FitRecord:
     seconds: Seconds
 
 
+#: The model that a figure is of: dense, or what was made of it.
+When = Annotated[str, msgspec.Meta(pattern="^(before|after)$")]
+
+
 class Parameters(TypedDict):
     """Numbers in all tensors of the files of a model."""
 
@@ -217,7 +221,7 @@ class Record(JsonFile):
     sparsity: Fraction = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
     fits: list[FitRecord] = field(default_factory=list)
-    perplexity: dict[Literal["before", "after"], Perplexity] = field(default_factory=dict)
+    perplexity: dict[When, Perplexity] = field(default_factory=dict)
     seconds: Stages = field(default_factory=dict)
     peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

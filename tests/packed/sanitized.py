@@ -1,0 +1,42 @@
+"""All that the native kernels can do, on memory that ends where a packed matrix ends: run by test_sanitizers.py.
+
+python sanitized.py LIBRARY
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from niwaki.packed import kernels
+from niwaki.packed.matrix import pack
+from support.sparse import on_grid, sparse, vectors
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+
+found = kernels.open_library(sys.argv[1])
+kernels.library = functools.cache(lambda: found)
+paths = [path for path in kernels.Path if path <= (kernels.best_path() or 0)]
+for rows, columns, dtype, sparsity in itertools.product((1, 37), (1, 100, 192), DTYPES, (0.0, 0.6)):
+    for groups in (1, 3) if dtype == torch.int8 and columns == 192 else (1,):
+        if dtype == torch.int8:
+            W, codes, scales = on_grid(rows, columns, groups)
+            packed = pack(W, codes, scales)
+            W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
+        else:
+            W = sparse(rows, columns, sparsity, dtype)
+            packed = pack(W)
+        for path in paths:
+            torch.set_num_threads(1 if rows == 1 else 2)
+            assert torch.equal(kernels.expand(packed, path=path).to(packed.dtype), W.to(packed.dtype))
+            for batch in (1, 2, 3, 5):
+                x = vectors(batch, columns, torch.bfloat16 if batch % 2 else torch.float32)
+                right = x.double() @ W.double().T
+                off = (kernels.multiply(packed, x, path) - right).abs()
+                assert (off <= 1e-6 * (x.abs().double() @ W.abs().double().T) + 1e-30).all()

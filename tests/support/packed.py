@@ -1,0 +1,118 @@
+"""The packed format as docs/format.md has it, in numpy and without niwaki: what a directory says, right or wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: By safetensors' names, how many bytes a number takes.
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1}
+
+#: dtype, shape and bytes.
+Raw = tuple[str, tuple[int, ...], bytes]
+
+
+def read_file(path: Path) -> dict[str, Raw]:
+    """The tensors of a safetensors file."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    found = {}
+    for key, entry in header.items():
+        first, last = entry["data_offsets"]
+        data = content[start + first : start + last]
+        assert len(data) == math.prod(entry["shape"]) * SIZES[entry["dtype"]]
+        found[key] = entry["dtype"], tuple(entry["shape"]), data
+    return found
+
+
+def write_file(path: Path, tensors: dict[str, Raw]) -> None:
+    header, end = {}, 0
+    for key, (dtype, shape, data) in tensors.items():
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + len(data)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values()))
+
+
+def component_names(key: str, stored: dict[str, Any]) -> list[str]:
+    """What a tensor consists of, in the order of its digest."""
+    return [f"{key}.mask", *[f"{key}.scales"] * bool(stored["groups"]), f"{key}.values"] if stored["packed"] else [key]
+
+
+def decode(directory: Path) -> dict[str, Raw]:
+    """The dense tensors; an exception where the directory cannot be read in this way."""
+    index = json.loads((directory / "packed.json").read_text())
+    files = {name: read_file(directory / name) for name in {stored["file"] for stored in index["tensors"].values()}}
+    found = {}
+    for key, stored in index["tensors"].items():
+        there = files[stored["file"]]
+        parts = [there[name] for name in component_names(key, stored)]
+        found[key] = _dense(stored, parts) if stored["packed"] else parts[0]
+        assert found[key][:2] == (stored["dtype"], tuple(stored["shape"]))
+    return found
+
+
+def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
+    dtype, shape, groups = stored["dtype"], tuple(stored["shape"]), stored["groups"]
+    *experts, rows, columns = shape
+    if stored["transposed"]:
+        rows, columns = columns, rows
+    lines = math.prod(experts) * rows
+    assert parts[0][:2] == ("U8", (lines, math.ceil(columns / 64) * 8))
+    mask = np.frombuffer(parts[0][2], np.uint8).reshape(parts[0][1])
+    bits = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
+    assert not bits[:, columns:].any()
+    kind = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}[dtype]
+    assert parts[-1][0] == ("I8" if groups else dtype)
+    values = np.frombuffer(parts[-1][2], "i1" if groups else kind)
+    assert len(values) == bits.sum() + 64 == stored["count"] + 64
+    W = np.zeros((lines, columns), values.dtype)
+    W[bits[:, :columns]] = values[:-64]
+    if groups:
+        assert parts[1][:2] == ("F32", (lines, groups))
+        scales = np.frombuffer(parts[1][2], "<f4").reshape(lines, groups)
+        with np.errstate(all="ignore"):  # forged ones
+            W = _rounded(W.astype("<f4") * scales.repeat(columns // groups, axis=1), dtype)
+    W = W.reshape(*experts, rows, columns)
+    return dtype, shape, (W.swapaxes(-1, -2) if stored["transposed"] else W).tobytes()
+
+
+def _rounded(W: np.ndarray, dtype: str) -> np.ndarray:
+    """The bits of float32 numbers rounded to ``dtype``, halves to even."""
+    if dtype == "F16":
+        return W.astype("<f2").view("<u2")
+    bits = W.view("<u4")
+    if dtype == "F32":
+        return bits
+    return ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def seal(directory: Path) -> None:
+    """Writes all digests anew, as a forger would; what has no tensors any more keeps its digest."""
+    path = directory / "packed.json"
+    index = json.loads(path.read_text())
+    files = {stored["file"]: read_file(directory / stored["file"]) for stored in index["tensors"].values()}
+    for key, stored in index["tensors"].items():
+        content = b"".join(files[stored["file"]][name][2] for name in component_names(key, stored))
+        stored["sha256"] = hashlib.sha256(content).hexdigest()
+    try:
+        tensors = decode(directory)
+        for shard in index["shards"]:
+            header = shard["header"].encode()
+            content = b"".join(tensors[key][2] for key in shard["keys"])
+            shard["sha256"] = hashlib.sha256(len(header).to_bytes(8, "little") + header + content).hexdigest()
+    finally:
+        index.pop("sha256", None)
+        index["sha256"] = digest_of(index)
+        path.write_text(json.dumps(index))
+
+
+def digest_of(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
