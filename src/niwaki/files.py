@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import tempfile
@@ -15,18 +16,22 @@ def write_json(path: Path, text: str, sync: bool = False) -> None:
     """Writes ``text`` to ``path``, all of it or nothing (OutputError); with ``sync`` it is on disk at the return."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        for stray in path.parent.glob(f"{glob.escape(path.name)}.tmp????????"):  # of a process that was killed
+            with contextlib.suppress(OSError, UsageError), locked(stray, path):
+                stray.unlink()
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.tmp")
         temporary = Path(name)
         try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            set_usual_mode(temporary, 0o666)
-            temporary.replace(path)
+            with locked(temporary, path):
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(text)
+                    if sync:
+                        file.flush()
+                        os.fsync(file.fileno())
+                set_usual_mode(temporary, 0o666)
+                temporary.replace(path)
         except BaseException:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
@@ -46,7 +51,8 @@ def output_errors(path: Path, hint: str = "the output is as large as the model")
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path).free / 2**30
+            there = next(each for each in (path, *path.parents) if each.exists())
+            free = shutil.disk_usage(there).free / 2**30
             raise OutputError(f"no space left on disk for {path} ({free:.2f} GiB are free); {hint}") from error
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 

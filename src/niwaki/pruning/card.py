@@ -27,7 +27,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
         readme.write_text(_text(record, inherited), encoding="utf-8")
     record.seconds = {**clock.seconds, "total": clock.total()}
     write_json(place.directory / "niwaki.json", record.to_json())
-    place.save(record=record.to_json(), complete=True)
+    place.finish()
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
