@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments
+from campaign import arguments, disk, kills
 
-KINDS: dict[str, ModuleType] = {"arguments": arguments}
+KINDS: dict[str, ModuleType] = {"arguments": arguments, "disk": disk, "kills": kills}

@@ -23,10 +23,12 @@ from niwaki.models.checkpoint.tensors import read_header
 from niwaki.models.output import Workplace, check_record, workplace
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
-from support import crashes as crash_runs
+from support import faults
 from support.covering import FULL
 from support.models import message, random_tokens, save_model
 from support.runs import StopAt, files, run, stopped
+
+TESTS = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -38,29 +40,31 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def crashes(model: Path, root: Path, *mode: str) -> Any:
-    """What support/crashes.py found."""
+def alone(*arguments: object) -> str:
+    """What a program of the tests prints, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, crash_runs.__file__, str(model), str(root), *mode],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not faults.POSSIBLE, reason="takes Linux and a compiler")
 def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None:
-    found = crashes(model, tmp_path / "runs", "points")
-    assert found["kills"] >= 50
+    found = json.loads(alone(TESTS / "support" / "crashes.py", model, tmp_path / "runs"))
+    assert found["kills"] >= 60
     assert found["resumed"] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path: Path, model: Path) -> None:
-    kills = 60 if FULL else 30
-    assert crashes(model, tmp_path / "runs", "random", str(kills))["kills"] == kills
+@pytest.mark.skipif(not faults.POSSIBLE, reason="takes Linux and a compiler")
+@pytest.mark.parametrize("kind", ["kills", "disk"])
+def test_a_short_campaign(kind: str) -> None:
+    """All commands that write, see tests/campaign."""
+    cases = 200 if FULL else 4
+    assert f"{cases} cases, 0 wrong" in alone(TESTS / "campaign", "--kind", kind, "--cases", cases, "--jobs", 1)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])

@@ -196,7 +196,8 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
             yield None
         else:
             place.clear([])
-            yield place.directory
+            with output_errors(out):
+                yield place.directory
             place.finish()
         place.move()
 
