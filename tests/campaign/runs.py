@@ -107,6 +107,8 @@ class Run:
         found = {}
         for path in sorted(self.place.rglob("*")):
             name = str(path.relative_to(self.place))
+            if self.name == "compare" and name.startswith("out/models"):
+                continue  # a model stays where a comparison is killed after its cell is done and before it is removed
             if path.is_dir():
                 found[name] = "a folder"
             elif path.suffix in (".csv", ".md") and self.name == "compare":
