@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import tempfile
@@ -43,18 +44,22 @@ def write_json(path: Path, text: str, sync: bool = False) -> None:
         if path.exists() and not path.is_file():
             raise OSError(errno.EEXIST, "it is a directory or a device")
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        for stray in path.parent.glob(f"{glob.escape(path.name)}.tmp????????"):  # of a process that was killed
+            with contextlib.suppress(OSError, UsageError), locked(stray, path):
+                stray.unlink()
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.tmp")
         temporary = Path(name)
         try:
-            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:  # as names of files need
-                file.write(text)
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            set_usual_mode(temporary, 0o666)
-            temporary.replace(path)
+            with locked(temporary, path):
+                with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:  # as names need
+                    file.write(text)
+                    if sync:
+                        file.flush()
+                        os.fsync(file.fileno())
+                set_usual_mode(temporary, 0o666)
+                temporary.replace(path)
         except BaseException:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -16,20 +16,25 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support import faults
+
+faults.preload()
+
 import argparse
 import json
 import multiprocessing
 import random
 import shutil
-import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from campaign.kinds import KINDS
 from support.forks import warm_up

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, comparisons, models, packed, records, texts
+from campaign import arguments, comparisons, disk, kills, models, packed, records, texts
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
     "comparisons": comparisons,
+    "disk": disk,
+    "kills": kills,
     "models": models,
     "packed": packed,
     "records": records,

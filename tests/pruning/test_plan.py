@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from niwaki.errors import OutputError
 from niwaki.layer.patterns import parse_pattern
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
@@ -21,7 +22,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.arguments import arguments
 from support.covering import covered
-from support.models import is_pruned, random_tokens, reference, save_model
+from support.models import is_pruned, message, random_tokens, reference, save_model
 from support.runs import StopAt, files, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
@@ -264,13 +265,16 @@ def test_steps(tmp_path: Path) -> None:
 
 def test_a_plan_on_disk(tmp_path: Path) -> None:
     made = Plan({(0, "a.b"): 3, (11, "c d"): 4}, {(0, "a.b"): torch.rand(3), (11, "c d"): torch.rand(2)})
-    made.save(tmp_path / "plan")
-    found = Plan.load(tmp_path / "plan")
+    digest = made.save(tmp_path / "plan")
+    found = Plan.load(tmp_path / "plan", digest)
+    assert found
     assert found.zeros == made.zeros
     assert found.importance.keys() == made.importance.keys()
     assert all(torch.equal(found.importance[key], made.importance[key]) for key in made.importance)
-    Plan().save(tmp_path / "empty")
-    assert Plan.load(tmp_path / "empty") == Plan()
+    assert Plan.load(tmp_path / "empty", Plan().save(tmp_path / "empty")) == Plan()
+    assert Plan.load(tmp_path / "empty", digest) is None
+    assert Plan.load(tmp_path / "none", digest) is None
+    assert "--restart" in message(lambda: Plan().save(tmp_path / "plan", digest), OutputError)
 
 
 def test_importance_is_a_power_of_the_sensitivity(tmp_path: Path) -> None:

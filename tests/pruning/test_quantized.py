@@ -188,14 +188,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert FILE in files(tmp_path / "out")
 
 
-def test_without_scales_a_run_does_not_go_on(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", "llama grouped")
-    stopped(model, tmp_path / "out", 10, quantize="int4")
-    (tmp_path / ".out.partial" / FILE).unlink()
-    said = message(lambda: run(model, tmp_path / "out", calibration=random_tokens(4, 24)), OutputError)
-    assert "scales.safetensors of an unfinished run is gone; start over with --restart" in said
-
-
 def test_with_little_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     for memory in (None, 1):

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import niwaki
 from niwaki.errors import OutputError
 from niwaki.files import write_json
-from niwaki.models.output import check_record, workplace
-from niwaki.records.record import MatrixRecord
-from support import crashes as crash_runs
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.tensors import read_header
+from niwaki.models.output import Workplace, check_record, workplace
+from niwaki.models.scales import FILE
+from niwaki.records.record import MatrixRecord, Record
+from support import faults
 from support.covering import FULL
 from support.models import message, random_tokens, save_model
 from support.runs import StopAt, files, run, stopped
+
+TESTS = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -33,29 +40,31 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def crashes(model: Path, root: Path, *mode: str) -> Any:
-    """What support/crashes.py found."""
+def alone(*arguments: object) -> str:
+    """What a program of the tests prints, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, crash_runs.__file__, str(model), str(root), *mode],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not faults.POSSIBLE, reason="takes Linux and a compiler")
 def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None:
-    found = crashes(model, tmp_path / "runs", "points")
-    assert found["kills"] >= 50
+    found = json.loads(alone(TESTS / "support" / "crashes.py", model, tmp_path / "runs"))
+    assert found["kills"] >= 60
     assert found["resumed"] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path: Path, model: Path) -> None:
-    kills = 60 if FULL else 30
-    assert crashes(model, tmp_path / "runs", "random", str(kills))["kills"] == kills
+@pytest.mark.skipif(not faults.POSSIBLE, reason="takes Linux and a compiler")
+@pytest.mark.parametrize("kind", ["kills", "disk"])
+def test_a_short_campaign(kind: str) -> None:
+    """All commands that write, see tests/campaign."""
+    cases = 200 if FULL else 4
+    assert f"{cases} cases, 0 wrong" in alone(TESTS / "campaign", "--kind", kind, "--cases", cases, "--jobs", 1)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
@@ -154,20 +163,207 @@ def test_restart(tmp_path: Path, model: Path) -> None:
     assert names(tmp_path) == ["model", "out", "whole"]
 
 
+def forged(journal: Path, **changes: Any) -> str:
+    """A journal with these changes, and a digest that fits."""
+    values = {**json.loads(journal.read_text()), **changes}
+    del values["sha256"]
+    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return json.dumps({**values, "sha256": digest})
+
+
 def test_a_journal_that_is_broken(tmp_path: Path, model: Path) -> None:
     stopped(model, tmp_path / "out")
     journal = tmp_path / ".out.partial.json"
-    for text in ("", "{", "[]", '{"blocks": 3}', '{"fingerprint": {}, "unheard": 1}'):
+    good = journal.read_text()
+    texts = ["", "{", "[]", "\0", '{"blocks": 3}', "[" * 100_000, good.replace('"files": {}', '"files": {"a": "b"}')]
+    texts += [forged(journal, **change) for change in ({"digests": 3}, {"zeros": {"a": "b"}}, {"record": "{}"})]
+    for text in texts:
         journal.write_text(text)
         assert "--restart" in message(lambda: run(model, tmp_path / "out"), OutputError)
-    run(model, tmp_path / "out", restart=True)
+    journal.write_text(good)
+    journal.write_text(forged(journal, digests=["0" * 64] * 5))  # as if it had more blocks
+    run(model, tmp_path / "out")
+    run(model, tmp_path / "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    stopped(model, tmp_path / "again")
+    (tmp_path / ".again.partial.json").write_text("{")
+    run(model, tmp_path / "again", restart=True)
+    assert names(tmp_path) == ["again", "model", "out", "whole"]
 
 
-def test_a_shard_that_went_missing(tmp_path: Path, model: Path) -> None:
-    stopped(model, tmp_path / "out")
-    for path in (tmp_path / ".out.partial").glob("*.safetensors"):
-        path.unlink()
-    assert "--restart" in message(lambda: run(model, tmp_path / "out"), OutputError)
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+ON_GRID = {"effort": "best:epochs=1:synthetic=0", "quantize": "int4:16"}
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("damage", ["weight", "header", "scale", "cut", "gone", "folder", "all", "plan", "no plan"])
+def test_what_is_damaged_is_done_again(tmp_path: Path, model: Path, damage: str) -> None:
+    whole = run(model, tmp_path / "whole", **ON_GRID)
+    stopped(model, tmp_path / "out", 15, **ON_GRID)
+    partial, plan = tmp_path / ".out.partial", tmp_path / ".out.partial.plan.safetensors"
+    entry, scale = Checkpoint(model).entries[UP], read_header(partial / FILE)[f"{UP}_scale"]
+    shard = partial / entry.shard
+    match damage:
+        case "weight":
+            flip(shard, entry.offset)
+        case "header":
+            flip(shard, 9)
+        case "scale":
+            flip(partial / FILE, scale.offset)
+        case "cut":
+            os.truncate(shard, entry.offset + 1)
+        case "folder":
+            shard.unlink()
+            shard.mkdir()
+        case "all":
+            shutil.rmtree(partial)
+        case "plan":
+            flip(plan, -1)
+        case "no plan":
+            plan.unlink()
+        case _:
+            shard.unlink()
+    progress = StopAt(100)
+    record = run(model, tmp_path / "out", progress=progress, **ON_GRID)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    again = {note.split()[1] for note in progress.notes if "done again" in note}
+    expected = {"header": set(), "plan": set(), "no plan": set(), "all": {"0", "1"}}.get(damage, {"0"})
+    assert again == expected if damage in ("weight", "scale", "header", "all") else again >= expected
+    assert any("plan" in note for note in progress.notes) == ("plan" in damage)
+    assert [(m.block, m.name, m.error) for m in record.matrices] == [(m.block, m.name, m.error) for m in whole.matrices]
+    assert [fit.after for fit in record.fits] == [fit.after for fit in whole.fits]
+    assert record.notes == whole.notes
+    assert names(tmp_path) == ["model", "out", "whole"]
+
+
+def test_a_shard_may_be_called_as_the_plan(tmp_path: Path, model: Path) -> None:
+    shard = sorted(model.glob("*.safetensors"))[1]
+    shard.rename(model / "plan.safetensors")
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(shard.name, "plan.safetensors"))
+    run(model, tmp_path / "whole", effort="balanced")
+    stopped(model, tmp_path / "out", effort="balanced")
+    run(model, tmp_path / "out", effort="balanced")
+    assert "plan.safetensors" in files(tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.fixture
+def unmoved(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Does a run that ends when only the move into place is missing."""
+
+    def end(place: Workplace) -> None:
+        raise KeyboardInterrupt
+
+    def run_until(out: Path) -> None:
+        with monkeypatch.context() as changed:
+            changed.setattr(Workplace, "move", end)
+            with pytest.raises(KeyboardInterrupt):
+                run(model, out)
+
+    return run_until
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+@pytest.mark.parametrize("damage", ["", "weight", "record", "card"])
+def test_only_the_move_was_missing(
+    tmp_path: Path, model: Path, unmoved: Callable[[Path], None], there: bool, damage: str
+) -> None:
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    unmoved(out)
+    partial = out / ".partial" if there else tmp_path / ".out.partial"
+    if there:  # it had begun
+        (partial / "config.json").rename(out / "config.json")
+    if damage:
+        entry = Checkpoint(model).entries[UP]
+        file, place = {"weight": (entry.shard, entry.offset), "record": ("niwaki.json", 9), "card": ("README.md", 9)}[
+            damage
+        ]
+        flip(partial / file, place)
+    progress = StopAt(100)
+    record = run(model, out, progress=progress)
+    assert progress.left == 100 - 7 * (damage == "weight")
+    assert record == Record.load(out / "niwaki.json")
+    whole = run(model, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+    assert record.notes == whole.notes
+    assert names(tmp_path) == ["model", "out", "whole"]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+def test_another_run_where_only_the_move_was_missing(
+    tmp_path: Path, model: Path, unmoved: Callable[[Path], None], there: bool
+) -> None:
+    """Nothing of the earlier one stays in the output."""
+    out, other = tmp_path / "out", save_model(tmp_path / "other", "llama grouped")
+    if there:
+        out.mkdir()
+    unmoved(out)
+    if there:
+        for path in (out / ".partial").glob("model-*"):
+            path.rename(out / path.name)
+    assert "unfinished run" in message(lambda: run(other, out))
+    assert "unfinished run" in message(lambda: niwaki.pack(other, out))
+    run(other, out, restart=True)
+    run(other, tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_only_the_journal_was_left(tmp_path: Path, model: Path, unmoved: Callable[[Path], None]) -> None:
+    """Moved, but for the last step; another run for the same place changes nothing."""
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    unmoved(out)
+    shutil.copyfile(tmp_path / ".out.partial.json", tmp_path / "journal")
+    partial.rename(out)
+    before = files(out)
+    partial.mkdir()  # of a run that was killed at once
+    run(model, out, progress=(progress := StopAt(100)))
+    assert progress.left == 100
+    for restart in (False, True):
+        shutil.copyfile(tmp_path / "journal", tmp_path / ".out.partial.json")
+        said = message(lambda restart=restart: run(model, out, solver="magnitude", restart=restart))  # type: ignore[misc]
+        assert "is not an empty directory" in said
+        assert files(out) == before
+        assert names(tmp_path) == ["journal", "model", "out"]
+    shutil.copyfile(tmp_path / "journal", tmp_path / ".out.partial.json")
+    shutil.rmtree(out)
+    run(model, out)
+    assert files(out) == before
+
+
+def test_what_came_into_the_output_meanwhile_stays(
+    tmp_path: Path, model: Path, unmoved: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+
+    class Neighbour(StopAt):
+        def solved(self, matrix: MatrixRecord) -> None:
+            (out / "README.md").write_text("keep me")
+            super().solved(matrix)
+
+    said = message(lambda: run(model, out, progress=Neighbour(100)), OutputError)
+    assert "no longer empty" in said
+    assert (out / "README.md").read_text() == "keep me"
+    (out / "README.md").unlink()
+    run(model, out)
+    assert names(out)[0] != ".partial"
+
+
+def test_a_name_that_is_too_long(tmp_path: Path, model: Path) -> None:
+    """Before the work, and not with the first journal after it."""
+    out = tmp_path / ("a" * 235)
+    progress = StopAt(100)
+    assert "too long" in message(lambda: run(model, out, progress=progress), OutputError)
+    assert progress.left == 100
+    assert names(tmp_path) == ["model"]
 
 
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
@@ -260,8 +456,6 @@ def test_a_journal_that_cannot_be_written(
 
 
 def test_the_fingerprint_sees_other_weights(tmp_path: Path) -> None:
-    from niwaki.models.checkpoint.reading import Checkpoint
-
     first = Checkpoint(save_model(tmp_path / "a")).fingerprint()
     assert Checkpoint(save_model(tmp_path / "b")).fingerprint() == first
     assert Checkpoint(save_model(tmp_path / "c", seed=1)).fingerprint() != first

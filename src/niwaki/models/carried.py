@@ -17,9 +17,8 @@ from niwaki.records.record import FINDINGS
 _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", PACKED_INDEX, *FINDINGS}
-#: What niwaki gives a file of its own beside the model's.
-_PLAN = "plan.safetensors"
-_OWN_FILES = {_PLAN, "README.base.md", "niwaki.json"}
+#: What niwaki writes beside the model's files.
+_OWN_FILES = {"README.base.md", "niwaki.json"}
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
 #: Bytes for what niwaki writes about the model.
@@ -70,8 +69,6 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
                 size += path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-    if _PLAN in checkpoint.shards:
-        raise CheckpointError(f"{source / _PLAN} has a name that niwaki gives to its own files; rename it")
     check_space(out, size - unfinished_size(out))
     return CarriedFiles(source, names, left)
 

@@ -1,53 +1,36 @@
 """The directory that a run writes: it appears when it is complete, and an interrupted run can resume.
 
-Until then ``.OUT.partial`` next to OUT has what is written so far, and ``.OUT.partial.json``, the journal, says what
-was asked for and which blocks are done. If OUT exists already (an empty directory may be a mount point or somebody's
-working directory) both are inside it, as ``.partial`` and ``.partial.json``.
+Until then ``.OUT.partial`` next to OUT has what is written so far, ``.OUT.partial.plan.safetensors`` what was decided
+before, and ``.OUT.partial.json``, the journal, says what was asked for and which blocks are done. If OUT exists already
+(an empty directory may be a mount point or somebody's working directory) they are inside it, as ``.partial`` and so on.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import given_path, locked, nearest, output_errors, set_usual_mode, write_json
+from niwaki.models.journal import Journal, digests
 from niwaki.records.record import Record
 
-#: Characters that names of files beside the output have more than its own: ``.OUT.partial.json`` and 8 of a temporary.
-_LONGER = 22
-
-
-@dataclass
-class Journal:
-    """How far a run has come."""
-
-    fingerprint: dict[str, Any]  # what was asked for, by name: a run resumes only if all of it is the same
-    blocks: int = 0  # that are done and on disk
-    zeros: dict[str, int] = field(default_factory=dict)  # that were written, by checkpoint key
-    record: str = ""  # so far, as JSON
-    complete: bool = False  # all is written and checked; only the move into place is missing
+#: Characters that names of files beside the output have more than its own: ``.OUT.partial.json.tmp`` and 8 others.
+_LONGER = 26
 
 
 def check_output(source: Path, given: str | Path) -> Path:
     """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's."""
     out = given_path(given, _LONGER).resolve()
-    directory, journal = _places(out)
-    taken = out.exists() and (
-        # A temporary file of the journal is ours too.
-        not out.is_dir() or any(path != directory and not path.name.startswith(journal.name) for path in out.iterdir())
-    )
-    # What is in it is our own where a run was stopped while it moved its directory.
-    moving = _finished(journal) is not None and (directory.name == ".partial" or not directory.exists())
-    if taken and not moving:
-        raise UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
+    _, path = _places(out)
+    # What is in it may be our own where a run was stopped while it moved its directory.
+    if _taken(out, path) and not _finished(path):
+        raise _exists(out)
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     _check_folder(nearest(out), f"{out} cannot be written")
@@ -56,7 +39,7 @@ def check_output(source: Path, given: str | Path) -> Path:
 
 def check_record(given: str | Path) -> Path:
     """``given`` as an absolute path; UsageError where it cannot be a file, or not be written."""
-    file = given_path(given, 8).absolute()  # as many more has a temporary file
+    file = given_path(given, 12).absolute()  # as many more has a temporary file
     _check_folder(nearest(file.parent), f"{given} cannot be the record's file")
     if file.exists() and not file.is_file():
         raise UsageError(f"{given} cannot be the record's file: something else has this name")
@@ -74,47 +57,111 @@ def _check_folder(folder: Path, what: str) -> None:
 class Workplace:
     """Where a run writes: the ``directory`` that becomes OUT, and the ``journal`` of how far the run has come."""
 
-    def __init__(self, out: Path, journal: Journal) -> None:
+    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
         self.directory, self._path = _places(out)
-        self._out, self.journal = out, journal
+        #: Where the plan is kept until the run is done, see :mod:`niwaki.pruning.plan`.
+        self.plan = self._path.with_name(f"{self.directory.name}.plan.safetensors")
+        self._out, self.journal = out, Journal(fingerprint)
 
-    def clear(self, shards: list[str]) -> None:
-        """Removes what an earlier run left, except the shards, or folders, that hold the blocks it has done."""
-        kept = {*shards, self.plan.name} if self.journal.blocks else set()
+    def resume(self, restart: bool) -> None:
+        """Takes over what an earlier run left, or with ``restart`` discards it; ``directory`` is there and locked.
+
+        UsageError where that run was asked for something else, or OUT has other files.
+        """
+        for stray in self._path.parent.iterdir():
+            if stray.name.startswith(self._path.name) and stray != self._path:
+                stray.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            self.plan.stat()  # the longest of our names: one that is too long for the disk shows now
+        earlier = None
+        with contextlib.suppress(OutputError) if restart else contextlib.nullcontext():
+            earlier = Journal.read(self._path) if self._path.exists() else None
+        if earlier and earlier.complete:
+            self._take_back(earlier)
+        differing = earlier.differences(self.journal.fingerprint) if earlier else []
+        if earlier and earlier.complete and not any(self.directory.iterdir()):  # it was moved
+            if not restart and not differing and digests(self._out) == earlier.files:
+                self.journal = earlier
+                return
+            earlier = None
+        if earlier and not restart:
+            if differing:
+                raise UsageError(
+                    f"{self._out} has an unfinished run ({earlier.blocks} blocks done) that differs in "
+                    f"{'; '.join(differing)}; ask for the same to resume it, start over with --restart, or remove "
+                    f"{self._path}"
+                )
+            if earlier.complete and digests(self.directory) != earlier.files:
+                earlier.files = {}
+            self.journal = earlier
+        else:
+            self.forget()
+        if _taken(self._out, self._path):
+            raise _exists(self._out)
+
+    def _take_back(self, journal: Journal) -> None:
+        """Undoes a move into an existing directory."""
+        names = {name.partition("/")[0] for name in journal.files}
+        for path in self._out.iterdir() if self._inside else ():
+            if path.name in names and not (self.directory / path.name).exists():
+                path.rename(self.directory / path.name)
+
+    @property
+    def _inside(self) -> bool:
+        return self._out == self.directory.parent
+
+    def clear(self, kept: list[str]) -> None:
+        """Removes what an earlier run left, except the files ``kept``, which have the blocks that it has done."""
+        keep = {self.directory / name for name in kept} if self.journal.blocks else set()
         with output_errors(self._out):
-            for path in self.directory.iterdir():
-                if path.is_dir() and not path.is_symlink() and path.name not in kept:
-                    shutil.rmtree(path)
-                elif path.name not in kept:
+            for path in sorted(self.directory.rglob("*"), reverse=True):  # what is in a folder before the folder
+                if path.is_dir() and not path.is_symlink():
+                    if not any(path.iterdir()):
+                        path.rmdir()
+                elif path not in keep or path.is_symlink() or not path.is_file():
                     path.unlink()
 
     def save(self, **changes: Any) -> None:
         """Writes the journal with these changes: what it says is done has to be on disk before."""
         journal = dataclasses.replace(self.journal, **changes)
-        write_json(self._path, json.dumps(dataclasses.asdict(journal)) + "\n", sync=True)
+        write_json(self._path, journal.to_json(), sync=True)
         vars(self.journal).update(changes)
 
-    @property
-    def plan(self) -> Path:
-        """Where the plan is kept until the run is done, see :mod:`niwaki.pruning.plan`."""
-        return self.directory / "plan.safetensors"
+    def finish(self) -> None:
+        """Says that all is written and checked: only the move into place is missing."""
+        with output_errors(self._out):
+            self.save(files=digests(self.directory, sync=True))
 
     @property
     def has_more_to_come(self) -> bool:
-        """Whether blocks are done and kept, and the directory is not in place."""
-        return self.journal.blocks > 0 and self._path.exists()
+        """Whether the same call has something to resume from, and the directory is not in place."""
+        return bool(self.journal.blocks or self.journal.complete) and self._path.exists()
+
+    @property
+    def finished_record(self) -> Record:
+        """That of a run that only has to be moved, or was."""
+        return Record.load((self.directory if any(self.directory.iterdir()) else self._out) / "niwaki.json")
 
     def move(self) -> None:
         """Moves the directory into place."""
         with output_errors(self._out):
-            if self._out == self.directory.parent:
+            if not any(self.directory.iterdir()):
+                self.directory.rmdir()
+            elif _taken(self._out, self._path):
+                raise OutputError(f"{self._out} is no longer empty; move what is in it away and repeat the command")
+            elif self._inside:
                 for path in sorted(self.directory.iterdir()):
                     path.rename(self._out / path.name)
                 self.directory.rmdir()
-            elif self.directory.exists():
+            else:
                 set_usual_mode(self.directory, 0o777)
                 self.directory.rename(self._out)
-            self._path.unlink()
+            self.forget()
+
+    def forget(self) -> None:
+        """Removes the plan and the journal."""
+        self.plan.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -124,32 +171,22 @@ def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> 
     A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
     block that is done. UsageError where there is an unfinished run of something else, or one that is still running.
     """
-    directory, path = _places(out)
-    made = [parent for parent in [path.parent, *path.parent.parents] if not parent.exists()]
+    place = Workplace(out, fingerprint)
+    directory = place.directory
+    made = [each for each in [directory, *directory.parents] if not each.exists()]
     with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
         with output_errors(out):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            moved = path.exists() and not directory.exists()  # stopped in its last step
-            directory.mkdir(mode=0o700, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.enter_context(locked(directory, out))
-            for stray in path.parent.iterdir():  # temporary files of the journal
-                if stray.name.startswith(path.name) and stray != path:
-                    stray.unlink()
-            journal = None if restart else _journal_to_resume(path, out, fingerprint)
-            if journal is None:
-                path.unlink(missing_ok=True)
-            elif moved:
-                directory.rmdir()
-        place = Workplace(out, journal or Journal(fingerprint))
+            place.resume(restart)
         try:
             yield place
         except BaseException:
-            if place.journal.blocks == 0:
-                path.unlink(missing_ok=True)
+            if not place.journal.blocks and not place.journal.complete:
+                with contextlib.suppress(OSError):
+                    place.forget()
                 shutil.rmtree(directory, ignore_errors=True)
-                with contextlib.suppress(OSError):  # others may have put something there meanwhile
-                    for parent in made:
-                        parent.rmdir()
             raise
 
 
@@ -158,16 +195,16 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
     """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
 
     None where an earlier run with this ``fingerprint`` was stopped while it moved a complete directory into place:
-    nothing is left to write. Errors are those of :func:`workplace`, but for other unfinished runs, which it replaces.
+    nothing is left to write. Errors are those of :func:`workplace`.
     """
-    earlier = _finished(_places(out)[1])
-    with workplace(out, fingerprint, restart=earlier is None or earlier.fingerprint != fingerprint) as place:
+    with workplace(out, fingerprint) as place:
         if place.journal.complete:
             yield None
         else:
             place.clear([])
-            yield place.directory
-            place.save(complete=True)
+            with output_errors(out):
+                yield place.directory
+            place.finish()
         place.move()
 
 
@@ -199,35 +236,26 @@ def _places(out: Path) -> tuple[Path, Path]:
     return parent / name, parent / f"{name}.json"
 
 
-def _read_journal(path: Path) -> Journal:
-    try:
-        return Journal(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise OutputError(f"{path} is not readable as the journal of a run; start over with --restart") from error
+def _taken(out: Path, journal: Path) -> bool:
+    """Whether there is anything at ``out`` but what belongs to ``journal``."""
+    if not out.is_dir():
+        return out.exists()
+    return any(not path.name.startswith(journal.stem) for path in out.iterdir())
 
 
-def _finished(path: Path) -> Journal | None:
-    """The journal of an earlier run that only has to move its directory, if there is one."""
-    with contextlib.suppress(OSError, OutputError):
-        if (journal := _read_journal(path)).complete:
-            return journal
-    return None
+def _exists(out: Path) -> UsageError:
+    return UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
 
 
-def _journal_to_resume(path: Path, out: Path, fingerprint: dict[str, Any]) -> Journal | None:
-    """The journal of an earlier run, if there is one; UsageError where it was asked for something else."""
-    if not path.exists():
-        return None
-    journal, asked = _read_journal(path), json.loads(json.dumps(fingerprint))
-    differing = []
-    for name in dict.fromkeys([*asked, *journal.fingerprint]):
-        there, here = journal.fingerprint.get(name), asked.get(name)
-        sums = any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (there, here))  # SHA-256, which says nothing
-        if there != here:
-            differing.append(name if sums else f"{name} ({there} there, {here} here)")
-    if differing:
-        raise UsageError(
-            f"{out} has an unfinished run ({journal.blocks} blocks done) that differs in {'; '.join(differing)}; ask "
-            "for the same to resume it, or start over with --restart"
-        )
-    return journal
+def _finished(path: Path) -> bool:
+    """Whether the journal is that of an earlier run that only has to move its directory."""
+    with contextlib.suppress(OutputError):
+        return path.exists() and Journal.read(path).complete
+    return False
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    """Removes those that are empty: others may have put something there."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()

@@ -27,7 +27,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
     write_json(readme, _text(record, inherited))
     record.seconds = {**clock.seconds, "total": clock.total()}
     write_json(place.directory / "niwaki.json", record.to_json())
-    place.save(record=record.to_json(), complete=True)
+    place.finish()
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:

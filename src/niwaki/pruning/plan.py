@@ -1,5 +1,6 @@
 """Examines the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from niwaki.errors import named
+from niwaki.errors import OutputError, named
 from niwaki.files import output_errors
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
@@ -61,19 +62,27 @@ class Plan:
         zeros = self.zeros.get(matrix.place)
         return usual if zeros is None else _at(usual, zeros / matrix.size)
 
-    def save(self, path: Path) -> None:
-        """Writes it, in safetensors; it is on disk when this returns."""
+    def save(self, path: Path, expected: str = "") -> str:
+        """Writes it, in safetensors, and returns the file's SHA-256; OutputError if another one was ``expected``."""
         tensors = {f"{block} {name}": value for (block, name), value in self.importance.items()}
         if self.synthetic is not None:
             tensors[_SYNTHETIC] = self.synthetic
         zeros = json.dumps([[*place, count] for place, count in self.zeros.items()])
+        data = save(tensors, metadata={"zeros": zeros})
+        digest = hashlib.sha256(data).hexdigest()
+        if expected not in ("", digest):
+            raise OutputError(f"{path} was damaged, and made again it is not what it was; start over with --restart")
         with output_errors(path), path.open("wb") as file:
-            file.write(save(tensors, metadata={"zeros": zeros}))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        return digest
 
     @classmethod
-    def load(cls, path: Path) -> "Plan":
+    def load(cls, path: Path, digest: str) -> "Plan | None":
+        """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            return None
         with safe_open(path, "pt") as file:
             zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict

@@ -14,8 +14,9 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
-from niwaki.models.output import Journal, Workplace, check_output, workplace, write_config
-from niwaki.models.scales import FOLDER, places, verify_grid
+from niwaki.models.journal import Journal
+from niwaki.models.output import Workplace, check_output, workplace, write_config
+from niwaki.models.scales import FILE, places, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement, Text
@@ -137,11 +138,12 @@ def _run(request: Request, given: str | Path, restart: bool, progress: Progress 
         ):
             shared = world.received(place.journal if place else Journal({}))
             journal = place.journal if place else shared
-            if journal.blocks:
-                earlier = Record.from_json(journal.record)
-                record = dataclasses.replace(earlier, command=record.command, device=record.device)
-            if not journal.complete:
+            if journal.complete:
+                record = place.finished_record if place else record
+            else:
                 if journal.blocks:
+                    earlier = Record.from_json(journal.record)
+                    record = dataclasses.replace(earlier, command=record.command, device=record.device)
                     record.resumed.append(journal.blocks)
                     clock.add(record.seconds)
                     progress.note(
@@ -164,11 +166,10 @@ def _write(walk: Walk, place: Workplace, texts: Texts, carried: CarriedFiles) ->
     """The walk over the blocks and all that is written."""
     checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
     added = places(checkpoint, matrices, grid) if grid else None
-    place.clear([*checkpoint.shards, FOLDER])
+    place.clear([*checkpoint.shards, FILE])
     carried.copy(place.directory)
     with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
         walk.blocks(texts)
-    place.plan.unlink(missing_ok=True)
     walk.clock.lap("write")
     walk.record.notes += carried.notes
     write_config(place.directory, checkpoint.config, walk.record)

@@ -12,8 +12,9 @@ from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.journal import Journal
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Journal, Workplace
+from niwaki.models.output import Workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
@@ -78,9 +79,9 @@ class Walk:
             last = block.index >= stop - 1
             if streams.heldout_dense:
                 block.advance(streams.heldout_dense)
-            if block.index >= self.journal.blocks and block.matrices:
+            if block.matrices and not self._is_done(block):
                 self._prune(block, streams, last)
-                self._save(block.index + 1)
+                self._save(block)
             else:
                 if streams.calibration_dense and not last:
                     block.advance(streams.calibration_dense)
@@ -119,8 +120,11 @@ class Walk:
         effort, place, world = self.request.effort, self.place, self.world
         if not effort.plans:
             return Plan()
+        kept = Plan.load(place.plan, self.journal.plan) if place and self.journal.blocks else None
+        if (kept := world.received(kept)) is not None:
+            return kept
         if self.journal.blocks:
-            return world.received(Plan.load(place.plan) if place else Plan())
+            self.progress.note("the plan of the earlier run is damaged and made again")
         made = plan(self.model, effort, self.pattern_of, tokens, self.record.tf32, world, self.progress)
         if effort.synthetic:
             count = max(world.size, round(effort.synthetic * sum(world.collected(len(tokens)))))
@@ -133,13 +137,28 @@ class Walk:
                     "in memory; more --samples of real text do as well"
                 )
         if place:
-            made.save(place.plan)
+            self.journal.plan = made.save(place.plan, self.journal.plan)
         return made
+
+    def _is_done(self, block: DecoderBlock) -> bool:
+        """Whether an earlier run has done ``block``, and what it wrote is still there."""
+        if block.index >= self.journal.blocks:
+            return False
+        done = not self.writer or self.writer.digest(self._places(block)) == self.journal.digests[block.index]
+        if not (done := self.world.received(done)):
+            self.progress.note(f"block {block.index} of the earlier run is damaged on disk and done again")
+        return done
+
+    def _places(self, block: DecoderBlock) -> list[tuple[str, int | None]]:
+        """Key and index of all that is written for ``block``."""
+        keys = [(matrix.key, matrix.index) for matrix in block.matrices]
+        return keys + [(scale_key(matrix), matrix.index) for matrix in block.matrices if self.request.grid]
 
     def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
         """Prunes the matrices of a block, and fits it if asked to; ``calibration_dense`` advances if it is needed."""
         effort, world, progress, clock = self.request.effort, self.world, self.progress, self.clock
         states, dense = streams.calibration, streams.calibration_dense
+        self._forget(block.index)
         if dense:
             block.keep_original()
         progress.stage(block.index, "capture", len(states.hidden))
@@ -205,12 +224,23 @@ class Walk:
                 stored.copy_(self.writer.read(matrix.key, matrix.index))
             block.put(matrix, self.world.send(stored, 0))
 
-    def _save(self, blocks: int) -> None:
-        """Makes sure that a stopped run can be resumed after so many ``blocks``."""
+    def _forget(self, block: int) -> None:
+        """Takes out of the record and the journal what an earlier run did to ``block``."""
+        self.record.matrices = [each for each in self.record.matrices if each.block != block]
+        self.record.fits = [each for each in self.record.fits if each.block != block]
+        for matrix in self.model.matrices(block):
+            self.journal.zeros.pop(matrix.key, None)
+
+    def _save(self, block: DecoderBlock) -> None:
+        """Makes sure that a stopped run can be resumed after ``block``."""
+        self.record.matrices.sort(key=lambda each: each.block)
+        self.record.fits.sort(key=lambda each: each.block)
         if self.writer and self.place:
             self.writer.sync()
             self.record.seconds = dict(self.clock.seconds)
-            self.place.save(blocks=blocks, record=self.record.to_json())
+            digests = [*self.journal.digests, *[""] * (block.index + 1 - self.journal.blocks)]
+            digests[block.index] = self.writer.digest(self._places(block))
+            self.place.save(digests=digests, record=self.record.to_json())
         self.clock.lap("write")
 
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:

@@ -6,10 +6,11 @@ copy of the shard can be filled in in any order, with one tensor in memory at a 
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +32,8 @@ class CheckpointWriter:
 
     A context manager: without an error, the tensors that were not written are copied at the end. Disk space is
     reserved at the start, so that a full disk shows before the work. With ``resume`` the shards are those that an
-    earlier writer left there. ``added`` are the tensors of another shard, see :func:`new_shard`.
+    earlier writer left there, as far as they are there: :meth:`digest` says what they have. ``added`` are the tensors
+    of another shard, see :func:`new_shard`.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CheckpointWriter:
         self._stack = contextlib.ExitStack()
         #: By key, the indices that were written; None for the whole tensor.
         self._written: dict[str, set[int | None]] = {}
+        self._digests: dict[tuple[str, int | None], bytes] = {}  # SHA-256 of what this writer wrote
 
     def __enter__(self) -> "CheckpointWriter":
         with output_errors(self._directory), self._stack:
@@ -59,9 +62,9 @@ class CheckpointWriter:
 
     def _open(self, shard: str, header: bytes, size: int) -> None:
         path = self._directory / shard
-        if self._resume and not path.exists():
-            raise OutputError(f"{path} of an unfinished run is gone; start over with --restart")
-        file = self._files[shard] = self._stack.enter_context(path.open("r+b" if self._resume else "w+b"))
+        file = self._files[shard] = self._stack.enter_context(
+            path.open("r+b" if self._resume and path.exists() else "w+b")
+        )
         _reserve(file, size)
         file.write(header)
 
@@ -78,6 +81,25 @@ class CheckpointWriter:
             file.seek(entry.offset)
             file.write(raw.data)
         self._written.setdefault(key, set()).add(index)
+        self._digests[key, index] = hashlib.sha256(raw.data).digest()
+
+    def digest(self, places: Iterable[tuple[str, int | None]]) -> str:
+        """SHA-256 of the digests of these tensors: as they were written, or as an earlier writer left them on disk."""
+        whole = hashlib.sha256()
+        for key, index in places:
+            if (digest := self._digests.get((key, index))) is None:
+                digest = self._digest_on_disk(self._entries[key].at(index))
+            whole.update(digest)
+        return whole.hexdigest()
+
+    def _digest_on_disk(self, entry: Entry) -> bytes:
+        digest = hashlib.sha256()
+        with output_errors(self._directory):
+            file = self._files[entry.shard]
+            file.seek(entry.offset)
+            for start in range(0, entry.size, _CHUNK):
+                digest.update(file.read(min(entry.size - start, _CHUNK)))
+        return digest.digest()
 
     def read(self, key: str, index: int | None = None) -> Tensor:
         """What this writer or an earlier one wrote there, which counts as written; CheckpointError if not finite."""

@@ -106,7 +106,7 @@ def shrink(
     asked = _fingerprint(streamed, texts, measurement, record)
     with products(tf32=False), workplace(target, asked, restart) as place:
         if place.journal.complete:  # it was interrupted just before it was moved into place
-            record = Record.from_json(place.journal.record)
+            record = place.finished_record
         else:
             run = _Run(streamed, removals, record, clock, progress, carried)
             run.write(place, texts, measurement.before, blocks)

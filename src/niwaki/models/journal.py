@@ -1,0 +1,91 @@
+"""The journal of a run: what was asked for, which blocks are done, and digests of what is on disk."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from niwaki.errors import CheckpointError, OutputError
+from niwaki.records.record import Record
+
+_PIECE = 1 << 20  # bytes
+
+
+@dataclass
+class Journal:
+    """How far a run has come."""
+
+    fingerprint: dict[str, Any]  # what was asked for, by name: a run resumes only if all of it is the same
+    digests: list[str] = field(default_factory=list)  # of what each block that is done has on disk; "" for nothing
+    zeros: dict[str, int] = field(default_factory=dict)  # that were written, by checkpoint key
+    record: str = ""  # when the last block was done, as JSON
+    plan: str = ""  # its digest, if there is one
+    files: dict[str, str] = field(default_factory=dict)  # of a directory that only has to be moved, their digests
+
+    @property
+    def blocks(self) -> int:
+        """How many are done and on disk."""
+        return len(self.digests)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is written and checked, and only the move into place is missing."""
+        return bool(self.files)
+
+    def to_json(self) -> str:
+        """JSON text, with a digest of itself."""
+        values = asdict(self)
+        return json.dumps({**values, "sha256": _digest(values)}) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "Journal":
+        """What :meth:`to_json` wrote there (OutputError if it is anything else)."""
+        try:
+            values = json.loads(path.read_bytes())
+            if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
+                raise ValueError("it is not what was written")
+            journal = msgspec.convert(values, cls)
+            if journal.blocks:
+                Record.from_json(journal.record)
+        except (OSError, ValueError, RecursionError, CheckpointError) as error:
+            hint = "start over with --restart, or remove it"
+            raise OutputError(f"{path} is not readable as the journal of a run; {hint}") from error
+        return journal
+
+    def differences(self, fingerprint: dict[str, Any]) -> list[str]:
+        """What was asked for otherwise than in ``fingerprint``, in words."""
+        asked = json.loads(json.dumps(fingerprint))
+        differing = []
+        for name in dict.fromkeys([*asked, *self.fingerprint]):
+            there, here = self.fingerprint.get(name), asked.get(name)
+            says_nothing = any(isinstance(value, str) and _is_digest(value) for value in (there, here))
+            if there != here:
+                differing.append(name if says_nothing else f"{name} ({there} there, {here} here)")
+        return differing
+
+
+def digests(directory: Path, sync: bool = False) -> dict[str, str]:
+    """SHA-256 of each file below ``directory``, by its path there; with ``sync`` they are on disk at the return."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            with path.open("r+b" if sync else "rb") as file:
+                digest = hashlib.sha256()
+                while piece := file.read(_PIECE):
+                    digest.update(piece)
+                if sync:
+                    os.fsync(file.fileno())
+            found[path.relative_to(directory).as_posix()] = digest.hexdigest()
+    return found
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _is_digest(value: str) -> bool:
+    return len(value) == 64 and set(value) <= set("0123456789abcdef")
