@@ -210,8 +210,12 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
 
 def unfinished_size(out: Path) -> int:
     """Bytes on the disk that an earlier run for ``out`` holds."""
-    files = (out if out.exists() else _places(out)[0]).rglob("*")
-    return sum(getattr(file.lstat(), "st_blocks", 0) * 512 for file in files)
+    size = 0
+    with contextlib.suppress(OSError):  # the run may be going on
+        for file in (out if out.exists() else _places(out)[0]).rglob("*"):
+            status = file.lstat()
+            size += getattr(status, "st_blocks", status.st_size // 512) * 512  # a file may have holes
+    return size
 
 
 def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
