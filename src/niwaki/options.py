@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
 
-from niwaki.errors import UnknownNameError, UsageError
+from niwaki.arguments import check_fields
+from niwaki.errors import UnknownNameError, UsageError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,10 +57,10 @@ class Calibration(_Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "text", _name_of(self.text))
-        _check_choice("the order of windows", self.order, Order)
         _check_count("samples", self.samples, 1)
-        _check_count("the length of windows", self.length, 2, optional=True)
+        _check_count("the length of windows", self.length, 2)
         _check_count("the seed", self.seed, 0)
 
 
@@ -82,10 +83,16 @@ class Measurement(_Options):
     before: bool = True
 
     def __post_init__(self) -> None:
-        text = tuple(dict.fromkeys(self.text)) if isinstance(self.text, list | tuple) else _name_of(self.text)
+        check_fields(self)
+        text: Any = _name_of(self.text)
+        if isinstance(text, list | tuple):
+            names = [_name_of(each) for each in text]
+            if not all(isinstance(name, str) for name in names):
+                raise UsageError(f"several texts are given by their names; got {shown(names)}")
+            text = tuple(dict.fromkeys(names))
         object.__setattr__(self, "text", text)
-        _check_count("samples", self.samples, 0, optional=True)
-        _check_count("the length of windows", self.length, 2, optional=True)
+        _check_count("samples", self.samples, 0)
+        _check_count("the length of windows", self.length, 2)
 
     @property
     def texts(self) -> tuple[Text | None, ...]:
@@ -96,6 +103,11 @@ class Measurement(_Options):
         """Raises UsageError where there are several texts, or none."""
         if len(self.texts) != 1:
             raise UsageError(f"{caller} measures one text at a time; got {len(self.texts)}")
+
+    def some(self) -> None:
+        """Raises UsageError where no window is measured."""
+        if self.samples == 0:
+            raise UsageError("samples must be 1 or more; got 0")
 
 
 @dataclass(frozen=True)
@@ -120,12 +132,13 @@ class Compute(_Options):
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype"):
-            if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name} is a name, such as 'auto'; got {getattr(self, name)!r}")
-        _check_choice("tf32", self.tf32, TF32)
+            given: Any = getattr(self, name)
+            if type(given).__module__ == "torch" and type(given).__name__ == name:  # without torch
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
+        check_fields(self)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
-        _check_count("memory", self.memory, 1, optional=True)
+        _check_count("memory", self.memory, 1)
 
     @property
     def budget(self) -> int | None:
@@ -140,7 +153,7 @@ class Compute(_Options):
                 raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
 
 
-def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:
+def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:
     """The dataclass of ``known`` that ``text`` names, with parameters changed as in ``adam:iterations=50``.
 
     ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver". UnknownNameError is for
@@ -161,8 +174,11 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
             raise UsageError(f"{name} has no parameters; got {key}")
         if key not in usual:
             raise UnknownNameError(f"parameter of {name}", key, usual)
-        # A Literal's values are checked by the dataclass, together with the ranges of numbers.
+        # What is not text, and a Literal's values, are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
+        if not isinstance(given, str):
+            changes[key] = given
+            continue
         try:
             changes[key] = {"true": True, "false": False}[given.lower()] if type_ is bool else type_(given)
         except (ValueError, KeyError):
@@ -193,9 +209,9 @@ def name_of(value: object, known: Mapping[str, object]) -> str:
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
-        raise UsageError(f"invalid memory size {text!r}; try 8GiB or 500MB")
+        raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -213,9 +229,9 @@ def parse_time(text: str) -> float:
 
 def parse_range(text: str) -> tuple[int, int]:
     """(first, last + 1) of a range such as "0:2", which is 0 and 1; UsageError where it is not one."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text.strip())
     if match is None:
-        raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
+        raise UsageError(f"invalid range {shown(text)}; give FROM:TO, such as 0:2 for the first two")
     return int(match[1]), int(match[2])
 
 
@@ -224,12 +240,6 @@ def _name_of(text: Any) -> Any:
     return os.fspath(text) if isinstance(text, os.PathLike) else text
 
 
-def _check_count(name: str, given: object, least: int, optional: bool = False) -> None:
-    if not (optional and given is None) and (type(given) is not int or given < least):
-        raise UsageError(f"{name} must be {least} or more; got {given!r}")
-
-
-def _check_choice(name: str, given: object, choices: Any) -> None:
-    *others, last = get_args(choices)
-    if given not in (*others, last):
-        raise UsageError(f"{name} is {', '.join(others)} or {last}; got {given!r}")
+def _check_count(name: str, given: object, least: int) -> None:
+    if isinstance(given, int) and given < least:
+        raise UsageError(f"{name} must be {least} or more; got {given}")

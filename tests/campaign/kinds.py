@@ -1,14 +1,14 @@
 """The kinds of attack, each a module with
 
-    prepare(place)         makes what its cases share in an empty directory
-    case(chance, place)    does one case in an empty directory, with what ``chance`` gives, and says in a few words how
-                           it ended as it should; AssertionError where it did not
+prepare(place)         makes what its cases share in an empty directory
+case(chance, place)    does one case in an empty directory, with what ``chance`` gives, and says in a few words how
+                       it ended as it should; AssertionError where it did not
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments
+from campaign import arguments, calls, solvers
 
-KINDS: dict[str, ModuleType] = {"arguments": arguments}
+KINDS: dict[str, ModuleType] = {"arguments": arguments, "calls": calls, "solvers": solvers}

@@ -214,7 +214,7 @@ def test_a_link_to_an_empty_directory(tmp_path: Path, model: Path) -> None:
         ({"calibration": "demo", "length": -1}, "2 or more; got -1"),
         ({"device": "quantum"}, "'quantum'"),
         ({"dtype": "int4"}, "int4"),
-        ({"tf32": "sometimes"}, "tf32 is auto, always or never; got 'sometimes'"),
+        ({"tf32": "sometimes"}, "tf32 must be auto, always or never; got 'sometimes'"),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from niwaki.arguments import checked
 from niwaki.errors import NiwakiError, UsageError, WorkerError
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
@@ -25,6 +26,7 @@ from niwaki.records.record import versions
 from niwaki.records.speed import Speed, SpeedRecord
 
 
+@checked
 def bench(
     model: str | Path,
     *,

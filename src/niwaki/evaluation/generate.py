@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.text import load_tokenizer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@checked
 def generate(
     model: str | Path,
     prompt: str,
@@ -41,16 +43,18 @@ def generate(
     """
     compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")
-    check(prompt, tokens, temperature)
+    check(prompt, tokens, temperature, seed)
     tokenizer = load_tokenizer(locate_model(str(model)))
     loaded = load(model, compute.device, compute.dtype)
     return continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
 
 
-def check(prompt: str, tokens: int, temperature: float) -> None:
+def check(prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Raises UsageError for what no model continues."""
     if tokens < 1 or not 0 <= temperature < math.inf:
         raise UsageError(f"tokens are 1 or more and the temperature 0 or more; got {tokens} and {temperature}")
+    if not 0 <= seed < 2**64:
+        raise UsageError(f"the seed is from 0 to below 2^64; got {seed}")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -79,7 +83,7 @@ def continue_text(
     """
     from transformers import GenerationConfig, TextStreamer
 
-    check(prompt, tokens, temperature)
+    check(prompt, tokens, temperature, seed)
     of_the_caller: list[Exception] = []  # what ``say`` raised
 
     class Teller(TextStreamer):

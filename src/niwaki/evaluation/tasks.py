@@ -24,6 +24,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, NumericalError, TaskError, UnknownNameError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
@@ -93,9 +94,10 @@ class TaskScores:
         return sum(score.value for score in scores) / len(scores), error
 
 
+@checked
 def evaluate_tasks(
     model: str | Path,
-    tasks: str | Sequence[str],
+    tasks: str | Path | Sequence[str | Path],
     *,
     limit: int | None = None,
     compute: Compute | str = Compute(),
@@ -113,8 +115,8 @@ def evaluate_tasks(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be 1 or more; got {limit}")
-    tasks = [tasks] if isinstance(tasks, str) else tasks
-    if not tasks:
+    names = [str(task) for task in ([tasks] if isinstance(tasks, str | Path) else tasks)]
+    if not names:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
     compute.only("evaluate_tasks", "device", "dtype")
@@ -126,7 +128,7 @@ def evaluate_tasks(
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):
-        built = _build(tasks)
+        built = _build(names)
         lm = _load(str(model), compute.device, compute.dtype)
         try:
             results = evaluate(lm, {"tasks": built}, limit=limit, log_samples=False)
@@ -135,7 +137,7 @@ def evaluate_tasks(
     for name, task in built.items():
         likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
-            raise NumericalError(f"likelihoods in {name} are NaN; try --dtype float32")
+            raise NumericalError(f"likelihoods in {name} are NaN; try dtype float32")
     scores = tuple(score for name in built for score in _scores(name, results))
     dtype = str(lm.model.dtype).removeprefix("torch.")
     return TaskScores(scores, str(lm_eval.__version__), limit, str(lm.device), dtype)

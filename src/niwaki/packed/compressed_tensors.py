@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from niwaki.arguments import checked
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid, parse_grid
@@ -25,6 +26,7 @@ _PACKED = (
 )
 
 
+@checked
 def export(model: str | Path, out: str | Path) -> None:
     """Writes the directory ``model`` of ``prune(..., quantize=...)`` with packed weights to ``out``, new or empty.
 
@@ -42,7 +44,7 @@ def export(model: str | Path, out: str | Path) -> None:
     checkpoint = Checkpoint(path)
     pruning = checkpoint.config.get("pruning_config", {})
     if "quantization" not in pruning:
-        raise UsageError(f"{model} has no weights on a grid; prune the dense model with --quantize int4:128")
+        raise UsageError(f"{model} has no weights on a grid; prune the dense model onto a grid such as int4:128")
     grid = parse_grid(pruning["quantization"])
     if grid.bits not in (4, 8):  # which kernels of other programs take
         raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")

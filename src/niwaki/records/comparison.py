@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from niwaki.arguments import checked
 from niwaki.files import write_json
 from niwaki.records.data import JsonFile
 from niwaki.records.record import Perplexity
@@ -155,6 +156,7 @@ class Comparison(JsonFile):
         write_json(directory / "compare.md", self.to_markdown())
 
     @classmethod
+    @checked
     def load(cls, path: str | os.PathLike[str]) -> Comparison:
         """From a directory that ``niwaki compare`` wrote, all done or not (if not, CheckpointError)."""
         return super().load(Path(path) / "compare.json")

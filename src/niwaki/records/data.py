@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class JsonFile:
         """Changes what an earlier version wrote into what this one reads."""
 
     @classmethod
+    @checked
     def load(cls: type[Kept], path: str | os.PathLike[str]) -> Kept:
         """From a file; CheckpointError if it cannot be read."""
         return load(Path(path).expanduser(), cls.from_json)
