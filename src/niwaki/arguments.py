@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import operator
-import os
 import types
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -80,8 +79,6 @@ def _fitted(value: Any, hint: Any) -> Any:
     """``value``, with Python's numbers for numpy's."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        if Path in inner and isinstance(value, str | PathLike):
-            _check_path(os.fspath(value))
         for each in inner:
             with contextlib.suppress(_MisfitError):
                 return _fitted(value, each)
@@ -99,12 +96,6 @@ def _fitted(value: Any, hint: Any) -> Any:
     elif isinstance(kind := PathLike if hint is Path else origin or hint, type) and hint not in _UNKNOWN:
         _require(isinstance(value, kind))
     return value
-
-
-def _check_path(path: Any) -> None:
-    """Raises UsageError for what no function of the system takes as a path."""
-    if "\0" in str(path) or os.path.expanduser(path)[:1] == "~":
-        raise UsageError(f"{shown(path)} is not a path: it has a NUL in it, or is in the home of nobody")
 
 
 def _number(value: Any, kind: type) -> Any:

@@ -496,6 +496,16 @@ class TestProblem:
         assert problem.error(problem.W * 0.9) == pytest.approx(0.01, rel=1e-3)
         assert problem.error(problem.W * 0) == pytest.approx(1, rel=1e-6)
 
+    @pytest.mark.parametrize("exponent", [-90, 90])
+    @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+    def test_weights_at_the_ends_of_float32(self, solver: Solver, exponent: int) -> None:
+        usual = make_problem(dtype=torch.float32)
+        expected = solver(usual, Unstructured(0.5))
+        found = solver(LayerProblem(usual.W * 2.0**exponent, usual.gram), Unstructured(0.5))
+        assert torch.equal(found.mask, expected.mask)
+        assert torch.allclose(found.W * 2.0**-exponent, expected.W, rtol=1e-5, atol=1e-6)
+        assert found.error == pytest.approx(expected.error, rel=1e-4)
+
     def test_errors_that_are_not_finite(self) -> None:
         problem = LayerProblem(torch.tensor([[1.0, -1.0]]), torch.ones(2, 2))
         with pytest.raises(NumericalError, match="the error of its outputs is inf"):

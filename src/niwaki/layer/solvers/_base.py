@@ -27,7 +27,8 @@ def _checked(call: Callable[..., Solution]) -> Callable[..., Solution]:
         if not isinstance(problem, LayerProblem):
             raise UsageError(f"a solver takes a LayerProblem; got {shown(problem)}")
         pattern = make_pattern(pattern, self.default_pattern)
-        if abs(exponent := problem.exponent) <= _LARGEST:
+        # Processes that have some rows each compare their weights with those of the others.
+        if pattern.rows is not ALL or abs(exponent := problem.exponent) <= _LARGEST:
             solution = call(self, problem, pattern, monitor)
         else:
             solution = call(self, problem.times(-exponent), pattern, monitor)
