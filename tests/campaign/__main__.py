@@ -40,7 +40,7 @@ def one(kind: str, seed: int, number: int, place: Path) -> str:
     directory = place / f"{kind}-{number}"
     directory.mkdir()
     try:
-        return KINDS[kind].case(random.Random(f"{kind} {seed} {number}"), directory)
+        return str(KINDS[kind].case(random.Random(f"{kind} {seed} {number}"), directory))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

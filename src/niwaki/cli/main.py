@@ -87,7 +87,7 @@ def _end(what: str, code: int) -> NoReturn:
 
 def _end_unforeseen(error: Exception) -> NoReturn:
     """One line for an error that is not ours, with its traceback in a file for who has to mend it."""
-    if isinstance(error, MemoryError) or "alloc" in str(error) and "memory" in str(error):
+    if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
         _end(f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less", 1)
     where = "its traceback could not be kept"
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud80
 
 
 def printable(text: str) -> str:
-    r"""``text`` with control codes as in ``"\\x1b"``; lines and tabs stay."""
+    r"""``text`` with control codes as in ``"\x1b"``; lines and tabs stay."""
     return _CONTROL.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
 
 
