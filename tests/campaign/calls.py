@@ -52,7 +52,7 @@ _ODD: tuple[Any, ...] = (
     *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(memory="1GiB"), niwaki.Effort(), niwaki.Effort(epochs=0.1)),
     *(niwaki.Effort(allocation="owl"), niwaki.Effort(allocation="error", per="block"), niwaki.Effort, Wanda(), Wanda),
     *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), MixedNM(2, 4), Grid(4), Grid(8, 16), niwaki.Progress()),
-    *(niwaki.Windows(torch.zeros(2, 8, dtype=torch.int64), "0")),
+    *(niwaki.Windows(torch.zeros(2, 8, dtype=torch.int64), "0"),),
     *(niwaki.Windows(torch.zeros(2, 8), "0"), niwaki.Progress),
 )
 #: Sparsities that have to be reached exactly, whatever allocates them.
