@@ -47,7 +47,7 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --solver admm1 --set rho=-1", "rho must be above 0; got -1"),
         ("--sparsity 0.5 --solver admm1 --set rho=nan", "rho must be"),
         ("--sparsity 0.5 --solver admm1 --set damping=inf", "damping must be"),
-        ("--sparsity 0.5 --solver admm-grad --set schedule=cubik", "constant, cubic, printed"),
+        ("--sparsity 0.5 --solver admm-grad --set schedule=cubik", "constant, cubic or printed"),
         ("--sparsity 0.5 --solver wanda --set rho=1", "wanda has no parameters"),
         ("--sparsity 0.5 --mask-from wandaa", "did you mean wanda"),
         ("--sparsity 0.5 --mask-from ./nowhere", "./nowhere"),

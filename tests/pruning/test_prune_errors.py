@@ -77,7 +77,7 @@ def enlarge(model: Path, *changes: tuple[str, float]) -> None:
         ([("model.layers.1.self_attn.v_proj", 1e38)], "block 1: the inputs of self_attn.o_proj"),
         (
             [("model.layers.0.mlp.up_proj", 1e4), ("model.layers.0.mlp.down_proj", 1e38)],
-            "model.layers.0.mlp.down_proj.weight: the error of its outputs is",
+            "block 1: the inputs of self_attn.q_proj",
         ),
     ],
 )
