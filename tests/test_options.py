@@ -21,8 +21,9 @@ def test_a_text_or_a_device_alone_will_do() -> None:
     assert Calibration.of(tokens).text is tokens
     assert Measurement.of("a").texts == ("a",)
     assert Measurement.of(None).texts == (None,)
-    assert Measurement.of(["a", "b", "a"]).texts == ("a", "b")
-    assert Compute.of("cuda:1") == Compute(device="cuda:1")
+    assert Measurement.of(["a", "b", Path("a")]).texts == ("a", "b")
+    assert Compute.of("cuda:1") == Compute(device="cuda:1") == Compute(torch.device("cuda:1"))  # type: ignore[arg-type]
+    assert Compute(dtype="bfloat16") == Compute(dtype=torch.bfloat16)  # type: ignore[arg-type]
 
 
 def test_memory_is_in_bytes() -> None:
@@ -35,21 +36,24 @@ def test_memory_is_in_bytes() -> None:
     ("kind", "wrong", "said"),
     [
         (Calibration, {"samples": 0}, "samples must be 1 or more; got 0"),
-        (Calibration, {"samples": "4"}, "samples must be 1 or more; got '4'"),
-        (Calibration, {"samples": 4.0}, "samples must be 1 or more; got 4.0"),
-        (Calibration, {"samples": True}, "samples must be 1 or more; got True"),
+        (Calibration, {"samples": "4"}, "samples must be a whole number; got '4'"),
+        (Calibration, {"samples": 4.0}, "samples must be a whole number; got 4.0"),
+        (Calibration, {"samples": True}, "samples must be a whole number; got True"),
         (Calibration, {"length": 1}, "the length of windows must be 2 or more; got 1"),
-        (Calibration, {"length": "64"}, "the length of windows must be 2 or more; got '64'"),
+        (Calibration, {"length": "64"}, "length must be a whole number or None; got '64'"),
         (Calibration, {"seed": -1}, "the seed must be 0 or more; got -1"),
-        (Calibration, {"seed": None}, "the seed must be 0 or more; got None"),
-        (Calibration, {"order": "last"}, "the order of windows is first or random; got 'last'"),
+        (Calibration, {"seed": None}, "seed must be a whole number; got None"),
+        (Calibration, {"order": "last"}, "order must be first or random; got 'last'"),
         (Measurement, {"samples": -1}, "samples must be 0 or more; got -1"),
         (Measurement, {"length": 0}, "the length of windows must be 2 or more; got 0"),
-        (Compute, {"device": None}, "device is a name, such as 'auto'; got None"),
-        (Compute, {"dtype": torch.float32}, "dtype is a name, such as 'auto'; got torch.float32"),
-        (Compute, {"tf32": "maybe"}, "tf32 is auto, always or never; got 'maybe'"),
+        (Measurement, {"before": "always"}, "before must be True or False; got 'always'"),
+        (Measurement, {"text": ["a", 1]}, "several texts are given by their names; got ['a', 1]"),
+        (Compute, {"device": None}, "device must be text; got None"),
+        (Compute, {"dtype": torch.zeros(1)}, "dtype must be text; got tensor([0.])"),
+        (Compute, {"tf32": "maybe"}, "tf32 must be auto, always or never; got 'maybe'"),
         (Compute, {"memory": 0}, "memory must be 1 or more; got 0"),
-        (Compute, {"memory": 1.5}, "memory must be 1 or more; got 1.5"),
+        (Compute, {"memory": 1.5}, "memory must be a whole number, text or None; got 1.5"),
+        (Compute, {"memory": f"{'9' * 400}GiB"}, f"invalid memory size '{'9' * 76}...; try 8GiB or 500MB"),
         (Compute, {"memory": "much"}, "invalid memory size 'much'; try 8GiB or 500MB"),
     ],
 )
@@ -67,6 +71,6 @@ def test_what_is_not_used_is_not_taken() -> None:
 
 def test_ranges() -> None:
     assert parse_range(" 0:2 ") == (0, 2)
-    for text in ("", "1", ":2", "0:1:2", "a:b", "-1:1"):
+    for text in ("", "1", ":2", "0:1:2", "a:b", "-1:1", f"0:{'9' * 5000}"):
         with pytest.raises(UsageError, match="give FROM:TO"):
             parse_range(text)

@@ -34,7 +34,7 @@ class UnknownNameError(UsageError):
         known = list(known)
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else instead or f"known: {', '.join(known)}"
-        super().__init__(f"no {kind} is called {name!r}; {hint}")
+        super().__init__(f"no {kind} is called {shown(name)}; {hint}")
 
 
 class CheckpointError(NiwakiError):
@@ -74,6 +74,12 @@ def named(name: str) -> Iterator[None]:
         if name in str(error) or isinstance(error, WorkerError):
             raise
         raise type(error)(f"{name}: {error}") from error
+
+
+def shown(value: object) -> str:
+    """``value`` as a message of one line can have it."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def first_line(error: BaseException) -> str:

@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
 
-from niwaki.errors import UnknownNameError, UsageError
+from niwaki.arguments import check_fields
+from niwaki.errors import UnknownNameError, UsageError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +67,10 @@ class Calibration(_Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "text", _name_of(self.text))
-        _check_choice("the order of windows", self.order, Order)
         check_count("samples", self.samples, 1)
-        check_count("the length of windows", self.length, 2, optional=True)
+        check_count("the length of windows", self.length, 2)
         check_count("the seed", self.seed, 0)
 
 
@@ -92,13 +93,16 @@ class Measurement(_Options):
     before: bool = True
 
     def __post_init__(self) -> None:
-        text = _name_of(self.text)
-        if isinstance(self.text, list | tuple):
-            names = [_name_of(each) for each in self.text]
-            text = tuple(each for i, each in enumerate(names) if not isinstance(each, str) or each not in names[:i])
+        check_fields(self)
+        text: Any = _name_of(self.text)
+        if isinstance(text, list | tuple):
+            names = [_name_of(each) for each in text]
+            if not all(isinstance(name, str) for name in names):
+                raise UsageError(f"several texts are given by their names; got {shown(names)}")
+            text = tuple(dict.fromkeys(names))
         object.__setattr__(self, "text", text)
-        check_count("samples", self.samples, 0, optional=True)
-        check_count("the length of windows", self.length, 2, optional=True)
+        check_count("samples", self.samples, 0)
+        check_count("the length of windows", self.length, 2)
 
     @property
     def texts(self) -> tuple[Text | None, ...]:
@@ -109,6 +113,11 @@ class Measurement(_Options):
         """Raises UsageError where there are several texts, or none."""
         if len(self.texts) != 1:
             raise UsageError(f"{caller} measures one text at a time; got {len(self.texts)}")
+
+    def some(self) -> None:
+        """Raises UsageError where no window is measured."""
+        if self.samples == 0:
+            raise UsageError("samples must be 1 or more; got 0")
 
 
 @dataclass(frozen=True)
@@ -133,12 +142,13 @@ class Compute(_Options):
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype"):
-            if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name} is a name, such as 'auto'; got {getattr(self, name)!r}")
-        _check_choice("tf32", self.tf32, TF32)
+            given: Any = getattr(self, name)
+            if type(given).__module__ == "torch" and type(given).__name__ == name:  # without torch
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
+        check_fields(self)
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_size(self.memory))
-        check_count("memory", self.memory, 1, optional=True)
+        check_count("memory", self.budget, 1)
 
     @property
     def budget(self) -> int | None:
@@ -147,7 +157,7 @@ class Compute(_Options):
         return self.memory
 
 
-def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, str] | None = None) -> T:
+def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:
     """The dataclass of ``known`` that ``text`` names, with parameters changed as in ``adam:iterations=50``.
 
     ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver". UnknownNameError is for
@@ -168,8 +178,11 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
             raise UsageError(f"{name} has no parameters; got {key}")
         if key not in usual:
             raise UnknownNameError(f"parameter of {name}", key, usual)
-        # A Literal's values are checked by the dataclass, together with the ranges of numbers.
+        # What is not text, and a Literal's values, are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
+        if not isinstance(given, str):
+            changes[key] = given
+            continue
         try:
             changes[key] = {"true": True, "false": False}[given.lower()] if type_ is bool else type_(given)
         except (ValueError, KeyError):
@@ -202,7 +215,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
-        raise UsageError(f"invalid memory size {text!r}; try 8GiB or 500MB")
+        raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -222,7 +235,7 @@ def parse_range(text: str) -> tuple[int, int]:
     """(first, last + 1) of a range such as "0:2", which is 0 and 1; UsageError where it is not one."""
     match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
     if match is None:
-        raise UsageError(f"invalid range {text!r}; give FROM:TO, such as 0:2 for the first two")
+        raise UsageError(f"invalid range {shown(text)}; give FROM:TO, such as 0:2 for the first two")
     return int(match[1]), int(match[2])
 
 
@@ -231,17 +244,9 @@ def _name_of(text: Any) -> Any:
     return os.fspath(text) if isinstance(text, os.PathLike) else text
 
 
-def check_count(name: str, given: object, least: int, optional: bool = False) -> None:
-    """Raises UsageError unless ``given`` is a whole number from ``least`` up that 64 bits can hold."""
-    if optional and given is None:
-        return
-    if type(given) is not int or given < least:
-        raise UsageError(f"{name} must be {least} or more; got {given!r}")
-    if given >= 1 << 63:
+def check_count(name: str, given: int | None, least: int) -> None:
+    """Raises UsageError where a number is below ``least`` or more than 64 bits can hold."""
+    if given is not None and given < least:
+        raise UsageError(f"{name} must be {least} or more; got {given}")
+    if given is not None and given >= 1 << 63:
         raise UsageError(f"{name} must be less than 2^63")
-
-
-def _check_choice(name: str, given: object, choices: Any) -> None:
-    *others, last = get_args(choices)
-    if given not in (*others, last):
-        raise UsageError(f"{name} is {', '.join(others)} or {last}; got {given!r}")

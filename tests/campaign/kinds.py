@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, comparisons, disk, kills, models, packed, records, texts
+from campaign import arguments, calls, comparisons, disk, kills, models, packed, records, solvers, texts
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
+    "calls": calls,
     "comparisons": comparisons,
     "disk": disk,
     "kills": kills,
     "models": models,
     "packed": packed,
     "records": records,
+    "solvers": solvers,
     "texts": texts,
 }

@@ -173,7 +173,7 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     assert "was exported for other programs" in ran.err
     ran = niwaki_("export", model, tmp_path / "other")
     assert (ran.code, ran.out) == (2, "")
-    assert "has no weights on a grid; prune the dense model with --quantize int4:128" in ran.err
+    assert "has no weights on a grid; prune the dense model onto a grid such as int4:128" in ran.err
 
 
 def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
-from niwaki.layer.problem import LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers.exact import Exact
 from niwaki.layer.solvers.wanda import Wanda
 from support.problems import DEAD, gram, inputs, least_squares, make_problem, normal, relative_error
@@ -78,8 +78,8 @@ def test_batches_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> No
         L, info = plain(A)
         return L, info
 
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", watched)
     problem, pattern = make_problem(), PATTERNS[-1]
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", watched)
     wide = Exact()(problem, pattern)
     sizes = [size for _, size, _ in shapes]
     assert sum(rows for rows, _, _ in shapes) == ROWS
@@ -130,7 +130,7 @@ def test_dead_inputs_need_no_damping() -> None:
 
 def test_damping_that_is_not_enough_grows_from_what_was_asked() -> None:
     H = torch.tensor([[1.0, 1.05, 0.2], [1.05, 1.0, 0.2], [0.2, 0.2, 1.0]], dtype=torch.float64)
-    problem, kept = LayerProblem(normal(3, 3, seed=0), H), torch.tensor([True, True, False])
+    problem, kept = LayerProblem(normal(3, 3, seed=0), Gram(H, trusted=True)), torch.tensor([True, True, False])
     solution = Exact(damping=0.01)(problem, Fixed(kept.expand(3, 3)))
     assert solution.stats["damping"] == pytest.approx(0.1)
     damped = H[:2, :2] + 0.1 * torch.eye(2, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_damping_that_is_not_enough_grows_from_what_was_asked() -> None:
 
 def test_beyond_repair() -> None:
     H = torch.tensor([[1.0, 1e3], [1e3, 1.0]], dtype=torch.float64)
-    problem = LayerProblem(normal(3, 2, seed=0), H)
+    problem = LayerProblem(normal(3, 2, seed=0), Gram(H, trusted=True))
     with pytest.raises(NumericalError, match="not positive definite even when heavily damped"):
         Exact()(problem, Fixed(torch.ones(3, 2, dtype=torch.bool)))
 

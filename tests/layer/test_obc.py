@@ -227,7 +227,7 @@ def test_weights_that_stand_or_fall_together() -> None:
 def test_memory() -> None:
     # 23 rows x 16 removals x 32 columns x 8 bytes
     needed = ROWS * 16 * COLUMNS * 8 / 2**30
-    said = r"8\.77e-05 GiB for 23 x 32 weights.*is 8\.69e-05 GiB.*1\.9e\+05 operations.*--set memory=0\.1,"
+    said = r"8\.77e-05 GiB for 23 x 32 weights.*is 8\.69e-05 GiB.*1\.9e\+05 operations.*try memory=0\.1,"
     with pytest.raises(UsageError, match=said):
         OBC(memory=0.99 * needed)(make_problem(), NM(2, 4))
     OBC(memory=1.01 * needed)(make_problem(), NM(2, 4))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError, UsageError
 from niwaki.layer.patterns import NM, Fixed, Pattern, Unstructured
-from niwaki.layer.problem import LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
 from niwaki.layer.solvers.conjugate import ConjugateGradients
 from niwaki.layer.solvers.descent import Descent, Method
@@ -249,6 +249,6 @@ class TestResidualOfExact:
     def test_is_with_the_damping_that_was_used(self) -> None:
         H = torch.tensor([[1.0, 1.05, 0.2], [1.05, 1.0, 0.2], [0.2, 0.2, 1.0]], dtype=torch.float64)
         mask = torch.tensor([[True, True, False], [True, False, True], [True, True, False]])
-        solution = Exact(damping=0.01)(LayerProblem(normal(3, 3, seed=0), H), Fixed(mask))
+        solution = Exact(damping=0.01)(LayerProblem(normal(3, 3, seed=0), Gram(H, trusted=True)), Fixed(mask))
         assert solution.stats["damping"] == pytest.approx(0.1)
         assert float(solution.stats["residual"]) < 1e-13

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.errors import NumericalError, UnknownNameError, UsageError
+from niwaki.errors import NumericalError, PatternError, UnknownNameError, UsageError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import (
@@ -28,7 +28,7 @@ from niwaki.layer.solvers import (
     Wanda,
     make_solver,
 )
-from support.contract import COLUMNS, PATTERNS, ROWS, same_solution
+from support.contract import COLUMNS, PATTERNS, ROWS, same_bytes, same_solution
 from support.problems import (
     geometric_mean,
     gram,
@@ -308,13 +308,13 @@ class TestSharing:
             L, info = plain(H, **keywords)
             return L, info
 
-        monkeypatch.setattr(torch.linalg, "cholesky_ex", counting)
         H = make_problem(dtype=torch.float32).gram.H
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", counting)
         matrices = [normal(rows, COLUMNS, seed=rows, dtype=torch.float32) for rows in (8, 16, 24)]
-        shared = Gram(H)
+        shared = Gram(H, trusted=True)
         together = [solver(LayerProblem(W, shared), Unstructured(0.5)) for W in matrices]
         assert len(calls) == factorisations
-        alone = [solver(LayerProblem(W, H), Unstructured(0.5)) for W in matrices]
+        alone = [solver(LayerProblem(W, Gram(H, shared=False, trusted=True)), Unstructured(0.5)) for W in matrices]
         assert len(calls) == factorisations * 4
         assert all(map(same_solution, together, alone))
 
@@ -369,7 +369,7 @@ class TestMakeSolver:
             ("admm-grad", "iterations", "2.5", "iterations='2.5': admm-grad wants int here"),
             ("admm-grad", "rho", "", "rho='': admm-grad wants float here"),
             ("admm-grad", "iterations", "0", "iterations must be 1 or more; got 0"),
-            ("admm-grad", "schedule", "cube", "schedule must be constant, cubic, printed; got 'cube'"),
+            ("admm-grad", "schedule", "cube", "schedule must be constant, cubic or printed; got 'cube'"),
             ("sparsegpt", "damping", "-0.1", "damping must be 0 or more; got -0.1"),
             (
                 "continuation",
@@ -440,6 +440,87 @@ class TestProblem:
             LayerProblem(bad, torch.eye(4))
         with pytest.raises(NumericalError, match="Gram matrix has NaN or infinite"):
             LayerProblem(torch.eye(4), bad)
+
+    @pytest.mark.parametrize(
+        ("H", "said"),
+        [
+            ([[1.0, 0.5], [0.4, 1.0]], "is not symmetric"),
+            ([[1.0, 0.0], [0.0, -1e-9]], "has an entry below 0 on its diagonal"),
+            ([[1.0, 1.1], [1.1, 1.0]], "has an entry H_ij above the root of H_ii H_jj"),
+            ([[0.0, 0.1], [0.1, 1.0]], "has an entry H_ij above the root of H_ii H_jj"),
+            ([[1.0, -0.9, -0.9], [-0.9, 1.0, -0.9], [-0.9, -0.9, 1.0]], "has eigenvalues below 0"),
+        ],
+    )
+    def test_what_is_no_gram_matrix(self, H: list[list[float]], said: str) -> None:
+        for scale in (1e-20, 1.0, 1e20):
+            given = torch.tensor(H) * scale
+            for make in (lambda H: LayerProblem(torch.ones(2, len(H)), H), Gram):
+                with pytest.raises(UsageError, match=f"^H {said}, and is no Gram matrix; compute it as X.T @ X"):
+                    make(given)
+
+    def test_what_rounding_makes_of_one_is_one(self) -> None:
+        X = normal(4000, 20, seed=0, dtype=torch.float32) @ normal(20, 200, seed=1, dtype=torch.float32)
+        X[:, 7] *= 1e-22  # whose square is 0 in float32
+        H = torch.zeros(200, 200)
+        for x in X:
+            H += x.outer(x) / len(X)
+        assert torch.linalg.eigvalsh(H)[0] < 0
+        assert H[7, 7] == 0 < H[7, 8].abs()
+        H[3, 5] *= 1 + 1e-5
+        Gram(H)
+
+    @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (8, 1), (6, 8)])
+    @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+    def test_layout_and_gradients_play_no_part_and_nothing_is_changed(
+        self, solver: Solver, rows: int, columns: int
+    ) -> None:
+        usual = make_problem(rows=rows, columns=columns, dtype=torch.float32)
+        W, H, mean = usual.W, usual.gram.H, usual.gram.mean
+        assert mean is not None
+        expected = solver(usual, Unstructured(0.5))
+        for given in (
+            (W.T.contiguous().T, H.T, mean),
+            (torch.nn.Parameter(W.clone()), H.clone().requires_grad_(), mean.clone().requires_grad_() * 1),
+            (W.repeat_interleave(2, dim=1)[:, ::2], H.repeat(2, 2)[:columns, :columns], mean.repeat(2)[:columns]),
+        ):
+            before = [each.detach().clone() for each in given]
+            found = solver(LayerProblem(given[0], Gram(given[1], mean=given[2])), Unstructured(0.5))
+            assert same_solution(found, expected)
+            assert not found.W.requires_grad
+            assert all(map(same_bytes, before, (each.detach() for each in given)))
+
+    @pytest.mark.parametrize("scale", [1e-25, 1e25])
+    def test_errors_of_numbers_at_the_ends_of_float32(self, scale: float) -> None:
+        usual = make_problem()
+        problem = LayerProblem((usual.W * scale).float(), usual.gram.H.float())
+        assert problem.error(problem.W * 0.9) == pytest.approx(0.01, rel=1e-3)
+        assert problem.error(problem.W * 0) == pytest.approx(1, rel=1e-6)
+
+    @pytest.mark.parametrize("exponent", [-90, 90])
+    @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+    def test_weights_at_the_ends_of_float32(self, solver: Solver, exponent: int) -> None:
+        usual = make_problem(dtype=torch.float32)
+        expected = solver(usual, Unstructured(0.5))
+        found = solver(LayerProblem(usual.W * 2.0**exponent, usual.gram), Unstructured(0.5))
+        assert torch.equal(found.mask, expected.mask)
+        assert torch.allclose(found.W * 2.0**-exponent, expected.W, rtol=1e-5, atol=1e-6)
+        assert found.error == pytest.approx(expected.error, rel=1e-4)
+
+    def test_errors_that_are_not_finite(self) -> None:
+        problem = LayerProblem(torch.tensor([[1.0, -1.0]]), torch.ones(2, 2))
+        with pytest.raises(NumericalError, match="the error of its outputs is inf"):
+            Wanda()(problem, PerRow(0.5))
+
+    def test_patterns_as_text_and_numbers(self) -> None:
+        problem = make_problem()
+        assert same_solution(Wanda()(problem, "2:4"), Wanda()(problem, NM(2, 4)))  # type: ignore[arg-type]
+        assert same_solution(Wanda()(problem, 0.5), Wanda()(problem, PerRow(0.5)))  # type: ignore[arg-type]
+        assert same_solution(ADMM()(problem, "60 %"), ADMM()(problem, Unstructured(0.6)))  # type: ignore[arg-type]
+        for wrong in (None, True, ["2:4"], "half", 1.0, torch.tensor(0.5)):
+            with pytest.raises(PatternError):
+                Wanda()(problem, wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="a solver takes a LayerProblem; got tensor"):
+            Wanda()(problem.W, PerRow(0.5))  # type: ignore[arg-type]
 
     def test_error_is_relative_to_the_output(self) -> None:
         problem = make_problem()

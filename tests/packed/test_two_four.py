@@ -149,7 +149,7 @@ def test_what_is_no_linear_layer_stays(case: str, tmp_path: Path, converted: lis
 def test_a_model_without_the_pattern(tmp_path: Path, converted: list[Tensor]) -> None:
     random_model("llama", dtype=HALF).save_pretrained(tmp_path)
     said = message(lambda: niwaki.load(tmp_path, "cpu", "float16", two_four=True))
-    assert said.endswith("has two zeros in every four weights; prune with --pattern 2:4, or leave two_four out")
+    assert said.endswith("has two zeros in every four weights; prune to the pattern 2:4, or leave two_four out")
     assert not converted
 
 

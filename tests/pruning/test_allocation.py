@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from niwaki.pruning.allocation import MOST, Curve, allocate, outlier_ratios, rounded, smooth, together
+from niwaki.pruning.allocation import MOST, Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
 
 
 def _loss(curve: Curve, zeros: int) -> float:
@@ -96,6 +96,36 @@ def test_the_total_is_exact(shapes: list[tuple[int, float, float]], sparsity: fl
     found = allocate(curves, zeros)
     assert sum(found) == zeros
     assert all(0 <= count <= n for count, (n, _, _) in zip(found, shapes, strict=True))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.floats(0.001, 100), st.floats(0, 1)), min_size=1, max_size=8),
+    st.floats(0.9, 1) | st.sampled_from([0.99, 0.995, 0.999, 1.0]),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_total_is_exact_however_high(shapes: list[tuple[int, float, float]], sparsity: float) -> None:
+    weights = [n for n, _, _ in shapes]
+    zeros = round(sparsity * sum(weights))
+    most = ceiling(weights, zeros)
+    points = [1 - density * (1 - min(sparsity, 0.9999)) for density in (2.2, 1.0, 0.35)]
+    curves = [smooth(n, [(s, scale * s**9) for s in points], scale, most=most) for n, scale, _ in shapes]
+    found = allocate(curves, zeros)
+    by_owl = outlier_ratios([ratio for _, _, ratio in shapes], weights, zeros)
+    for counts in (found, by_owl):
+        assert sum(counts) == zeros
+        assert all(0 <= count <= n for count, n in zip(counts, weights, strict=True))
+
+
+def test_the_ceiling_rises_with_what_is_asked_for() -> None:
+    assert ceiling([1000, 3000], 3960) == MOST
+    assert ceiling([1000, 3000], 3980) == pytest.approx(0.9975)
+    assert ceiling([100, 3000], 3097) == 1.0  # half of the mean density is less than a weight of the first one
+
+
+def test_owl_stays_above_the_least_sparsity() -> None:
+    found = outlier_ratios([0.0, 0.0, 0.0, 1.0], [100] * 4, 208, least=0.5)
+    assert sum(found) == 208
+    assert found[3] == 50
 
 
 def test_matrices_with_one_sparsity_have_one_curve() -> None:

@@ -82,7 +82,7 @@ def test_efforts_by_name() -> None:
         ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs?"),
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants float here"),
-        ("best:allocation=outliers", "allocation must be uniform or owl or error or loss; got 'outliers'"),
+        ("best:allocation=outliers", "allocation must be uniform, owl, error or loss; got 'outliers'"),
         ("best:per=row", "per must be matrix or block; got 'row'"),
         ("best:importance=2", "importance must be from 0 to 1; got 2.0"),
         ("best:pilot=0", "pilot must be above 0, to 1; got 0.0"),

@@ -412,7 +412,7 @@ def test_gradients_that_overflow_in_a_block(tmp_path: Path) -> None:
     directory = save_changed(tmp_path / "model", change, torch.bfloat16)
     model = StreamedModel(Checkpoint(directory), "cpu", "float16")
     text = message(lambda: sensitivities(model, TOKENS), NumericalError)
-    assert text.endswith("gradients are NaN or infinite on the calibration text; try --dtype float32, or another text")
+    assert text.endswith("gradients are NaN or infinite on the calibration text; try dtype float32, or another text")
 
 
 def test_a_matrix_that_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

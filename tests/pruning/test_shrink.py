@@ -555,15 +555,15 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to remove; give --blocks, --neurons or --heads"),
-        ({"blocks": 3}, "--blocks 3 of 3: from 0 to 2 can be removed"),
-        ({"blocks": -1}, "--blocks -1 of 3"),
-        ({"neurons": 1.0}, "--neurons is a fraction, from 0 to below 1; got 1"),
-        ({"neurons": -0.1}, "--neurons is a fraction"),
-        ({"heads": float("nan")}, "--heads is a fraction"),
-        ({"neurons": 0.995}, "--neurons 0.995 of 48 would be 48; from 1 to 47 can be removed"),
-        ({"neurons": 0.001}, "--neurons 0.001 of 48 would be 0"),
-        ({"heads": 0.2}, "--heads 0.2 of 2 groups of 2 heads that share keys and values would be 0; its "
+        ({}, "nothing to remove; give blocks, neurons or heads"),
+        ({"blocks": 3}, "blocks 3 of 3: from 0 to 2 can be removed"),
+        ({"blocks": -1}, "blocks -1 of 3"),
+        ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),
+        ({"neurons": -0.1}, "neurons is a fraction"),
+        ({"heads": float("nan")}, "heads is a fraction"),
+        ({"neurons": 0.995}, "neurons 0.995 of 48 would be 48; from 1 to 47 can be removed"),
+        ({"neurons": 0.001}, "neurons 0.001 of 48 would be 0"),
+        ({"heads": 0.2}, "heads 0.2 of 2 groups of 2 heads that share keys and values would be 0; its "
                          "configuration allows 0.5"),
         ({"heads": 0.95}, "would be 2; its configuration allows 0.5"),
         ({"neurons": 0.5, "samples": 0}, "samples must be 1 or more"),

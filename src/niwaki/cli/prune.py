@@ -9,7 +9,7 @@ from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
 from niwaki.errors import UsageError
-from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement, parse_range
+from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement
 from niwaki.pruning.effort import usual_effort
 
 SOLVER = Option(
@@ -60,7 +60,6 @@ def prune(
     """Prune MODEL and write the result to OUT. An interrupted run resumes when the command is repeated."""
     if sparsity is not None and pattern is not None:
         raise UsageError("give --sparsity or --pattern, not both")
-    chosen = None if blocks is None else parse_range(blocks)
     parameters = dict(map(_setting, settings or []))
     effort = usual_effort(solver, mask_from) if effort is None else effort
     if allocation is not None:
@@ -81,7 +80,7 @@ def prune(
                 effort=effort,
                 mask_from=mask_from,
                 grid=quantize,
-                blocks=chosen,
+                blocks=blocks,
                 calibration=calibration,
                 measurement=measurement,
                 compute=dataclasses.replace(compute, device=device),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from niwaki.arguments import checked
 from niwaki.errors import UsageError, WorkerError
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
@@ -26,6 +27,7 @@ from niwaki.records.record import versions
 from niwaki.records.speed import Speed, SpeedRecord
 
 
+@checked
 def bench(
     model: str | Path,
     *,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
@@ -36,6 +37,7 @@ from niwaki.records.wording import in_words
 _MEASURED = ".measured"
 
 
+@checked
 def compare(
     model: str | Path,
     out: str | Path | None = None,
@@ -89,9 +91,8 @@ def compare(
     measurement.only("compare", "text", "samples", "length")
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
-    if measurement.samples == 0:
-        raise UsageError("samples must be 1 or more; got 0")
-    if not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
+    measurement.some()
+    if not measurement.texts or not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
     if budget is not None and not budget > 0:
         raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
@@ -279,8 +280,9 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
             if name == "dense":
                 raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
+            pattern = make_pattern(column, solver.default_pattern)
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
-            run = _Run(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
+            run = _Run(key, given, solver, make_effort(used), pattern)
             if runs.setdefault(key, run) != run:
                 raise UsageError(f"two solvers are called {key[0]!r}: {runs[key].solver} and {solver}")
     if not runs:

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from niwaki.errors import UsageError
+from niwaki.arguments import checked
 from niwaki.layer.tf32 import products
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import resident
@@ -16,6 +16,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Perplexity
 
 
+@checked
 def evaluate(
     model: str | Path,
     measurement: Measurement | Text = "wikitext2",
@@ -31,8 +32,7 @@ def evaluate(
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
     measurement.only("evaluate", "text", "samples", "length")
     measurement.only_text("evaluate")
-    if measurement.samples == 0:
-        raise UsageError("samples must be 1 or more; got 0")
+    measurement.some()
     checkpoint = open_checkpoint(locate_model(str(model)))
     with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
         streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)

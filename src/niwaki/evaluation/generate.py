@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.text import check_known, check_tokens, encode, load_tokenizer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@checked
 def generate(
     model: str | Path,
     prompt: str,
@@ -51,7 +53,7 @@ def check(prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Raises UsageError for what no model continues."""
     check_count("tokens", tokens, 1)
     check_count("the seed", seed, 0)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+    if not 0 <= temperature < math.inf:
         raise UsageError(f"the temperature must be 0 or more; got {temperature}")
     try:
         prompt.encode()

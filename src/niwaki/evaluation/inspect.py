@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from niwaki.arguments import checked
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
@@ -38,6 +39,7 @@ class MatrixSummary:
         return self.zeros / self.matrix.size
 
 
+@checked
 def inspect(model: str | Path) -> Iterator[MatrixSummary]:
     """Each matrix that would be pruned in a directory (or hub id), one in memory at a time.
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from niwaki.arguments import checked
 from niwaki.errors import (
     CheckpointError,
     NiwakiError,
@@ -103,6 +104,7 @@ class TaskScores:
         return sum(score.value for score in scores) / len(scores), error
 
 
+@checked
 def evaluate_tasks(
     model: str | Path,
     tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -121,11 +123,8 @@ def evaluate_tasks(
         TaskError: the harness is not installed, or the questions are not available.
         NiwakiError: see :mod:`niwaki.errors`.
     """
-    check_count("limit", limit, 1, optional=True)
-    try:
-        names = [os.fspath(task) for task in ([tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
-    except TypeError as error:
-        raise UsageError(f"tasks are names or files; got {tasks!r}") from error
+    check_count("limit", limit, 1)
+    names = [os.fspath(task) for task in ([tasks] if isinstance(tasks, str | os.PathLike) else tasks)]
     if not names:
         raise UsageError("which tasks? Give names of lm-evaluation-harness, or files of questions")
     compute = Compute.of(compute)
@@ -151,7 +150,7 @@ def evaluate_tasks(
     for name, task in built.items():
         likelihoods = [answer[0] for asked in task.instances for answer in asked.resps if answer]
         if any(isinstance(value, float) and math.isnan(value) for value in likelihoods):
-            raise NumericalError(f"likelihoods in {name} are NaN; try --dtype float32")
+            raise NumericalError(f"likelihoods in {name} are NaN; try dtype float32")
     scores = tuple(score for name in built for score in _scores(name, results))
     dtype = str(lm.model.dtype).removeprefix("torch.")
     return TaskScores(scores, str(lm_eval.__version__), limit, str(lm.device), dtype)

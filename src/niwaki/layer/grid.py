@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.errors import UsageError
 
 #: The scales that are tried for a group, relative to the one that puts its largest weight at the end of the grid.
@@ -27,6 +28,7 @@ class Grid:
     group: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 2 <= self.bits <= 8:
             raise UsageError(f"a grid has 2 to 8 bits; got {self.bits}")
         if self.group is not None and self.group < 1:

@@ -11,6 +11,8 @@ from niwaki.layer.tf32 import products
 
 #: Rows that are worked on at a time, to save memory: enough for the full rate of products.
 STRIP = 1024
+#: Of sums above this no term that matters is below what float32 can hold.
+_SMALLEST = 1e-30
 #: The error where not even a large damping helps.
 NOT_DEFINITE = (
     "a Gram matrix is not positive definite even when heavily damped; "
@@ -104,7 +106,14 @@ def masked_conjugate_gradients(
 
 
 def quadratic_form(A: Tensor, H: Tensor, B: Tensor | None = None) -> float:
-    """tr(D H D^T) with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
+    """tr(D H D^T), 0 or more, with D = A - B, or A alone; for A and B (rows, n) and H (n, n)."""
+    value = _quadratic_form(A, H, B)
+    if not _SMALLEST < value < math.inf and A.dtype == torch.float32:
+        value = _quadratic_form(A.double(), H.double(), None if B is None else B.double())
+    return max(value, 0.0)  # which rounding may take it below
+
+
+def _quadratic_form(A: Tensor, H: Tensor, B: Tensor | None) -> float:
     strips: Iterable[Tensor] = A.split(STRIP)
     if B is not None:
         strips = (rows - others for rows, others in zip(A.split(STRIP), B.split(STRIP), strict=True))

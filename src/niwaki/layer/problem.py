@@ -15,10 +15,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from niwaki.errors import NumericalError, UsageError
+from niwaki.errors import NumericalError, UsageError, shown
 from niwaki.layer.linalg import STRIP, is_finite, quadratic_form
 
 T = TypeVar("T")
+
+#: What rounding may leave of symmetry, and of eigenvalues that are 0, relative to a unit diagonal: much less than the
+#: damping of solvers, and more than sums of many tokens in float32 do.
+_ROUNDING = 1e-3
 
 #: Called as monitor(step, steps, relative error, estimated from some of the rows).
 Monitor = Callable[[int, int, float], None]
@@ -31,21 +35,45 @@ class Gram:
         H: (in, in) float32 or float64, symmetric, positive semidefinite. Not changed.
         shared: Whether several problems use it, so that factorisations are worth their memory.
         mean: (in,) the mean of each input over the same tokens, which DSnoT needs.
+        trusted: Whether H is known to be X^T X / tokens of some X, which is not checked then.
 
     Raises:
-        UsageError: H is not square, or the mean does not fit it.
-        NumericalError: H has NaN or infinite entries.
+        UsageError: H cannot be a Gram matrix, or the mean does not fit it.
+        NumericalError: H or the mean has NaN or infinite entries.
     """
 
-    def __init__(self, H: Tensor, shared: bool = True, mean: Tensor | None = None) -> None:
-        if H.ndim != 2 or H.shape[0] != H.shape[1]:
+    def __init__(self, H: Tensor, shared: bool = True, mean: Tensor | None = None, trusted: bool = False) -> None:
+        H = _numbers("the Gram matrix", H)
+        if H.shape[0] != H.shape[1] or not len(H):
             raise UsageError(f"a Gram matrix is square (in, in); got {tuple(H.shape)}")
-        if not torch.isfinite(H.diagonal()).all() or not torch.isfinite(H.sum()):
-            raise NumericalError("the Gram matrix has NaN or infinite entries; look at the activations")
-        if mean is not None and (mean.shape != H.shape[:1] or mean.dtype != H.dtype):
-            raise UsageError(f"the mean of the inputs is ({H.shape[0]},) {H.dtype}; got {mean.shape} {mean.dtype}")
+        if mean is not None:
+            mean = _numbers("the mean of the inputs", mean, 1)
+            if (mean.shape, mean.dtype, mean.device) != (H.shape[:1], H.dtype, H.device):
+                raise UsageError(
+                    f"the mean of the inputs is ({len(H)},) {H.dtype} on {H.device}; got {tuple(mean.shape)} "
+                    f"{mean.dtype} on {mean.device}"
+                )
         self.H, self.mean, self.shared = H, mean, shared
         self._memo: dict[Any, Any] = {}
+        if not trusted and (fault := self._fault()):
+            raise UsageError(f"H {fault}, and is no Gram matrix; compute it as X.T @ X / len(X) from X (tokens, in)")
+
+    def _fault(self) -> str:
+        """What a symmetric, positive semidefinite matrix has not, up to rounding; "" for nothing."""
+        if (self.H.diagonal() < 0).any():
+            return "has an entry below 0 on its diagonal"
+        # What underflows on the diagonal does not elsewhere.
+        norm = (self.H.diagonal() + torch.finfo(self.H.dtype).tiny).sqrt()
+        strips = zip(self.H.split(STRIP), self.H.split(STRIP, dim=1), norm.split(STRIP), strict=True)
+        for rows, columns, norms in strips:
+            scaled = rows / norm / norms.unsqueeze(1)
+            if scaled.abs().max() > 1 + _ROUNDING:
+                return "has an entry H_ij above the root of H_ii H_jj"
+            if (scaled - columns.T / norm / norms.unsqueeze(1)).abs().max() > _ROUNDING:
+                return "is not symmetric"
+        H = self.live()
+        H.diagonal().add_(_ROUNDING)
+        return "has eigenvalues below 0" if torch.linalg.cholesky_ex(H)[1] else ""
 
     @cached_property
     def norm(self) -> Tensor:
@@ -92,27 +120,25 @@ class Solution:
 class LayerProblem:
     """One matrix to prune: W (out, in), float32 or float64, and H (in, in) of the same dtype and device.
 
-    H may be a :class:`Gram` that several problems share. UsageError where shapes, dtypes or devices do not go together,
-    NumericalError where W or H is not finite.
+    H may be a :class:`Gram` that several problems share. Neither is changed, and gradients do not reach them.
+    UsageError where shapes, dtypes or devices do not go together, or H is no Gram matrix; NumericalError where W or H
+    is not finite.
     """
 
     W: Tensor
     H: Tensor | Gram
 
     def __post_init__(self) -> None:
-        H = self.gram.H
-        if self.W.ndim != 2 or self.W.shape[1] != H.shape[0]:
-            raise UsageError(f"W is (out, in) and H is (in, in); got {tuple(self.W.shape)}, {tuple(H.shape)}")
+        object.__setattr__(self, "W", _numbers("W", self.W))
         if not self.W.numel():
             raise UsageError(f"W is {tuple(self.W.shape)} and has no weights")
-        if self.W.dtype not in (torch.float32, torch.float64):
-            raise UsageError(f"W must be float32 or float64, not {self.W.dtype}; convert it first")
+        H = self.gram.H
+        if self.W.shape[1] != H.shape[0]:
+            raise UsageError(f"W is (out, in) and H is (in, in); got {tuple(self.W.shape)}, {tuple(H.shape)}")
         if self.W.dtype != H.dtype or self.W.device != H.device:
             raise UsageError(
                 f"W ({self.W.dtype}, {self.W.device}) and H ({H.dtype}, {H.device}) must have the same dtype and device"
             )
-        if not is_finite(self.W):
-            raise NumericalError("W has NaN or infinite entries")
 
     @cached_property
     def gram(self) -> Gram:
@@ -122,6 +148,16 @@ class LayerProblem:
     def power(self) -> float:
         """tr(W H W^T), the mean squared norm of the layer's output."""
         return quadratic_form(self.W, self.gram.H)
+
+    @cached_property
+    def exponent(self) -> int:
+        """Of the power of two next to the largest weight, in coordinates where H has unit diagonal; 0 if all are 0."""
+        columns = torch.linalg.vector_norm(self.W, math.inf, dim=0).double() * self.gram.norm.double()
+        return math.frexp(float(columns.max()))[1]
+
+    def times(self, exponent: int) -> "LayerProblem":
+        """The problem with W times 2^exponent, which changes no digit."""
+        return LayerProblem(self.W.double().mul(2.0**exponent).to(self.W.dtype), self.gram)
 
     def loss(self, What: Tensor) -> float:
         """tr((W - What) H (W - What)^T); cost of one (out, in) x (in, in) product."""
@@ -192,6 +228,20 @@ class Normalised:
     def _some_rows(self) -> tuple[slice, LayerProblem]:
         rows = slice(None, None, max(1, self.W.shape[0] // 32))
         return rows, LayerProblem(self._problem.W[rows], self.gram)
+
+
+def _numbers(name: str, values: Any, dimensions: int = 2) -> Tensor:
+    """``values`` as solvers take them: a dense, finite matrix without gradients; it may share its memory."""
+    if not isinstance(values, Tensor) or values.layout != torch.strided or values.is_meta:
+        raise UsageError(f"{name} must be a dense tensor; got {shown(values)}")
+    if values.ndim != dimensions:
+        raise UsageError(f"{name} has {dimensions} dimensions; got {tuple(values.shape)}")
+    if values.dtype not in (torch.float32, torch.float64):
+        raise UsageError(f"{name} must be float32 or float64, not {values.dtype}; convert it first")
+    numbers: Tensor = values.detach().contiguous()
+    if not is_finite(numbers):
+        raise NumericalError(f"{name} has NaN or infinite entries")
+    return numbers
 
 
 def relative(loss: float, power: float) -> float:

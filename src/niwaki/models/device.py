@@ -34,7 +34,7 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
     if name == "auto":  # half precision is 100 times slower on a CPU without instructions for it
         return torch.float32 if device.type == "cpu" else stored_dtype(checkpoint)
     if name not in _DTYPES:
-        raise UsageError(f"--dtype must be auto, {', '.join(_DTYPES)}; got {name}")
+        raise UsageError(f"dtype must be auto, {', '.join(_DTYPES)}; got {name}")
     return _DTYPES[name]
 
 

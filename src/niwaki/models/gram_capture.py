@@ -13,6 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
+from niwaki.layer.problem import Gram
 from niwaki.layer.tf32 import gram_in_tf32, products
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
@@ -35,6 +36,10 @@ class InputGram:
     #: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, if given; None for
     #: experts, which have other tokens there.
     cross: Tensor | None = None
+
+    def gram(self, shared: bool) -> Gram:
+        """H for solvers, ``shared`` by several problems or not."""
+        return Gram(self.H, shared, self.mean, trusted=True)
 
 
 @dataclass
@@ -111,7 +116,7 @@ class InputGrams:
                 gram.cross.div_(max(1, gram.tokens))
             if not all(is_finite(M) for M in (gram.H, gram.cross) if M is not None):
                 raise NumericalError(
-                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; try --dtype float32, "
+                    f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; try dtype float32, "
                     "or another text"
                 )
         return grams

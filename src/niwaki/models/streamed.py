@@ -195,7 +195,7 @@ class StreamedModel:
                     losses.append(loss.view(len(tokens), -1).cpu())
         joined = torch.cat(losses)
         if not torch.isfinite(joined).all():
-            raise NumericalError("the model's outputs are NaN or infinite on this text; try --dtype float32")
+            raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
         return joined
 
     def perplexity(self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None) -> Perplexity:

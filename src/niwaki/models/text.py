@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.errors import CalibrationError, UsageError, first_line
 from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
 from niwaki.options import Calibration, Measurement, Order
@@ -56,6 +57,9 @@ class Windows:
     source: str
     order: Order = "first"
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def described(self, seed: int) -> CalibrationRecord:
         """What a record has of calibration windows; ``seed`` is that of random ones."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid
@@ -26,6 +27,7 @@ _PACKED = (
 )
 
 
+@checked
 def export(model: str | Path, out: str | Path) -> None:
     """Writes the directory ``model`` of ``prune(..., quantize=...)`` with packed weights to ``out``, new or empty.
 
@@ -45,7 +47,7 @@ def export(model: str | Path, out: str | Path) -> None:
     carried = find_carried(checkpoint, target)
     grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
     if grid is None:
-        raise UsageError(f"{model} has no weights on a grid; prune the dense model with --quantize int4:128")
+        raise UsageError(f"{model} has no weights on a grid; prune the dense model onto a grid such as int4:128")
     if grid.bits not in (4, 8):  # which kernels of other programs take
         raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
     streamed = StreamedModel(checkpoint, "cpu")

@@ -1,33 +1,36 @@
 """Models of transformers with packed weights."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from niwaki.arguments import checked
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import stored_dtype
 from niwaki.models.streamed import StreamedModel
+from niwaki.options import Compute
 from niwaki.packed import kernels, two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PackedMatrix
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _log = logging.getLogger(__name__)
 _PAGE = 1 << 21  # bytes of a large page on x86-64 and most others
 
 
+@checked
 def load(
-    model: str | Path, device: str = "auto", dtype: str | torch.dtype = "auto", *, two_four: bool = False
+    model: str | Path,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    *,
+    two_four: bool = False,
 ) -> PreTrainedModel:
     """A model of transformers, ready to generate text, with weights that stay packed in memory.
 
@@ -47,8 +50,9 @@ def load(
         CheckpointError: it is damaged or incomplete.
         UnsupportedModelError: niwaki does not know this kind of model.
     """
+    compute = Compute(str(device), str(dtype).removeprefix("torch."))
     checkpoint = open_checkpoint(locate_model(str(model)))
-    dtype = str(dtype).removeprefix("torch.")
+    device, dtype = compute.device, compute.dtype
     # Elsewhere blocks run on much text, in float32 on a CPU. Here half the bytes take half the time.
     if dtype == "auto" and stored_dtype(checkpoint) == torch.bfloat16:
         dtype = "bfloat16"

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import given_path, output_errors, write_json
 from niwaki.models.carried import find_carried
@@ -63,6 +64,7 @@ class Sizes:
         return sizes
 
 
+@checked
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
@@ -101,6 +103,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     return sizes or Sizes.of(PackedCheckpoint(target))
 
 
+@checked
 def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
     """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from, byte for byte.
 

@@ -44,5 +44,5 @@ def convert(streamed: StreamedModel) -> None:
     if not converted:
         raise UsageError(
             f"no linear layer of {streamed.checkpoint.path} has two zeros in every four weights; "
-            "prune with --pattern 2:4, or leave two_four out"
+            "prune to the pattern 2:4, or leave two_four out"
         )

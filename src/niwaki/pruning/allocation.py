@@ -3,10 +3,10 @@
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-#: The highest sparsity of a matrix.
+#: The highest sparsity of a matrix, unless more is asked for: see :func:`ceiling`.
 MOST = 0.99
 #: Points of a curve between 0 and 1, interpolated between the measured ones.
 _STEPS = 256
@@ -21,11 +21,25 @@ class Curve:
     divisible: bool = True  # whether any number of zeros is possible, or only those of ``points``, as for n:m
 
 
-def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0) -> Curve:
+def ceiling(weights: Sequence[int], zeros: int, whole: Callable[[float], int] = round) -> float:
+    """The highest sparsity of matrices with so many ``weights``, of which ``zeros`` in total are to go.
+
+    It leaves each matrix half of the mean density, or nothing where that is less than a weight. ``whole`` makes a
+    number of zeros from the sparsity.
+    """
+    if zeros <= sum(whole(MOST * count) for count in weights):
+        return MOST
+    least = (1 - zeros / sum(weights)) / 2
+    return 1 - least if least * min(weights) >= 1 else 1.0
+
+
+def smooth(
+    weights: int, measured: Sequence[tuple[float, float]], all_zero: float, least: float = 0.0, most: float = MOST
+) -> Curve:
     """The curve of a matrix of which (sparsity, loss) was ``measured``, at increasing sparsities above 0.
 
     Logarithms of losses are interpolated; below the first point the loss goes to 0 as a power of the sparsity, and
-    above the last one to ``all_zero``, the loss without any weights. ``least`` is the lowest allowed sparsity.
+    above the last one to ``all_zero``, the loss without any weights. Allowed are sparsities from ``least`` to ``most``.
     """
     points = [*measured, (1.0, all_zero)]
     sparsities = [sparsity for sparsity, _ in points]
@@ -42,7 +56,10 @@ def smooth(weights: int, measured: Sequence[tuple[float, float]], all_zero: floa
         share = (sparsity - sparsities[i - 1]) / (sparsities[i] - sparsities[i - 1])
         return math.exp((1 - share) * math.log(losses[i - 1]) + share * math.log(losses[i]))
 
-    grid = [least, *(step / _STEPS for step in range(_STEPS) if least < step / _STEPS < MOST), MOST]
+    steps = [step / _STEPS for step in range(_STEPS)]
+    if most > MOST:  # where a step is too long
+        steps = sorted({*steps, *sparsities})
+    grid = [least, *(step for step in steps if least < step < most), most]
     return Curve(weights, tuple((sparsity, loss_at(sparsity)) for sparsity in grid))
 
 
@@ -77,18 +94,18 @@ def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:
     return chosen
 
 
-def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int) -> list[int]:
-    """The number of zeros of each block by OWL, ``zeros`` in total.
+def outlier_ratios(ratios: Sequence[float], weights: Sequence[int], zeros: int, least: float = 0.0) -> list[int]:
+    """The number of zeros of each block by OWL, ``zeros`` in total, and of no block a share below ``least``.
 
     Densities differ from their mean in proportion to the ``ratios`` of outliers in each block, by 0.16 from the lowest
     to the highest one: Yin et al. 2024, arXiv 2310.05175, section 3.2, with lambda = 0.08.
     """
-    low, high = min(ratios), max(ratios)
+    low, high, most = min(ratios), max(ratios), ceiling(weights, zeros, math.ceil)
     spread = 2 * 0.08 / (high - low) if high > low else 0.0
     wishes = [-spread * ratio for ratio in ratios]
 
     def of(shift: float) -> list[float]:
-        return [min(MOST, max(0.0, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)]
+        return [min(most, max(least, wish + shift)) * count for wish, count in zip(wishes, weights, strict=True)]
 
     below, above = min(0.0, -max(wishes)), 1 - min(wishes)
     for _ in range(100):

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from niwaki.arguments import check_fields
 from niwaki.errors import UsageError
 from niwaki.options import choose, name_of, parameters
 from niwaki.records.wording import in_words
 
 Allocation = Literal["uniform", "owl", "error", "loss"]
-ALLOCATIONS: tuple[str, ...] = get_args(Allocation)
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Effort:
     batch: int = 512
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, accepted, range_ in (
-            ("allocation", self.allocation in ALLOCATIONS, " or ".join(ALLOCATIONS)),
-            ("per", self.per in ("matrix", "block"), "matrix or block"),
             ("importance", 0 <= self.importance <= 1, "from 0 to 1"),
             ("pilot", 0 < self.pilot <= 1, "above 0, to 1"),
             ("synthetic", 0 <= self.synthetic < math.inf, "0 or more"),

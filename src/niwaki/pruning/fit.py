@@ -121,7 +121,7 @@ class Fit:
         if not math.isfinite(error):
             raise NumericalError(
                 f"block {self.block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
-                f"rate={self.effort.rate:g}, or --dtype float32"
+                f"rate={self.effort.rate:g}, or dtype float32"
             )
         return error
 

@@ -77,7 +77,7 @@ def _continued(whole: PreTrainedModel, prompts: Tensor, length: int, done: Calla
         return _generated(whole, prompts, length, never_stop, "dynamic")
     except _REFUSALS as error:
         raise UnsupportedModelError(
-            f"transformers cannot generate text with this model ({one_line(error)}); try --effort best:synthetic=0"
+            f"transformers cannot generate text with this model ({one_line(error)}); try the effort best:synthetic=0"
         ) from error
 
 

@@ -25,7 +25,7 @@ from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.options import TF32
-from niwaki.pruning.allocation import Curve, allocate, outlier_ratios, rounded, smooth, together
+from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
@@ -147,13 +147,22 @@ class _Costs:
     _curves: dict[Place, Curve] = field(default_factory=dict)
     _outliers: list[float] = field(default_factory=list)  # of each block
 
+    def __post_init__(self) -> None:
+        by_block = self.effort.allocation == "owl" or self.effort.per == "block"
+        blocks = itertools.groupby(self.matrices, lambda matrix: matrix.block)
+        #: Matrices with one sparsity, and their weights.
+        self._groups = [[*group] for _, group in blocks] if by_block else [[matrix] for matrix in self.matrices]
+        self._weights = [sum(matrix.size for matrix in group) for group in self._groups]
+        self._total = round(math.fsum(self.pattern_of(matrix).sparsity * matrix.size for matrix in self.matrices))
+        self._most = ceiling(self._weights, self._total)
+
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
         matrices = {matrix.name: matrix for matrix in self.matrices if matrix.block == block.index}
         if not matrices:
             return
         inputs: list[tuple[Matrix, Gram]] = []
         for group in block.input_grams(states, done, self.world, tf32, [*matrices.values()]):
-            gram = Gram(group.H)
+            gram = group.gram(shared=True)
             inputs += [(matrices[name], gram) for name in group.names]
         if self.effort.allocation == "owl":
             scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
@@ -187,28 +196,25 @@ class _Costs:
         points = sorted(losses.items())
         if isinstance(usual, MixedNM):
             return Curve(matrix.size, ((0.0, 0.0), *points), divisible=False)
-        return smooth(matrix.size, points, problem.power * scale, _at(usual, 0.0).sparsity)
+        return smooth(matrix.size, points, problem.power * scale, _at(usual, 0.0).sparsity, self._most)
 
     def zeros(self) -> dict[Place, int]:
-        total = round(math.fsum(self.pattern_of(matrix).sparsity * matrix.size for matrix in self.matrices))
-        if self.effort.allocation == "owl" or self.effort.per == "block":
-            groups = [[*group] for _, group in itertools.groupby(self.matrices, lambda matrix: matrix.block)]
-        else:
-            groups = [[matrix] for matrix in self.matrices]
-        weights = [sum(matrix.size for matrix in group) for group in groups]
         if self.effort.allocation == "owl":
-            shares = outlier_ratios(self._outliers, weights, total)
+            least = _at(self.pattern_of(self.matrices[0]), 0.0).sparsity
+            shares = outlier_ratios(self._outliers, self._weights, self._total, least)
         else:
-            shares = allocate([together([self._curves[matrix.place] for matrix in group]) for group in groups], total)
+            curves = [together([self._curves[matrix.place] for matrix in group]) for group in self._groups]
+            shares = allocate(curves, self._total)
         zeros: dict[Place, int] = {}
-        for group, share, weight in zip(groups, shares, weights, strict=True):
+        for group, share, weight in zip(self._groups, shares, self._weights, strict=True):
             counts = rounded([share * matrix.size / weight for matrix in group], share)
             zeros |= zip([matrix.place for matrix in group], counts, strict=True)
         return zeros
 
 
 def _at(pattern: Pattern, sparsity: float) -> Pattern:
-    changed = pattern.at(sparsity)
+    # A matrix of which nothing stays has a sparsity below 1, too, of which the number of zeros is rounded.
+    changed = pattern.at(min(sparsity, math.nextafter(1.0, 0.0)))
     assert changed is not None
     return changed
 

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+from niwaki.arguments import checked
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
@@ -19,7 +20,7 @@ from niwaki.models.output import Workplace, check_output, workplace, write_confi
 from niwaki.models.scales import FILE, places, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
-from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.options import Calibration, Compute, Measurement, Text, parse_range
 from niwaki.pruning import card
 from niwaki.pruning.effort import Effort, make_effort, usual_effort
 from niwaki.pruning.fit import COPIES
@@ -33,6 +34,7 @@ from niwaki.records.record import Clock, Record
 USUAL_WINDOWS = 16
 
 
+@checked
 def prune(
     model: str | Path,
     out: str | Path,
@@ -42,7 +44,7 @@ def prune(
     effort: str | Effort | None = None,
     mask_from: str | Path | None = None,
     grid: str | Grid | None = None,
-    blocks: tuple[int, int] | None = None,
+    blocks: tuple[int, int] | str | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -69,7 +71,7 @@ def prune(
         grid: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each row
             and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
             pattern's. Scales are in ``out/quantization/scales.safetensors``.
-        blocks: Only those from the first number to before the second one are pruned.
+        blocks: Only those from the first number to before the second one are pruned; (0, 2) or "0:2" are the first two.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
             16 windows of the calibration text after the calibration windows.
@@ -100,7 +102,7 @@ def prune(
         mask_from=mask_from,
         mask_model=mask_model,
         grid=parse_grid(grid) if isinstance(grid, str) else grid,
-        blocks=blocks,
+        blocks=parse_range(blocks) if isinstance(blocks, str) else blocks,
         calibration=Calibration.of(calibration),
         measurement=measurement,
         compute=Compute.of(compute),

@@ -10,7 +10,7 @@ from torch import Tensor
 from niwaki.errors import PatternError, UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Fixed, Pattern, Unstructured
+from niwaki.layer.patterns import Fixed, MixedNM, Pattern, Unstructured
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
@@ -44,6 +44,10 @@ class Request:
     calibration: Calibration
     measurement: Measurement
     compute: Compute
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, MixedNM) and self.effort.allocation == "owl":
+            raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
 
     def chosen(self, count: int) -> range:
         """The blocks to prune, of ``count``; raises UsageError where there are no such blocks."""
@@ -146,7 +150,7 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
                 wanted.check(matrix.shape)
     if mask_model is None:
         if wanted is None:
-            raise UsageError("say how sparse: --sparsity 0.6, or a pattern such as --pattern 2:4")
+            raise UsageError("say how sparse: a sparsity such as 0.6, or a pattern such as 2:4")
         return lambda _: wanted
     lender, own = Checkpoint(locate_model(mask_model)), streamed.checkpoint
     for matrix in matrices:

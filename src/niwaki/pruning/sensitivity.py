@@ -181,5 +181,5 @@ class _Squares:
 def _check(values: Tensor, where: str) -> None:
     if not torch.isfinite(values).all():
         raise NumericalError(
-            f"{where}: gradients are NaN or infinite on the calibration text; try --dtype float32, or another text"
+            f"{where}: gradients are NaN or infinite on the calibration text; try dtype float32, or another text"
         )

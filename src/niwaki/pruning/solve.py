@@ -58,14 +58,14 @@ class BlockSolver:
         for inputs in grams:
             shared = [matrices[name] for name in inputs.names if owner[name] is None]
             if shared:
-                gram = Gram(inputs.H, shared=len(shared) > 1, mean=inputs.mean)
+                gram = inputs.gram(shared=len(shared) > 1)
             for matrix in shared:
                 results[matrix.name] = self._solve(block, matrix, gram, inputs, self.world.rows(matrix.shape[0]))
                 self.progress.step()
         while grams:
             inputs = grams.pop(0)
             mine = [matrices[name] for name in inputs.names if owner[name] == self.world.rank]
-            gram = Gram(inputs.H, shared=len(mine) > 1, mean=inputs.mean)
+            gram = inputs.gram(shared=len(mine) > 1)
             for matrix in mine:
                 results[matrix.name] = self._solve(block, matrix, gram, inputs)
                 self.progress.step()

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 
 import msgspec
 
+from niwaki.arguments import checked
 from niwaki.errors import UsageError
 from niwaki.files import write_json
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
@@ -185,6 +186,7 @@ class Comparison(JsonFile):
         write_json(directory / "compare.md", self.to_markdown())
 
     @classmethod
+    @checked
     def load(cls, path: str | os.PathLike[str]) -> Comparison:
         """From a directory that ``niwaki compare`` wrote, all done or not (if not, CheckpointError)."""
         return super().load(Path(path) / "compare.json")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import given_path
 
@@ -65,6 +66,7 @@ class JsonFile:
         """Changes what an earlier version wrote into what this one reads."""
 
     @classmethod
+    @checked
     def load(cls: type[Kept], path: str | os.PathLike[str]) -> Kept:
         """From a file; CheckpointError if it cannot be read."""
         return load(given_path(path), cls.from_json)

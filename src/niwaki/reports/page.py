@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from niwaki.arguments import checked
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import given_path, write_json
 from niwaki.records.progress import Progress
@@ -14,6 +15,7 @@ from niwaki.records.wording import printable
 from niwaki.reports.material import Extras, Material, load
 
 
+@checked
 def report(
     directory: str | Path,
     out: str | Path | None = None,
@@ -57,7 +59,7 @@ def report(
 def check_extra(reference: str | None = None) -> None:
     """Raises OutputError where the libraries for charts and templates are missing, UsageError for another reference."""
     if reference not in (None, "paper"):
-        raise UsageError(f"--reference takes paper; got {reference!r}")
+        raise UsageError(f"the reference is paper or none; got {reference!r}")
     try:
         import altair  # noqa: F401
         import jinja2  # noqa: F401

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
@@ -158,6 +159,7 @@ class BySparsity(Counted):
     sparsity: float
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.sparsity < 1:
             raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}")
 

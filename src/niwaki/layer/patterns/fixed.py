@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import ByRows, Choice, Pattern, runs
 from niwaki.layer.patterns.rows import Rows
@@ -19,6 +21,11 @@ class Fixed(ByRows):
 
     values: Tensor
     within: Pattern | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.values.ndim != 2 or self.values.dtype != torch.bool:
+            raise PatternError(f"a mask is (out, in) bool; got {tuple(self.values.shape)} {self.values.dtype}")
 
     def __str__(self) -> str:
         return f"fixed:{self.sparsity:.4g}"

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
 from niwaki.layer.patterns._base import ByRows, Choice, Counted, Pattern, Tiled, runs, short_number
 from niwaki.layer.patterns.rows import Rows
@@ -26,6 +27,7 @@ class _NOfM(Pattern):
         return f"{self.prefix}{self.n}:{self.m}"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 < self.n <= self.m:
             raise PatternError(f"the pattern {self} keeps n of every m weights; n must be 1 to m")
 
@@ -122,6 +124,7 @@ class Quota(Counted, ByRows):
     quota: PerRow | Unstructured
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.quota.sparsity < self.within.sparsity:
             raise PatternError(
                 f"the pattern {self} asks for {short_number(self.quota.sparsity)} zeros in all, and "

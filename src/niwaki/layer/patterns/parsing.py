@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
+from numbers import Real
 
-from niwaki.errors import PatternError
+from niwaki.errors import PatternError, shown
 from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
@@ -18,6 +19,8 @@ def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]
     """
     if isinstance(given, Pattern):
         return given
+    if isinstance(given, bool) or not isinstance(given, str | Real):
+        raise PatternError(f"a pattern is a fraction of zeros, text or a Pattern; got {shown(given)}")
     share = fraction(given)
     return parse_pattern(str(given)) if share is None else usual(float(share))
 
@@ -27,9 +30,9 @@ def fraction(given: float | str) -> Decimal | None:
     text = str(given).strip()
     try:
         share = Decimal(text.removesuffix("%").strip())
-    except InvalidOperation:
+        return +share / 100 if text.endswith("%") else +share
+    except ArithmeticError:  # no number, or one of a million digits
         return None
-    return share / 100 if text.endswith("%") else share
 
 
 def parse_pattern(text: str) -> Pattern:
@@ -38,7 +41,7 @@ def parse_pattern(text: str) -> Pattern:
     kind, _, number = within.partition(":")
     try:
         if plus:
-            nm, rest = parse_pattern(within), parse_pattern(quota)
+            nm, rest = parse_pattern(within), None if "+" in quota else parse_pattern(quota)
             if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
                 return Quota(nm, rest)
         elif match := re.fullmatch(r"(transposable-|mixed-|)(\d+):(\d+)", within):
@@ -52,6 +55,6 @@ def parse_pattern(text: str) -> Pattern:
         if isinstance(error, PatternError):
             raise
     raise PatternError(
-        f"{text!r} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
+        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
         "or transposable-2:4, mixed-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
     )

@@ -8,9 +8,12 @@ are elementwise. "Unit diagonal" stands for the coordinates in which H has one
 Methods that fit weights to a mask take Wanda's where the pattern leaves a choice.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from niwaki.arguments import checked
+from niwaki.errors import UsageError, shown
 from niwaki.layer.solvers._base import MaskThenUpdate, Solver
 from niwaki.layer.solvers.admm import ADMM
 from niwaki.layer.solvers.alps import ALPS
@@ -34,6 +37,8 @@ __all__ = [
     "make_solver",
 ]  # fmt: skip
 
+#: The most solvers that may choose a mask one after the other.
+_MOST = 20
 #: By the name on the command line: those that choose a mask and leave the weights, those that do both, and those that
 #: fit the weights to a mask.
 SOLVERS: dict[str, Solver] = {
@@ -56,21 +61,23 @@ SOLVERS: dict[str, Solver] = {
 }
 
 
-def make_solver(name: str, settings: Mapping[str, str] | None = None) -> Solver:
+@checked
+def make_solver(name: str, settings: Mapping[str, Any] | None = None) -> Solver:
     """The solver called ``name`` with some of its parameters changed.
 
     Args:
         name: A key of ``SOLVERS``, with parameters as in ``adam:iterations=50:learning_rate=0.3``; or several joined by
             ``+``, see :class:`MaskThenUpdate`.
-        settings: Parameter name to value, as text; of the last solver of several.
+        settings: Parameter name to value, also as text; of the last solver of several.
 
     UnknownNameError if there is no such solver or parameter, UsageError if a value is not of the parameter's type or
     range, or a parameter has none.
     """
-    mask, plus, name = name.rpartition("+")
-    if plus:
-        return MaskThenUpdate(make_solver(mask), make_solver(name, settings))
-    return choose("solver", name, SOLVERS, settings)
+    *masks, name = name.split("+")
+    if len(masks) > _MOST:
+        raise UsageError(f"{len(masks) + 1} solvers in sequence are too many; got {shown(name)} as the last one")
+    solvers = [*(choose("solver", mask, SOLVERS) for mask in masks), choose("solver", name, SOLVERS, settings)]
+    return functools.reduce(MaskThenUpdate, solvers)
 
 
 def describe(solver: Solver) -> dict[str, Any]:

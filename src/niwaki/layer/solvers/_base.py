@@ -1,17 +1,46 @@
 """What all solvers have in common, and two of them in sequence."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
-from niwaki.errors import PatternError, UsageError
-from niwaki.layer.patterns import Fixed, Pattern, Unstructured
+from niwaki.arguments import check_fields
+from niwaki.errors import NumericalError, PatternError, UsageError, shown
+from niwaki.layer.patterns import Fixed, Pattern, Unstructured, make_pattern
+from niwaki.layer.patterns.rows import ALL
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 
+#: Weights up to 2 to this power, or down to its inverse, have squares and sums of them that float32 holds.
+_LARGEST = 50
 N = TypeVar("N", int, float)
 T = TypeVar("T")
+
+
+def _checked(call: Callable[..., Solution]) -> Callable[..., Solution]:
+    """A solver's ``call``, with arguments and a result that are what they should be."""
+
+    @functools.wraps(call)
+    def run(self: "Solver", problem: LayerProblem, pattern: Any, monitor: Monitor | None = None) -> Solution:
+        if not isinstance(problem, LayerProblem):
+            raise UsageError(f"a solver takes a LayerProblem; got {shown(problem)}")
+        pattern = make_pattern(pattern, self.default_pattern)
+        # Processes that have some rows each compare their weights with those of the others.
+        if pattern.rows is not ALL or abs(exponent := problem.exponent) <= _LARGEST:
+            solution = call(self, problem, pattern, monitor)
+        else:
+            solution = call(self, problem.times(-exponent), pattern, monitor)
+            W = solution.W.double().mul(2.0**exponent).to(problem.W.dtype)
+            solution = problem.solution(W, solution.mask, **solution.stats)
+        if pattern.rows is ALL and not math.isfinite(solution.error):
+            raise NumericalError(
+                f"the error of its outputs is {solution.error}: they are 0 without pruning, or beyond {problem.W.dtype}"
+            )
+        return solution
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -21,7 +50,13 @@ class Solver(abc.ABC):
     A new solver is one file with one subclass and one line in ``SOLVERS``.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__call__" in vars(cls):
+            cls.__call__ = _checked(cls.__call__)  # type: ignore[method-assign]
+
     def __post_init__(self) -> None:
+        check_fields(self)
         for each in fields(self):
             if "range" in each.metadata:
                 self._require(each.name, each.metadata["accepts"](getattr(self, each.name)), each.metadata["range"])
@@ -30,8 +65,8 @@ class Solver(abc.ABC):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         """Prunes one matrix; changes neither W nor H. Solvers that go step by step call ``monitor`` after each step.
 
-        PatternError if the pattern does not fit the shape of W, NumericalError if H cannot be factorised or the result
-        is not finite.
+        Callers may give the pattern as a fraction of zeros or text also, as to :func:`niwaki.prune`. PatternError if it
+        does not fit the shape of W, NumericalError if H cannot be factorised or the result is not finite.
         """
 
     def flops(self, rows: int, columns: int) -> float:
@@ -97,11 +132,6 @@ def at_least(least: int, default: N) -> N:
 
 def above_0(default: float) -> float:
     return parameter(default, "above 0", lambda value: value > 0)
-
-
-def one_of(choices: Any, default: T) -> T:
-    """A parameter that is one of the words of a Literal."""
-    return parameter(default, ", ".join(get_args(choices)), lambda value: value in get_args(choices))
 
 
 def exchange_width(name: str, pattern: Pattern, columns: int) -> int:

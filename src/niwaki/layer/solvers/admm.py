@@ -8,7 +8,7 @@ import torch
 from niwaki.layer.linalg import resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, one_of, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, product
 
 Schedule = Literal["constant", "cubic", "printed"]
 
@@ -46,7 +46,7 @@ class ADMM(Solver):
 
     iterations: int = at_least(1, 20)
     sparsification_steps: int = 15
-    schedule: Schedule = one_of(Schedule, "constant")
+    schedule: Schedule = "constant"
     rho: float = above_0(1.0)
     damping: float = at_least(0, 0.1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
-from niwaki.layer.solvers._base import Solver, above_0, at_least, one_of, parameter, product
+from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
 
 Method = Literal["adam", "sgd"]
 BETA_2, EPSILON = 0.999, 1e-8  # Adam's own
@@ -43,7 +43,7 @@ class Descent(Solver):
     ``learning_rate`` is eta (0.1 is for adam, sgd wants 1) and ``momentum`` beta.
     """
 
-    method: Method = one_of(Method, "adam")
+    method: Method = "adam"
     learning_rate: float = above_0(0.1)
     iterations: int = at_least(1, 100)
     momentum: float = parameter(0.9, "0 to below 1", lambda value: 0 <= value < 1)

@@ -91,7 +91,7 @@ class Exact(Solver):
             size = sizes[start]
             # The gathered rows of H, the matrix and its factor.
             of_row = max(1, size * (columns + 1 + 2 * size) * itemsize)
-            most = start + max(1, int(self.memory * 2**30 / of_row))
+            most = start + max(1, int(min(len(sizes), self.memory * 2**30 / of_row)))
             stop = start + 1
             while stop < min(most, len(sizes)) and sizes[stop] >= _SMALLEST * size:
                 stop += 1

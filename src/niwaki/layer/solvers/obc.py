@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from niwaki.errors import PatternError, UsageError
+from niwaki.errors import NumericalError, PatternError, UsageError
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
@@ -69,6 +69,8 @@ class OBC(Solver):
             mask = pattern.mask(saliency.sqrt().masked_fill_(removed, -1.0))
             cheapest, p = saliency.masked_fill_(mask | removed, torch.inf).min(dim=1, keepdim=True)
             active = cheapest < torch.inf  # (out, 1), as p
+            if not active.any():
+                raise NumericalError("obc met infinite scores: weights or inputs differ too much in size; scale them")
             if step == G.shape[1]:
                 G = torch.cat([G, torch.empty_like(G[:, : 1 + step // 8])], dim=1)
             # C_:p / sqrt(C_pp), in rows that remove nothing zero
@@ -99,7 +101,7 @@ class OBC(Solver):
         if needed > self.memory * 2**30:
             raise UsageError(
                 f"obc needs {needed / 2**30:.3g} GiB for {rows} x {columns} weights at this sparsity, and its memory "
-                f"is {self.memory:.3g} GiB ({rows * removals**2 * columns:.1e} operations); try --set "
+                f"is {self.memory:.3g} GiB ({rows * removals**2 * columns:.1e} operations); try "
                 f"memory={needed / 2**30 + 0.1:.1f}, or a solver that needs less, such as continuation"
             )
         return W.new_empty(rows, removals, columns)

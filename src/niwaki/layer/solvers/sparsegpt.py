@@ -54,7 +54,8 @@ class SparseGPT(Solver):
         width = math.ceil(self.block_size / pattern.group) * pattern.group
         runs = pattern.slices((rows, columns), width)
         start, stop, choose = next(runs)
-        W = problem.W.T.contiguous()  # (in, out): a column of W is then contiguous
+        # (in, out): a column of W is then contiguous. Of one row, or one column, it would be W itself without a copy.
+        W = problem.W.T.clone(memory_format=torch.contiguous_format)
         dead = problem.gram.norm == 0
         M = torch.empty_like(W, dtype=torch.bool)
         for left in range(0, columns, width):

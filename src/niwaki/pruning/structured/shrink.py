@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from niwaki.arguments import checked
 from niwaki.errors import NumericalError, UsageError, named
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
@@ -33,6 +34,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, MatrixRecord, Parameters, Record, StructureRecord
 
 
+@checked
 def shrink(
     model: str | Path,
     out: str | Path,
@@ -74,11 +76,11 @@ def shrink(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("shrink")
     compute.only("shrink", "device", "dtype")
-    for name, fraction in (("--neurons", neurons), ("--heads", heads)):
+    for name, fraction in (("neurons", neurons), ("heads", heads)):
         if not 0 <= fraction < 1:
             raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
     if not (blocks or neurons or heads):
-        raise UsageError("there is nothing to remove; give --blocks, --neurons or --heads")
+        raise UsageError("there is nothing to remove; give blocks, neurons or heads")
     source = locate_model(str(model))
     target = check_output(source, out)
     checkpoint = Checkpoint(source)
@@ -86,7 +88,7 @@ def shrink(
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
-        raise UsageError(f"--blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
+        raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
     removals = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
     progress.status("reading the text to calibrate on")
     texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
@@ -150,7 +152,7 @@ def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -
             progress.step()
         if not math.isfinite(total):
             raise NumericalError(
-                f"block {block.index}: its outputs are NaN or infinite on the calibration text; try --dtype float32"
+                f"block {block.index}: its outputs are NaN or infinite on the calibration text; try dtype float32"
             )
         influence.append(1 - total / tokens)
     return influence
@@ -239,7 +241,9 @@ class _Run:
         self.progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
         with named(matrix.label):
-            solution = remove_units(LayerProblem(block.weight(matrix), inputs.H), removal.size, removal.count)
+            solution = remove_units(
+                LayerProblem(block.weight(matrix), inputs.gram(shared=False)), removal.size, removal.count
+            )
             tensors[matrix.key] = block.stored(matrix, solution.W)
         block.put(matrix, tensors[matrix.key])
         kept = solution.mask[0, :: removal.size]

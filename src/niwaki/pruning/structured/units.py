@@ -68,7 +68,7 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
         raise _refused(model, "neurons", f"its configuration has no entry for their number, {width}")
     count = round(fraction * width)
     if not 0 < count < width:
-        raise UsageError(f"--neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
+        raise UsageError(f"neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
     return Removal("neurons", 1, width, count, dict.fromkeys(names, width - count), blocks)
 
 
@@ -96,7 +96,7 @@ def head_removal(model: StreamedModel, fraction: float) -> Removal:
     count = round(fraction * groups)
     if count not in allowed:
         raise UsageError(
-            f"--heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
+            f"heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
             f"{', '.join(f'{n / groups:.4g}' for n in allowed)}"
         )
     return Removal("heads", width // groups, groups, count, configs[count], blocks)

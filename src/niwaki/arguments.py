@@ -1,0 +1,136 @@
+"""What callers from Python give, checked against annotations: arguments of functions, fields of dataclasses.
+
+A whole number or a number of numpy is as good as Python's; True and False are no numbers. Anything of another type is a
+UsageError that names the argument. Annotations that only type checkers can resolve are not checked here.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Callable, Sequence
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from niwaki.errors import UsageError, shown
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    Path: "a path",
+    type(None): "None",
+}
+_UNKNOWN = (Any, inspect.Parameter.empty)
+
+
+class _MisfitError(Exception):
+    """A value is not of the type that it should be."""
+
+
+def checked(call: Call) -> Call:
+    """``call``, which checks its arguments first."""
+
+    @functools.cache
+    def signature() -> inspect.Signature:
+        return inspect.signature(call, eval_str=True)
+
+    @functools.wraps(call)
+    def run(*arguments: Any, **named: Any) -> Any:
+        bound = signature().bind(*arguments, **named)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _checked(name, value, signature().parameters[name].annotation)
+        return call(*bound.args, **bound.kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def check_fields(instance: Any) -> None:
+    """Checks the fields of a dataclass, for its ``__post_init__``."""
+    kind: Any = type(instance)
+    for name, hint in _hints(kind).items():
+        object.__setattr__(instance, name, _checked(name, getattr(instance, name), hint))
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(kind)
+    except NameError:
+        hints = {}
+    return {field.name: hints.get(field.name, field.type) for field in dataclasses.fields(kind)}
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    try:
+        return _fitted(value, hint)
+    except _MisfitError:
+        raise UsageError(f"{name} must be {_in_words(hint)}; got {shown(value)}") from None
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """``value``, with Python's numbers for numpy's."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for each in inner:
+            with contextlib.suppress(_MisfitError):
+                return _fitted(value, each)
+        raise _MisfitError
+    if origin in (tuple, Sequence):
+        _require(isinstance(value, list | tuple))
+        hints = inner if origin is tuple and Ellipsis not in inner else inner[:1] * len(value)
+        _require(len(hints) == len(value))
+        members = [_fitted(each, its) for each, its in zip(value, hints, strict=True)]
+        return members if origin is Sequence and isinstance(value, list) else tuple(members)
+    if hint in (int, float, bool):
+        return _number(value, hint)
+    if origin is Literal:
+        _require(isinstance(value, str) and value in inner)
+    elif isinstance(kind := PathLike if hint is Path else origin or hint, type) and hint not in _UNKNOWN:
+        _require(isinstance(value, kind))
+    return value
+
+
+def _number(value: Any, kind: type) -> Any:
+    _require(isinstance(value, bool) == (kind is bool))
+    if kind is bool:
+        return value
+    try:
+        if kind is int:
+            return operator.index(value)
+        _require(isinstance(value, Real))
+        number = float(value)
+        return value if isinstance(value, int) else number
+    except (TypeError, OverflowError):
+        raise _MisfitError from None
+
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise _MisfitError
+
+
+def _in_words(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _either([_in_words(each) for each in inner])
+    if origin is Literal:
+        return _either(inner)
+    if origin is tuple:
+        return f"({', '.join(map(_in_words, inner))})"
+    if origin is Sequence:
+        return f"a list of {_in_words(inner[0])}"
+    name = str(getattr(origin or hint, "__name__", hint))
+    return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
+def _either(words: Sequence[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last

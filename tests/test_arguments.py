@@ -1,0 +1,131 @@
+"""Arguments from Python are what they are annotated to be, or an error of one line names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import niwaki
+from niwaki import Calibration, Effort
+from niwaki.arguments import check_fields, checked
+from niwaki.layer.grid import Grid
+from niwaki.layer.patterns import Block, Fixed
+from niwaki.layer.solvers import ADMM, MaskThenUpdate, Wanda
+from support.models import message
+from support.runs import listing
+
+
+@dataclass(frozen=True)
+class Fields:
+    count: int = 1
+    size: float | None = None
+    word: Literal["one", "other"] = "one"
+    pair: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    made = Fields(np.int64(3), np.float32(0.5), pair=[np.uint8(0), 2])  # type: ignore[arg-type]
+    assert repr(made) == "Fields(count=3, size=0.5, word='one', pair=(0, 2))"
+    assert Calibration(samples=np.int32(4)) == Calibration(samples=4)  # type: ignore[arg-type]
+    assert repr(Effort(rate=np.float64(0.5))) == repr(Effort(rate=0.5))
+
+
+def test_checks_are_those_of_annotations() -> None:
+    @checked
+    def checked_call(path: str | Path, several: list[str] | None = None, *, flag: bool = False, other=3) -> Any:  # type: ignore[no-untyped-def]
+        return path, several, flag, other
+
+    call: Any = checked_call
+    assert call("a", ["b"], other="x") == ("a", ["b"], False, "x")
+    assert message(lambda: call(3)) == "path must be text or a path; got 3"
+    assert message(lambda: call("a", flag=1)) == "flag must be True or False; got 1"
+    with pytest.raises(TypeError, match="missing a required argument: 'path'"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Fields(True), "count must be a whole number; got True"),
+        (lambda: Fields(1.0), "count must be a whole number; got 1.0"),  # type: ignore[arg-type]
+        (lambda: Fields(size="1"), "size must be a number or None; got '1'"),  # type: ignore[arg-type]
+        (lambda: Fields(size=10**400), f"size must be a number or None; got 1{'0' * 76}..."),
+        (lambda: Fields(word="two"), "word must be one or other; got 'two'"),  # type: ignore[arg-type]
+        (lambda: Fields(pair=(0,)), "pair must be (a whole number, a whole number); got (0,)"),  # type: ignore[arg-type]
+        (lambda: Fields(pair="01"), "pair must be (a whole number, a whole number); got '01'"),  # type: ignore[arg-type]
+        (lambda: ADMM(rho="1"), "rho must be a number; got '1'"),  # type: ignore[arg-type]
+        (lambda: ADMM(iterations=True), "iterations must be a whole number; got True"),
+        (lambda: MaskThenUpdate(Wanda(), "exact"), "update must be a Solver; got 'exact'"),  # type: ignore[arg-type]
+        (lambda: Effort(epochs="1"), "epochs must be a number; got '1'"),  # type: ignore[arg-type]
+        (lambda: Grid("4"), "bits must be a whole number; got '4'"),  # type: ignore[arg-type]
+        (lambda: niwaki.NM(2.0, 4), "n must be a whole number; got 2.0"),  # type: ignore[arg-type]
+        (lambda: niwaki.PerRow("half"), "sparsity must be a number; got 'half'"),  # type: ignore[arg-type]
+        (lambda: Block(0.5, (4,)), "shape must be (a whole number, a whole number); got (4,)"),  # type: ignore[arg-type]
+        (lambda: Fixed(torch.ones(2, 2)), "a mask is (out, in) bool; got (2, 2) torch.float32"),
+        (lambda: niwaki.Windows([1, 2], "given"), "tokens must be a Tensor; got [1, 2]"),  # type: ignore[arg-type]
+        (lambda: niwaki.make_solver("admm1", {"rho": True}), "rho must be a number; got True"),
+        (lambda: niwaki.make_solver("wanda+" * 100 + "exact"), "101 solvers in sequence are too many"),
+    ],
+)
+def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
+    assert message(make).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("prune", {"solver": 3}, "solver must be text, a Solver or None; got 3"),
+        ("prune", {"grid": 4}, "grid must be text, a Grid or None; got 4"),
+        ("prune", {"blocks": (0,)}, "blocks must be (a whole number, a whole number), text or None; got (0,)"),
+        (
+            "prune",
+            {"blocks": range(2)},
+            "blocks must be (a whole number, a whole number), text or None; got range(0, 2)",
+        ),
+        ("prune", {"blocks": "0-2"}, "invalid range '0-2'; give FROM:TO, such as 0:2 for the first two"),
+        ("prune", {"pattern": [0.5]}, "pattern must be a number, text, a Pattern or None; got [0.5]"),
+        (
+            "prune",
+            {"pattern": "mixed-2:4", "effort": "fast:allocation=owl"},
+            "owl wants sparsities that mixed-2:4 has not",
+        ),
+        ("prune", {"pattern": "1e9999999%"}, "'1e9999999%' is not a valid pattern"),
+        ("prune", {"pattern": "2:4+" * 3000}, "'2:4+"),
+        ("prune", {"restart": "yes"}, "restart must be True or False; got 'yes'"),
+        ("prune", {"measurement": [1]}, "several texts are given by their names; got [1]"),
+        ("shrink", {"blocks": 1.5}, "blocks must be a whole number; got 1.5"),
+        ("compare", {"effort": Effort()}, "effort must be text; got Effort("),
+        ("compare", {"solvers": [3]}, "solvers must be text, a Solver or a list of text or a Solver; got [3]"),
+        ("compare", {"measurement": []}, "a comparison calibrates and measures on texts by their names"),
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path: Path, name: str, options: dict[str, Any], said: str) -> None:
+    assert message(lambda: getattr(niwaki, name)("demo", tmp_path / "out", **options)).startswith(said)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: niwaki.generate("demo", "a", tokens="3"), "tokens must be a whole number; got '3'"),  # type: ignore[arg-type]
+        (lambda: niwaki.generate("demo", "a", seed=2**64), "the seed is from 0 to below 2^64; got 1844674"),
+        (lambda: niwaki.evaluate(3), "model must be text or a path; got 3"),  # type: ignore[arg-type]
+        (lambda: niwaki.evaluate("demo", niwaki.Measurement(samples=0)), "samples must be 1 or more; got 0"),
+        (lambda: niwaki.evaluate_tasks("demo", Path("nowhere.jsonl")), "there is no file nowhere.jsonl"),
+        (lambda: niwaki.inspect(None), "model must be text or a path; got None"),  # type: ignore[arg-type]
+        (lambda: niwaki.load("demo", device=0), "device must be text or a device; got 0"),  # type: ignore[arg-type]
+        (lambda: niwaki.report("demo", prompts="a"), "prompts must be a list of text or None; got 'a'"),
+        (lambda: niwaki.Record.load(3), "path must be text or a PathLike; got 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_calls_that_make_no_sense(call: Callable[[], Any], said: str) -> None:
+    assert message(call, niwaki.NiwakiError).startswith(said)
