@@ -384,7 +384,7 @@ def _json_value(chance: random.Random, model: Path) -> None:
 
 def _config_value(chance: random.Random, model: Path) -> None:
     path = model / "config.json"
-    if not path.is_file():  # a pipe, which is never read to its end
+    if not os.path.isfile(path):  # a pipe, which is never read to its end
         return
     try:
         values = json.loads(path.read_text())
@@ -493,7 +493,7 @@ def _shards(chance: random.Random, model: Path) -> None:
         except Exception:
             return
         file.write_text(json.dumps({"weight_map": dict.fromkeys(keys, single.name)}))
-    if not file.is_file():
+    if not os.path.isfile(file):
         return
     try:
         index = json.loads(file.read_text())
