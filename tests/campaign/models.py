@@ -384,6 +384,8 @@ def _json_value(chance: random.Random, model: Path) -> None:
 
 def _config_value(chance: random.Random, model: Path) -> None:
     path = model / "config.json"
+    if not os.path.isfile(path):  # a pipe, which is never read to its end
+        return
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -491,6 +493,8 @@ def _shards(chance: random.Random, model: Path) -> None:
         except Exception:
             return
         file.write_text(json.dumps({"weight_map": dict.fromkeys(keys, single.name)}))
+    if not os.path.isfile(file):
+        return
     try:
         index = json.loads(file.read_text())
         places = index["weight_map"]
