@@ -156,7 +156,8 @@ def case(chance: random.Random, place: Path) -> str:
         line = refused(ended)
         assert contents(place) == before, f"{what} left something: {line}"
         return f"{what} refused"
-    _CHECKS.get(what, lambda *_: None)(place, name)
+    if what in _CHECKS:
+        _CHECKS[what](place, name)
     return f"{what} done"
 
 

@@ -619,7 +619,7 @@ def cell(method: str, pattern: str, value: float, seconds: float = 1.0) -> Cell:
 
 
 def table(*cells: Cell, **changes: Any) -> Comparison:
-    calibration = {"samples": 4, "sequence_length": 32, "source": "demo"}
+    calibration: Any = {"samples": 4, "sequence_length": 32, "source": "demo"}
     return Comparison("a", calibration, ["t"], [cell("dense", "", 3.0), *cells], **changes)
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import msgspec
 
@@ -128,19 +128,12 @@ class FitRecord:
     seconds: Seconds
 
 
-class Parameters(TypedDict):
-    """Numbers in all tensors of the files of a model."""
-
-    before: Positive
-    after: Positive
-
-
 @dataclass(frozen=True)
 class StructureRecord:
     """What structured pruning removed, see :mod:`niwaki.pruning.structured.shrink`.
 
     Attributes:
-        parameters: "before" and "after".
+        parameters: Numbers in all tensors of the files, "before" and "after".
         removed: Fraction of the blocks' parameters that is gone.
         influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
         blocks: Numbers of the blocks that went, from 0, as are all that follow.
@@ -148,12 +141,16 @@ class StructureRecord:
         neurons: Likewise.
     """
 
-    parameters: Parameters
+    parameters: dict[str, Positive]
     removed: Fraction
     influence: list[Finite] = field(default_factory=list)
     blocks: list[Count] = field(default_factory=list)
     heads: list[list[Count]] = field(default_factory=list)
     neurons: list[list[Count]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.parameters.keys() >= {"before", "after"}:
+            raise UsageError(f"parameters are those before and after; got {self.parameters}")
 
     @property
     def share(self) -> str:
@@ -218,7 +215,7 @@ class Record(JsonFile):
     sparsity: Fraction = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
     fits: list[FitRecord] = field(default_factory=list)
-    perplexity: dict[Literal["before", "after"], Perplexity] = field(default_factory=dict)
+    perplexity: dict[Annotated[str, msgspec.Meta(pattern="^(before|after)$")], Perplexity] = field(default_factory=dict)
     seconds: Stages = field(default_factory=dict)
     peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -100,7 +100,7 @@ def facts(material: Material) -> list[tuple[str, str]]:
     else:
         shown += facts_of(record.method, record)
     if calibration := material.source.calibration:
-        windows, tokens = (calibration.get(name, "?") for name in ("samples", "sequence_length"))
+        windows, tokens = calibration.get("samples", "?"), calibration.get("sequence_length", "?")
         source = short_text(str(calibration.get("source", "?")))
         shown.append(("calibration", f"{counted(windows, 'window')} of {counted(tokens, 'token')} of {source}"))
     if record is not None and any("±" in value for _, value, _ in tiles(material)):
