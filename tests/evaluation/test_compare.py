@@ -32,7 +32,7 @@ from niwaki.models.hidden_states import MemoryBudget
 from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
 from niwaki.records.progress import Progress
-from niwaki.records.record import CalibrationRecord, Perplexity, Record
+from niwaki.records.record import Perplexity, Record
 from support.arguments import arguments
 from support.models import edit_json, message, save_model_with_tokenizer
 
@@ -619,7 +619,7 @@ def cell(method: str, pattern: str, value: float, seconds: float = 1.0) -> Cell:
 
 
 def table(*cells: Cell, **changes: Any) -> Comparison:
-    calibration = CalibrationRecord(samples=4, sequence_length=32, source="demo")
+    calibration: Any = {"samples": 4, "sequence_length": 32, "source": "demo"}
     return Comparison("a", calibration, ["t"], [cell("dense", "", 3.0), *cells], **changes)
 
 

@@ -204,7 +204,7 @@ def check_parameters(source: Path, out: Path, record: Record) -> None:
     structure, in_blocks = record.structure, []
     assert structure is not None
     for when, directory in (("before", source), ("after", out)):
-        assert dict(structure.parameters)[when] == sum(value.numel() for value in tensors(directory).values())
+        assert structure.parameters[when] == sum(value.numel() for value in tensors(directory).values())
         in_blocks.append(sum(p.numel() for b in decoder_blocks(reference(directory)) for p in b.state_dict().values()))
     assert structure.removed == pytest.approx(1 - in_blocks[1] / in_blocks[0], rel=1e-9)
 

@@ -14,7 +14,7 @@ _NOTES = "\n\nNotes:\n\n"
 _LONGEST = 2**20  # characters of what stands at the top of a card
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc] # has no types
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Takes no aliases: a card needs none, and a few lines of them can stand for gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

@@ -127,23 +127,12 @@ class FitRecord:
     seconds: Seconds
 
 
-#: The model that a figure is of: dense, or what was made of it.
-When = Annotated[str, msgspec.Meta(pattern="^(before|after)$")]
-
-
-class Parameters(TypedDict):
-    """Numbers in all tensors of the files of a model."""
-
-    before: Positive
-    after: Positive
-
-
 @dataclass(frozen=True)
 class StructureRecord:
     """What structured pruning removed, see :mod:`niwaki.pruning.structured.shrink`.
 
     Attributes:
-        parameters: "before" and "after".
+        parameters: Numbers in all tensors of the files, "before" and "after".
         removed: Fraction of the blocks' parameters that is gone.
         influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
         blocks: Numbers of the blocks that went, from 0, as are all that follow.
@@ -151,12 +140,16 @@ class StructureRecord:
         neurons: Likewise.
     """
 
-    parameters: Parameters
+    parameters: dict[str, Positive]
     removed: Fraction
     influence: list[Finite] = field(default_factory=list)
     blocks: list[Count] = field(default_factory=list)
     heads: list[list[Count]] = field(default_factory=list)
     neurons: list[list[Count]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.parameters.keys() >= {"before", "after"}:
+            raise UsageError(f"parameters are those before and after; got {self.parameters}")
 
     @property
     def share(self) -> str:
@@ -221,7 +214,7 @@ class Record(JsonFile):
     sparsity: Fraction = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
     fits: list[FitRecord] = field(default_factory=list)
-    perplexity: dict[When, Perplexity] = field(default_factory=dict)
+    perplexity: dict[Annotated[str, msgspec.Meta(pattern="^(before|after)$")], Perplexity] = field(default_factory=dict)
     seconds: Stages = field(default_factory=dict)
     peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

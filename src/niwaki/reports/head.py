@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from typing import Any
 
 from niwaki.pruning.effort import described
 from niwaki.records.record import Record
@@ -100,8 +99,8 @@ def facts(material: Material) -> list[tuple[str, str]]:
         shown.append(("runs", f"{len(material.runs)}, in {duration(material.seconds)} with measuring"))
     else:
         shown += facts_of(record.method, record)
-    if calibration := dict[str, Any](material.source.calibration):
-        windows, tokens = (calibration.get(name, "?") for name in ("samples", "sequence_length"))
+    if calibration := material.source.calibration:
+        windows, tokens = calibration.get("samples", "?"), calibration.get("sequence_length", "?")
         source = short_text(str(calibration.get("source", "?")))
         shown.append(("calibration", f"{counted(windows, 'window')} of {counted(tokens, 'token')} of {source}"))
     if record is not None and any("±" in value for _, value, _ in tiles(material)):

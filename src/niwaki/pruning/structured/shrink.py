@@ -31,7 +31,7 @@ from niwaki.pruning.request import begin_record
 from niwaki.pruning.structured.configuration import check_outputs, check_structure, configuration, tensors_of_blocks
 from niwaki.pruning.structured.units import Removal, head_removal, neuron_removal
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, MatrixRecord, Parameters, Record, StructureRecord
+from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
 
 
 @checked
@@ -204,7 +204,7 @@ class _Run:
         before, after = (_size(one.checkpoint, one.checkpoint.entries) for one in (model, smaller))
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
-        parameters = Parameters(before=before, after=after)
+        parameters = {"before": before, "after": after}
         record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
         card.finish(place, record, clock)
