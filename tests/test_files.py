@@ -38,7 +38,7 @@ def test_paths_that_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("link").symlink_to("nowhere")
-    for given in ("x", "x/y", ".", "/", "link", "link/x", "a" * 255, "é\udcff"):
+    for given in ("x", "x/y", ".", "/", "link", "link/x", "a" * 255, "é"):
         assert given_path(given) == Path(given)
     assert given_path("~/x") == tmp_path / "x"
     assert given_path("a" * 247, longer=8)

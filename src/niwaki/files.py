@@ -13,7 +13,7 @@ from niwaki.errors import OutputError, UsageError, first_line
 
 
 def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
-    """``given`` with ~ as the home directory; UsageError where nothing can be, as behind a loop of links.
+    """``given`` with ~ as the home directory; UsageError where no file can be, as behind a loop of links.
 
     There may also be names with ``longer`` more characters, as temporary files have.
     """
@@ -22,6 +22,7 @@ def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
             raise ValueError("it is empty")
         path = Path(given).expanduser()
         whole = path.absolute()
+        str(whole).encode()  # safetensors opens no other names
         there = nearest(whole.parent)
         # A name below what is not there is looked at only here: the system looks no further.
         for each in (whole, *(there / name for name in Path(f"{whole}{'x' * longer}").relative_to(there).parts)):

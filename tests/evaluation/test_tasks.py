@@ -325,7 +325,7 @@ def test_a_file_in_several_ways(model: Path, tmp_path: Path, monkeypatch: pytest
     assert read_questions(tmp_path / "marked.jsonl") == read_questions(tmp_path / "a.jsonl")
 
 
-def test_what_goes_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask: Callable[..., TaskScores] = functools.partial(evaluate_tasks, tasks=["which-follows"])
     assert "limit must be 1 or more; got 0" in message(lambda: ask(model, limit=0))
     assert "which tasks?" in message(lambda: evaluate_tasks(model, []))
@@ -334,8 +334,8 @@ def test_what_goes_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: evaluate_tasks(model, ["~nobody-of-that-name/x.jsonl"]), TaskError
     )
     assert "no directory" in message(lambda: ask("./nowhere"), UsageError)
-    os.mkfifo(model / "pipe.jsonl")  # would be read for ever
-    assert "there is no file" in message(lambda: evaluate_tasks(model, [model / "pipe.jsonl"]), TaskError)
+    os.mkfifo(pipe := tmp_path / "pipe.jsonl")  # would be read for ever
+    assert "there is no file" in message(lambda: evaluate_tasks(model, [pipe]), TaskError)
     blank = write(model / "blank.jsonl", [{"context": " ", "choices": ["a", "b"], "answer": 0}])
     assert "a context or a choice has no tokens" in message(lambda: evaluate_tasks(model, blank), TaskError)
     other = add_tokenizer(save_model(model / "other"))

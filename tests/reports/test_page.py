@@ -522,7 +522,7 @@ def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert report(path, tmp_path / "new" / "x.html").read_text() == page
     monkeypatch.setattr("niwaki.reports.page.render", lambda *_, **__: pytest.fail("drawn"))
     assert "it is a directory" in message(lambda: report(path, tmp_path), OutputError)
-    assert "list of texts" in message(lambda: report(path, prompts="One"))
+    assert "a list of text" in message(lambda: report(path, prompts="One"))
 
 
 # What goes wrong

@@ -22,7 +22,7 @@ _OWN_FILES = {"README.base.md", "niwaki.json"}
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
 #: Bytes for what niwaki writes about the model.
-_MARGIN = 1 << 24
+MARGIN = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
     CheckpointError for a file that cannot be copied, or has a name that niwaki gives to something else; OutputError
     where ``out`` has no space for them and ``weights`` bytes.
     """
-    source, names, left, size = checkpoint.path, [], [], _MARGIN + weights
+    source, names, left, size = checkpoint.path, [], [], MARGIN + weights
     try:
         for path in sorted(_files(source)):
             name = path.relative_to(source)

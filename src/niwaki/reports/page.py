@@ -41,8 +41,6 @@ def report(
     directory = given_path(directory)
     material = load(directory)
     check_extra(reference)
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts or ()):
-        raise UsageError(f"prompts are a list of texts; got {prompts!r}")
     path = given_path(directory / REPORT_NAME if out is None else out, 12)
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
