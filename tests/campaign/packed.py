@@ -73,7 +73,7 @@ def prepare(place: Path) -> None:
             grid = "int8" if groups == 1 else "int8:64"
             (dense / SCALES).parent.mkdir()
             save_file(scales, dense / SCALES)
-            edit_json(dense / "config.json", pruning_config={"quantization": grid})
+            edit_json(dense / "config.json", pruning_config={"library": "niwaki", "quantization": grid})
         niwaki.pack(dense, place / name / "packed")
         stored = json.loads((place / name / "packed" / "packed.json").read_text())["tensors"]
         assert {each["groups"] for each in stored.values() if each["packed"]} == {groups}
