@@ -228,7 +228,7 @@ def ended(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 LOST = "error: standard output cannot be written: No space left on device\n"
-NOWHERE = "error: there is no directory ./nowhere\n"
+NOWHERE = "error: nowhere is not a directory; give one that `niwaki prune` or `niwaki compare` wrote\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
@@ -243,11 +243,11 @@ NOWHERE = "error: there is no directory ./nowhere\n"
         ("$niwaki solvers | true", 1, ""),
         ("PYTHONIOENCODING=ascii $niwaki solvers >/dev/null", 0, ""),
         ("PYTHONUTF8=0 LC_ALL=POSIX $niwaki inspect demo >/dev/null", 0, "reading demo\n"),
-        ("$niwaki inspect ./nowhere 2>&1 >&- <&- | tail -1 >&2", 2, NOWHERE),
-        ("$niwaki inspect ./nowhere 2>/dev/full", 2, ""),
-        ("$niwaki inspect ./nowhere 2>&-", 2, ""),
-        ("$niwaki inspect ./nowhere 2> >(true); exit $?", 2, ""),
-        ("WORLD_SIZE=2 RANK=1 $niwaki inspect ./nowhere", 2, NOWHERE.replace("error", "error in process 1")),
+        ("$niwaki report ./nowhere 2>&1 >&- <&- | tail -1 >&2", 2, NOWHERE),
+        ("$niwaki report ./nowhere 2>/dev/full", 2, ""),
+        ("$niwaki report ./nowhere 2>&-", 2, ""),
+        ("$niwaki report ./nowhere 2> >(true); exit $?", 2, ""),
+        ("WORLD_SIZE=2 RANK=1 $niwaki report ./nowhere", 2, NOWHERE.replace("error", "error in process 1")),
     ],
 )
 def test_streams_that_are_closed_or_full(script: str, code: int, err: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import niwaki
 import support
+from support.covering import FULL
 
 SOURCE = Path(niwaki.__file__).parents[1] / "native" / "kernels.cpp"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-shared", "-fPIC"]
@@ -28,6 +29,7 @@ def preloaded() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="`make campaign` runs it")
 @pytest.mark.parametrize("emulated", [False, True], ids=["own instructions", "AVX-512 in plain C++"])
 def test_no_access_out_of_bounds(emulated: bool, tmp_path: Path) -> None:
     if not (libraries := preloaded()):

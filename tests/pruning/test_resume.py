@@ -52,20 +52,11 @@ def alone(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not faults.POSSIBLE, reason="takes Linux and a compiler")
+@pytest.mark.skipif(not (FULL and faults.POSSIBLE), reason="`make campaign` kills at some; takes Linux and a compiler")
 def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None:
     found = json.loads(alone(TESTS / "support" / "crashes.py", model, tmp_path / "runs"))
     assert found["kills"] >= 60
     assert found["resumed"] == [1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not faults.POSSIBLE, reason="takes Linux and a compiler")
-@pytest.mark.parametrize("kind", ["kills", "disk"])
-def test_a_short_campaign(kind: str) -> None:
-    """All commands that write, see tests/campaign."""
-    cases = 200 if FULL else 4
-    assert f"{cases} cases, 0 wrong" in alone(TESTS / "campaign", "--kind", kind, "--cases", cases, "--jobs", 1)
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])

@@ -50,6 +50,8 @@ def forked(work: Callable[[], None], patience: float = PATIENCE) -> Ended:
         if not process:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             code = 1
             try:
                 work()

@@ -103,7 +103,7 @@ class Comparison(JsonFile):
 
     def __post_init__(self) -> None:
         done, dense = self.done(), ("dense", "")
-        if self.cells and (dense != next(iter(done)) or len(done) < len(self.cells)):
+        if self.cells and (dense != next(iter(done)) or len(done) < len(self.cells) or self.cells[0].record):
             raise UsageError("cells are the dense model, and after it each method at each pattern once")
         for key, cell in done.items():
             if set(cell.perplexity) != set(self.texts) or (key != dense and (key[0] == "dense" or not all(key))):
