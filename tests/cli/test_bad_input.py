@@ -94,7 +94,7 @@ def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: st
     [
         "prune",
         "prune demo",
-        "prune demo out --sparsity half",
+        "prune demo out --sparsity 0.5 --samples half",
         "prune demo out --sparsty 0.5",
         "prune demo out --sparsity 0.5 --windows middle",
         "prune demo out --sparsity 0.5 --tf32 sometimes",
@@ -319,7 +319,7 @@ def test_data_sets_without_their_library(
     ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5")
     assert ran.code == 1
     assert len(ran.err.splitlines()) == 1
-    assert "pip install 'niwaki[datasets]'" in ran.err
+    assert "pip install '.[datasets]'" in ran.err
     assert not (tmp_path / "out").exists()
 
 

@@ -349,7 +349,7 @@ def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     (model / "config.json").unlink()
     assert "no config.json" in message(lambda: ask(model), CheckpointError)
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
-    assert "pip install 'niwaki[tasks]'" in message(lambda: ask(model), TaskError)
+    assert "pip install '.[tasks]'" in message(lambda: ask(model), TaskError)
 
 
 def test_eval_with_tasks(

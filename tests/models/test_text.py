@@ -493,7 +493,7 @@ def test_a_directory_is_a_data_set(
 def test_without_the_extra(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     said = message(lambda: read_windows("c4", tokenizer, 16, 8))
-    assert "pip install 'niwaki[datasets]'" in said
+    assert "pip install '.[datasets]'" in said
     assert "c4" in said
 
 

@@ -34,6 +34,7 @@ QUANTIZE = Option(
     help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8 a "
     "scale for each row. With --sparsity 0 that alone.",
 )
+SPARSITY = Option(metavar="FRACTION", help="Fraction of zeros in the matrices, such as 0.6 or 60%.")
 PATTERN = Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
 BLOCKS = Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
 
@@ -46,7 +47,7 @@ def prune(
     settings: Annotated[list[str] | None, SETTINGS] = None,
     effort: Annotated[str | None, EFFORT] = None,
     allocation: Annotated[str | None, ALLOCATION] = None,
-    sparsity: Annotated[float | None, Option(help="Fraction of zeros in the matrices, such as 0.6.")] = None,
+    sparsity: Annotated[str | None, SPARSITY] = None,
     pattern: Annotated[str | None, PATTERN] = None,
     mask_from: Annotated[str | None, MASK_FROM] = None,
     quantize: Annotated[str | None, QUANTIZE] = None,

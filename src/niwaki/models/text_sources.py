@@ -184,8 +184,9 @@ def _dataset_texts(source: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError as error:
-        extra = "pip install 'niwaki[datasets]'"
-        raise CalibrationError(f"{source} is not a file, and data sets need an extra: {extra}") from error
+        extra = "pip install '.[datasets]' in niwaki's checkout"
+        hint = f"give a file, 'demo' or 'demo-held', or install the extra: {extra}"
+        raise CalibrationError(f"{source} is not a file, and data sets need an extra; {hint}") from error
     try:
         files = wanted.files and {wanted.split: wanted.files}
         which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}

@@ -63,7 +63,7 @@ def check_extra(reference: str | None = None) -> None:
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError as error:
-        raise OutputError(f"reports need {error.name}; install it with pip install 'niwaki[report]'") from None
+        raise OutputError(f"reports need {error.name}: pip install '.[report]' in niwaki's checkout") from None
 
 
 def render(material: Material, extras: Extras | None = None, *, reference: str | None = None) -> str:
