@@ -116,7 +116,10 @@ def main() -> int:
     print(f"{sum(map(Counter.total, counts.values())):,} cases, {wrong} wrong")
     failed = wrong or any(worker.exitcode for worker in workers)
     if options.record:
-        options.record.write_text(json.dumps({"seed": options.seed, "wrong": wrong, "kinds": counts}, indent=2) + "\n")
+        options.record.write_text(
+            json.dumps({"seed": options.seed, "minutes": options.minutes, "wrong": wrong, "kinds": counts}, indent=2)
+            + "\n"
+        )
     return int(bool(failed))
 
 

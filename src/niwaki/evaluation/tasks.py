@@ -133,7 +133,9 @@ def evaluate_tasks(
         import lm_eval
         from lm_eval.evaluator import evaluate
     except ImportError as error:
-        raise TaskError(f"tasks need an extra: pip install '.[tasks]' in niwaki's checkout ({first_line(error)})") from error
+        raise TaskError(
+            f"tasks need an extra: pip install '.[tasks]' in niwaki's checkout ({first_line(error)})"
+        ) from error
     if progress:
         progress.status("asking questions")
     with _quiet(progress is not None and sys.stderr.isatty()):

@@ -103,8 +103,10 @@ class Comparison(JsonFile):
 
     def __post_init__(self) -> None:
         done, dense = self.done(), ("dense", "")
-        if self.cells and (dense != next(iter(done)) or len(done) < len(self.cells) or self.cells[0].record):
+        if self.cells and (dense != next(iter(done)) or len(done) < len(self.cells)):
             raise UsageError("cells are the dense model, and after it each method at each pattern once")
+        if self.cells and self.cells[0].record is not None:
+            raise UsageError("the dense model has no record")
         for key, cell in done.items():
             if set(cell.perplexity) != set(self.texts) or (key != dense and (key[0] == "dense" or not all(key))):
                 raise UsageError(f"the cell of {key[0]} at {key[1]} is not one of this comparison of {self.texts}")
