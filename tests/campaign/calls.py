@@ -36,6 +36,7 @@ class _Text(str):
 _ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 10**30, 0.0, 0.5, 1.0, 1.5, -0.5, 3.0, 1e-320, float("nan"), float("inf")),
     *("", " ", "0", "1", "0.5", "60 %", "nan", "1e9999999%", "1e400", "9" * 250, "٣", "\udcff", "x" * 250, 1 + 2j),
+    *("x" * 5000, "a\0b", "~nosuch/m"),
     *("auto", "cpu", "float32", "float16", "quantum", "8GiB", f"{'9' * 240}GiB", "demo", "demo-held", "nope", "./nope"),
     *("2:4", "4:2", "0:1", "0:2", "2:0", "per-row:0.5", "mixed-2:4", "2:4+per-row:0.6", "2:4+" * 60, "block-4x4:0.5"),
     *("wanda", "wanda+exact", "wanda+" * 40, "admm1:rho=-1", "admm1:iterations=1", "fast", "best:epochs=0.1"),
