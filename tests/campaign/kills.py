@@ -26,8 +26,9 @@ def case(chance: random.Random, place: Path) -> str:
     run = _runs.some(chance, place)
     how = chance.choice(("killed", "killed", "killed", "stopped", "interrupted"))
     for again in range(chance.choice((1, 1, 2, 3))):
+        complete = run.is_complete  # killed after its last step
         ended = run(_end(chance, run, how))
-        if ended.code == 0:
+        if ended.code == 0 or complete:
             break
         if how == "killed":
             assert ended.code == -signal.SIGKILL, f"{run.name}: {ended.code} {ended.err[-2000:]}"
