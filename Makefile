@@ -39,7 +39,7 @@ test: check
 
 # A few minutes of what tests/campaign does for as long as one likes: docs/reliability.md.
 campaign: setup
-	$(BIN)/python tests/campaign --cases 40
+	$(BIN)/python tests/campaign --cases 25
 	NIWAKI_FULL_TESTS=1 $(BIN)/pytest tests/packed/test_sanitizers.py
 
 quick: setup

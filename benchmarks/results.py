@@ -103,37 +103,6 @@ def efforts() -> list[str]:
     return [*markdown(header, rows), "", "Time, and gap to the dense perplexity, relative to `fast`."]
 
 
-#: What each kind of the campaign does, in words.
-ATTACKS = {
-    "arguments": "commands with odd and hostile arguments",
-    "calls": "public functions with arguments of wrong types and values",
-    "comparisons": "`niwaki compare` that is killed, or whose files are changed, and goes on",
-    "disk": "disks that become full, or fail, at a call that changes them",
-    "kills": "commands that are killed or stopped, once or several times, where they change the disk or at any time",
-    "models": "model directories with changed headers, JSON, files, links and bytes",
-    "packed": "packed models with changed headers, indices and bytes, with digests made anew",
-    "records": "records, comparisons and measurements of speed with changed values",
-    "solvers": "random and degenerate problems for every solver and pattern",
-    "texts": "texts, questions and prompts, sound and damaged",
-}
-
-
-def campaign() -> list[str]:
-    """How the cases of the campaign ended: docs/reliability.md."""
-    found = record("campaign")
-    rows, total = [], 0
-    for kind, outcomes in found["kinds"].items():
-        cases = sum(outcomes.values())
-        refused, wrong = (sum(n for what, n in outcomes.items() if word in what) for word in ("refused", "WRONG"))
-        rows.append(
-            [f"`{kind}`", ATTACKS[kind], f"{cases:,}", f"{cases - refused - wrong:,}", f"{refused:,}", f"{wrong:,}"]
-        )
-        total += cases
-    header = ["kind", "what", "cases", "right result", "refused in one line", "wrong"]
-    command = f"python tests/campaign --minutes {found['minutes']:g} --seed {found['seed']}"
-    return [*markdown(header, rows), "", f"{total:,} cases, by `{command}` on two cores."]
-
-
 def methods() -> list[str]:
     """The tables of docs/methods.md, one for each text."""
     cells = record("protocol")["cells"]
@@ -337,7 +306,6 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/effort.md", "efforts", efforts),
     ("docs/effort.md", "ablation", ablation),
     ("docs/structured.md", "structured", structured),
-    ("docs/reliability.md", "campaign", campaign),
     ("docs/benchmarks.md", "layer_error", layer_error),
     ("docs/benchmarks.md", "figure1", figure1),
     ("docs/benchmarks.md", "figure2", figure2),
