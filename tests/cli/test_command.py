@@ -145,9 +145,10 @@ def test_no_space_left_on_a_real_disk(tmp_path: Path) -> None:
     assert ran.stdout.split() == []  # ls finds nothing that was left behind
 
 
-def heed_interrupts() -> None:
-    """A shell that runs the tests in the background has its processes ignore them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def heed_signals() -> None:
+    """Also where these tests run in the background, which ignores some, and so would the command."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def stopped(
@@ -160,7 +161,7 @@ def stopped(
         stderr=subprocess.PIPE,
         text=True,
         cwd=directory,
-        preexec_fn=heed_interrupts,
+        preexec_fn=heed_signals,
     ) as process:
         deadline = time.monotonic() + 300
         while not reached():
@@ -263,7 +264,7 @@ def test_ctrl_c_while_libraries_are_imported() -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=heed_interrupts,
+            preexec_fn=heed_signals,
         ) as process:
             time.sleep(delay)
             process.send_signal(signal.SIGINT)

@@ -51,7 +51,8 @@ def forked(work: Callable[[], None], patience: float = PATIENCE) -> Ended:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
             signal.alarm(0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)  # whatever this process ignores or does
             code = 1
             try:
                 work()

@@ -89,6 +89,7 @@ def child(job: dict[str, Any], rank: int, port: int) -> int:
     if process:
         return process
     code = 99  # where something leaves the command line that is no exit
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which is ignored in the background
     try:
         for stream, name in ((1, "out"), (2, "err")):
             file = os.open(f"{job['directory']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -107,9 +107,7 @@ def compare(
         patterns_of(run.pattern, None, streamed)
     if out is not None:
         out = given_path(out).resolve()
-        _check(out, checkpoint.path)
-        if out == given_path(model).resolve():  # the next cell would find it, and not the model
-            raise UsageError(f"{out} is what the model is called; choose another directory")
+        _check(out, given_path(model), checkpoint.path)
     progress.status("reading texts")
     texts = Texts.read(streamed, calibration, measurement)
     asked = Comparison(str(model), texts.calibration.described(calibration.seed), list(texts.heldout))
@@ -298,8 +296,10 @@ def _column(given: str | float | Pattern) -> str:
     return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
 
 
-def _check(out: Path, source: Path) -> None:
-    """Raises UsageError unless ``out`` may have a comparison of the model in ``source``."""
+def _check(out: Path, model: Path, source: Path) -> None:
+    """Raises UsageError unless ``out`` may have a comparison of ``model``, which is in ``source``."""
+    if out == model.resolve():  # the next cell would find it, and not the model
+        raise UsageError(f"{out} is what the model is called; choose another directory")
     if source.resolve() in [out, *out.parents]:
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     with output_errors(out):
