@@ -10,16 +10,17 @@ from __future__ import annotations
 from types import ModuleType
 
 from campaign import arguments, calls, comparisons, disk, kills, models, packed, records, solvers, texts
+from support import faults
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
     "calls": calls,
     "comparisons": comparisons,
-    "disk": disk,
-    "kills": kills,
     "models": models,
     "packed": packed,
     "records": records,
     "solvers": solvers,
     "texts": texts,
 }
+if faults.POSSIBLE:
+    KINDS |= {"disk": disk, "kills": kills}

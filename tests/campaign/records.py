@@ -8,7 +8,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from campaign.home import SMALL, contents, furnish
 from niwaki.records.wording import printable
 from support.forks import Ended, command, refused
+from support.pages import Page
 
 _home = Path()
 
@@ -225,22 +225,6 @@ def _place(chance: random.Random, values: Any) -> tuple[Any, Any]:
     # Most places are in long lists: half of the time it is one of the first level.
     top = [(holder, key) for holder, key in places if holder is values]
     return chance.choice(top if top and chance.random() < 0.5 else places) if places else (None, None)
-
-
-class Page(HTMLParser):
-    """The elements of a page, and what it says."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.said: list[tuple[str, str]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.said.append((self.elements[-1][0] if self.elements else "", data))
 
 
 def check_page(html: str) -> Page:

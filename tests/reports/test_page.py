@@ -12,7 +12,6 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from niwaki.reports.page import render, report
 from niwaki.reports.tables import Exhibit, Section
 from support.covering import covered
 from support.models import message, reference, save_model_with_tokenizer
+from support.pages import Page
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>"
 BLOCKS, NAMES = 3, ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
@@ -135,25 +135,6 @@ def only(section: Section | None) -> Exhibit:
     assert section is not None
     (exhibit,) = section.exhibits
     return exhibit
-
-
-class Page(HTMLParser):
-    """The elements of a page, with their attributes, and its text by element."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.said: list[tuple[str, str]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.said.append((self.elements[-1][0] if self.elements else "", data))
-
-    def text(self) -> str:
-        return "".join(data for tag, data in self.said if tag not in ("script", "style"))
 
 
 # Numbers

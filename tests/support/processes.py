@@ -15,9 +15,6 @@ does a job's part in a process that is there already.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
 import json
 import os
 import signal
@@ -30,12 +27,15 @@ from typing import Any
 from torch import Tensor
 
 from niwaki.cli import main as cli
-from niwaki.cli.common import quiet_libraries
 from niwaki.errors import NumericalError
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
 from niwaki.pruning import prune as pipeline, solve
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.forks import warm_up
 
 PATIENCE = 60.0
 
@@ -144,13 +144,7 @@ def main() -> None:
         cli.main()
         return
     assert pipeline  # imported before the first fork
-    quiet_libraries()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        # What a first command imports and keeps, which is more than half of the time of a tiny model's run.
-        sys.argv = ["niwaki", "inspect", "demo"]
-        cli.main()
-    gc.collect()
-    gc.freeze()
+    warm_up()
     for line in sys.stdin:
         job = json.loads(line)
         Path(job["directory"]).mkdir(parents=True, exist_ok=True)
