@@ -180,6 +180,7 @@ def stopped(
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"] if FULL else ["SIGHUP"])
 def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
+    """In its first block, of which nothing stays."""
     command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "200"]
     err = stopped(command, tmp_path, name, lambda: any(tmp_path.iterdir()), later=0.5)
     assert len(err) <= 1
@@ -190,7 +191,19 @@ def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """After its first block by one signal, and (where all cases are run) after its second by the other."""
-    command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "48"]
+    command = [
+        "prune",
+        "demo",
+        "out",
+        "--sparsity",
+        "0.5",
+        "--calibration",
+        "demo",
+        "--samples",
+        "16",
+        "--seqlen",
+        "64",
+    ]
     journal, done = tmp_path / ".out.partial.json", 0
 
     def reached() -> bool:
@@ -232,25 +245,27 @@ LOST = "error: standard output cannot be written: No space left on device\n"
 NOWHERE = "error: nowhere is not a directory; give one that `niwaki prune` or `niwaki compare` wrote\n"
 
 
+STREAMS = [
+    ("$niwaki --help >/dev/full", 1, LOST),
+    ("$niwaki solvers >/dev/full", 1, LOST),
+    ("$niwaki solvers >&-", 0, ""),
+    ("$niwaki solvers | true", 1, ""),
+    ("PYTHONUTF8=0 LC_ALL=POSIX $niwaki inspect demo >/dev/null", 0, "reading demo\n"),
+    ("$niwaki report ./nowhere 2>&1 >&- <&- | tail -1 >&2", 2, NOWHERE),
+    ("$niwaki report ./nowhere 2>/dev/full", 2, ""),
+    ("$niwaki report ./nowhere 2>&-", 2, ""),
+    ("$niwaki report ./nowhere 2> >(true); exit $?", 2, ""),
+    ("WORLD_SIZE=2 RANK=1 $niwaki report ./nowhere", 2, NOWHERE.replace("error", "error in process 1")),
+]
+MORE_STREAMS = [
+    ("$niwaki solvers >/dev/full 2>/dev/full", 1, ""),
+    ("$niwaki solvers 2>/dev/full <&- | grep -c wanda >/dev/null", 0, ""),
+    ("PYTHONIOENCODING=ascii $niwaki solvers >/dev/null", 0, ""),
+]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
-@pytest.mark.parametrize(
-    ("script", "code", "err"),
-    [
-        ("$niwaki --help >/dev/full", 1, LOST),
-        ("$niwaki solvers >/dev/full", 1, LOST),
-        ("$niwaki solvers >/dev/full 2>/dev/full", 1, ""),
-        ("$niwaki solvers >&-", 0, ""),
-        ("$niwaki solvers 2>/dev/full <&- | grep -c wanda >/dev/null", 0, ""),
-        ("$niwaki solvers | true", 1, ""),
-        ("PYTHONIOENCODING=ascii $niwaki solvers >/dev/null", 0, ""),
-        ("PYTHONUTF8=0 LC_ALL=POSIX $niwaki inspect demo >/dev/null", 0, "reading demo\n"),
-        ("$niwaki report ./nowhere 2>&1 >&- <&- | tail -1 >&2", 2, NOWHERE),
-        ("$niwaki report ./nowhere 2>/dev/full", 2, ""),
-        ("$niwaki report ./nowhere 2>&-", 2, ""),
-        ("$niwaki report ./nowhere 2> >(true); exit $?", 2, ""),
-        ("WORLD_SIZE=2 RANK=1 $niwaki report ./nowhere", 2, NOWHERE.replace("error", "error in process 1")),
-    ],
-)
+@pytest.mark.parametrize(("script", "code", "err"), STREAMS + MORE_STREAMS * FULL)
 def test_streams_that_are_closed_or_full(script: str, code: int, err: str) -> None:
     ran = ended(script)
     assert (ran.returncode, without_sign_of_life(ran.stderr)) == (code, without_sign_of_life(err))
@@ -383,13 +398,16 @@ def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Comma
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one of the embedded model's six blocks, which takes a sixth of the time."""
+    """With one of the embedded model's six blocks, which takes a sixth of the time, and with three methods."""
+    methods = METHODS if FULL else ("magnitude", "wanda", "continuation")
+    assert set(methods) <= set(METHODS)
     small = tmp_path / "small"
     niwaki.shrink("demo", small, blocks=5, calibration=Calibration("demo", samples=4, length=64), measurement=None)
 
     def of_small(model: str, **others: Any) -> Comparison:
         assert model == "demo"
-        return compare(small, **others)
+        assert "solvers" not in others
+        return compare(small, solvers=methods, **others)
 
     monkeypatch.setattr("niwaki.evaluation.compare.compare", of_small)
     patterns = ["50 %", "60 %", "70 %", "80 %", "2:4"]
@@ -402,11 +420,11 @@ def test_demo(tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch)
     assert heading == ["method", "50%", "60%", "70%", "80%", "2:4", "seconds"]
     cells = json.loads(to.read_text())["cells"]
     found = {(cell["method"], cell["pattern"]): cell["perplexity"]["demo-held"] for cell in cells}
-    assert set(found) == {("dense", ""), *((method, pattern) for method in METHODS for pattern in patterns)}
+    assert set(found) == {("dense", ""), *((method, pattern) for method in methods for pattern in patterns)}
     assert {measured["tokens"] for measured in found.values()} == {4 * 255}
     dense = found["dense", ""]["value"]
     assert float(rows["dense"][1]) == pytest.approx(dense, abs=0.005)
-    for method in METHODS:
+    for method in methods:
         values = [found[method, pattern]["value"] for pattern in patterns]
         # A standard error behind each.
         assert [float(shown) for shown in rows[method][1:11:2]] == pytest.approx(values, abs=0.005)
