@@ -38,7 +38,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from niwaki.cli.tables import perplexity_table
+from niwaki.cli.tables import perplexity_tables
 from niwaki.evaluation.compare import compare
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.options import Calibration, Measurement
@@ -162,7 +162,8 @@ def main() -> None:
         model = float32_copy(arguments.model, Path(scratch) / "float32")
         comparison = measure(arguments, texts, model, Lines(console))
     for text in texts:
-        console.print(perplexity_table(comparison, text))
+        for table in perplexity_tables(comparison, text):
+            console.print(table)
     if arguments.record:
         cells_ = [dataclasses.asdict(cell) for cell in comparison.cells]
         for cell in cells_:

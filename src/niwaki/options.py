@@ -25,6 +25,8 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
+#: The text that stands for the model's own answers to the prompts that ship with niwaki.
+OWN_ANSWERS = "answers"
 #: Which windows of a text.
 Order = Literal["first", "random"]
 #: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
@@ -53,11 +55,13 @@ class Calibration(_Options):
     """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
-        text: A file, a data set, "demo", windows of a text, or (samples, length) int64 tokens. For windows and
-            tokens ``samples``, ``order`` and ``seed`` are not used.
+        text: A file, a data set, "demo", "answers", windows of a text, or (samples, length) int64 tokens. For windows
+            and tokens ``samples``, ``order`` and ``seed`` are not used.
         samples: The number of windows.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
+        answers: "own" where the text is a JSONL file of prompts, which the dense model is to answer, see
+            :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
     """
 
     text: Text = "c4"
@@ -65,13 +69,21 @@ class Calibration(_Options):
     length: int | None = None
     order: Order = "first"
     seed: int = 0
+    answers: Literal["own"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "text", _name_of(self.text))
+        if self.answers and not isinstance(self.text, str):
+            raise UsageError(f"answers are written to prompts in a file; got {shown(self.text)}")
         check_count("samples", self.samples, 1)
         check_count("the length of windows", self.length, 2)
         check_count("the seed", self.seed, 0)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the model is to write the text itself, as answers to prompts."""
+        return self.answers == "own" or (isinstance(self.text, str) and self.text == OWN_ANSWERS)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _check(out: Path, keep: bool, foreign: set[str], changed: str) -> None:
     assert {key: value for key, value in rows.items() if key in expected} == {
         key: cell["perplexity"]["demo-held"]["value"] for key, cell in expected.items()
     }
-    assert (out / "compare.md").read_text().count("\n| ") == 5 + (len(rows) > len(expected))
+    assert (out / "compare.md").read_text().count("\n| ") == 9 + 2 * (len(rows) > len(expected))
     strays = r"compare\.(json|csv|md)\.?\w{8,11}"  # what a kill leaves of a file that is being written
     names = {path.name for path in out.iterdir() if not re.fullmatch(strays, path.name)} - (foreign - {"records"})
     assert names - {"models"} == {"compare.json", "compare.csv", "compare.md", "records"}, names

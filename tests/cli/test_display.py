@@ -386,6 +386,7 @@ def test_the_summary() -> None:
         ["error", "0.02 of the output's square (geometric mean over matrices)"],
         ["perplexity before", "10.00 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
         ["perplexity after", "11.50 ± 0.25 (1,234,567 tokens of held, context 2,048)"],
+        ["above before", "0.1398 nats a token"],
         ["seconds", "1.5 (solve 1.2)"],
         ["peak memory", "300 MiB resident, 5.00 GiB device"],
     ]

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -640,7 +642,60 @@ def test_a_table_with_holes() -> None:
     assert best == {("wanda", "80 %"), ("wanda", "2:4"), ("admm1", "5 %"), ("x", "80 %")}
     assert "| wanda |  | **9.00 ±0.09** | **5.00 ±0.05** | 3.0 |" in found.to_markdown()
     assert Comparison.from_json(found.to_json()) == found
+    assert [list(one.tables("t")) for one in (found, table())] == [
+        [
+            "Perplexity on 93 tokens of t, context 32",
+            "Nats a token above the dense model on 93 tokens of t, context 32",
+        ],
+        ["Perplexity on 93 tokens of t, context 32"],
+    ]
     assert table().grid("t") == (["method", "seconds"], [[("dense", False), ("3.00 ±0.03", False)]])
+
+
+def measured(*losses: float) -> Perplexity:
+    return Perplexity.of(torch.tensor(losses, dtype=torch.float64)[:, None].expand(-1, 31), "t")
+
+
+def test_nats_above_the_dense_model() -> None:
+    """Methods whose losses rise and fall together are told apart, though each varies much more between windows."""
+    dense, hard = (1.0, 2.0, 3.0, 4.0), (1.3, 2.3, 3.3, 4.3)
+    models = {
+        ("dense", ""): measured(*dense),
+        ("best", "2:4"): measured(1.1, 2.1, 3.1, 4.1),
+        ("as good", "2:4"): measured(1.2, 2.05, 3.05, 4.15),
+        ("worse", "2:4"): measured(*hard),
+        ("alone", "50 %"): measured(*hard),
+    }
+    found = Comparison(
+        "a",
+        {"samples": 4, "sequence_length": 32, "source": "demo"},
+        ["t"],
+        [Cell(*key, 0.5 if key[1] else 0.0, {"t": each}) for key, each in models.items()],
+    )
+    header, rows = found.gaps("t")
+    assert header == ["method", "50 %", "2:4"]
+    differences = np.subtract([1.2, 2.05, 3.05, 4.15], dense)
+    error = differences.std(ddof=1) / math.sqrt(4)
+    assert rows == [
+        [("best", False), ("", False), ("0.1000 ±0.0000", True)],
+        [("as good", False), ("", False), (f"{differences.mean():.4f} ±{error:.4f}", True)],
+        [("worse", False), ("", False), ("0.3000 ±0.0000", False)],
+        [("alone", False), ("0.3000 ±0.0000", True), ("", False)],
+    ]
+    assert "| as good |  | **0.1125 ±0.0375** |" in found.to_markdown()
+    flat = {(row["method"], row["pattern"]): row for row in found.rows()}
+    assert flat["as good", "2:4"]["above_dense"] == pytest.approx(differences.mean())
+    assert flat["as good", "2:4"]["above_dense_error"] == pytest.approx(error)
+    assert Comparison.from_json(found.to_json()) == found
+
+
+def test_differences_without_windows() -> None:
+    """In records of earlier versions, and of one window."""
+    old = dataclasses.replace(measured(1.0, 2.0), losses=())
+    for difference in (measured(2.0, 2.0).above(old), measured(2.0).above(measured(1.5))):
+        assert difference.nats == pytest.approx(0.5)
+        assert difference.standard_error is None
+    assert str(measured(2.0).above(measured(1.5))) == "0.5000"
 
 
 def test_display() -> None:

@@ -124,7 +124,7 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
     directory = save_model(tmp_path / "model")
     # Threads share the generator of random numbers, which processes do not.
     monkeypatch.setattr(
-        "niwaki.pruning.own_text._continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
+        "niwaki.pruning.own_text.continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
     )
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)

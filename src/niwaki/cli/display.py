@@ -10,7 +10,7 @@ from rich.console import Console
 
 from niwaki.cli.common import out
 from niwaki.cli.screen import Screen
-from niwaki.cli.tables import perplexity_table, summary
+from niwaki.cli.tables import perplexity_tables, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.record import MatrixRecord, Record
@@ -216,8 +216,9 @@ class TableDisplay(Screen):
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
         self.__exit__()
         for text in comparison.texts:
-            self._console.print()
-            self._console.print(perplexity_table(comparison, text))
+            for table in perplexity_tables(comparison, text):
+                self._console.print()
+                self._console.print(table)
         if left_out:
             which = f"left out, for want of time: {listed(left_out)}"
             self.line(f"{which}; the same command without a budget does them", style="yellow")

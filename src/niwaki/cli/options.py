@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
@@ -13,6 +13,8 @@ from niwaki.options import TF32, Calibration, Compute, Measurement, Order
 Command = TypeVar("Command", bound=Callable[..., None])
 
 TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
+_CALIBRATION = f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki."
+_ANSWERS = "Where the text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model.")]
 # Paths are text here: an empty one would become the working directory.
@@ -32,11 +34,12 @@ Length = Annotated[int | None, _LENGTH]
 #: The options of each object: field to the option's parameter and what typer is to know of it.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     Calibration: {
-        "text": ("calibration", Annotated[str, Option(help=TEXT)]),
+        "text": ("calibration", Annotated[str, Option(help=_CALIBRATION)]),
         "samples": ("samples", Annotated[int, Option(help="Windows of calibration text.")]),
         "length": ("length", Length),
         "order": ("windows", Annotated[Order, Option(help="The first windows of the text, or random ones.")]),
-        "seed": ("seed", Annotated[int, Option(help="For random windows.")]),
+        "seed": ("seed", Annotated[int, Option(help="For random windows, and for answers.")]),
+        "answers": ("answers", Annotated[Literal["own"] | None, Option(help=_ANSWERS)]),
     },
     Measurement: {
         "text": ("text", Annotated[str | None, _MEASURED]),

@@ -53,6 +53,9 @@ def summary(record: Record) -> Table:
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
     for when, measured in record.perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
+    if len(record.perplexity) == 2:
+        gap = record.perplexity["after"].above(record.perplexity["before"])
+        table.add_row("above before", f"{gap} nats a token")
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")
@@ -112,8 +115,11 @@ def inspection_tables(matrices: Iterable[MatrixSummary]) -> list[Table]:
     ]
 
 
-def perplexity_table(comparison: Comparison, text: str) -> Table:
-    """The paper's table 1: a row for each method, a column for each pattern, the best in bold."""
-    header, entries = comparison.grid(text)
-    rows = [[Text(entry.text, "bold" if entry.best else "") for entry in row] for row in entries]
-    return _table(header, rows, ["method"], title=Text(comparison.heading(text)), caption=CAPTION)
+def perplexity_tables(comparison: Comparison, text: str) -> list[Table]:
+    """A row for each method, a column for each pattern, the best in bold: the paper's table 1, and nats."""
+    tables = []
+    for title, (header, entries) in comparison.tables(text).items():
+        rows = [[Text(entry.text, "bold" if entry.best else "") for entry in row] for row in entries]
+        tables.append(_table(header, rows, ["method"], title=Text(title)))
+    tables[-1].caption = CAPTION
+    return tables

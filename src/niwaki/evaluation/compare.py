@@ -18,6 +18,7 @@ from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
+from niwaki.models.answers import with_answers
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
@@ -109,7 +110,8 @@ def compare(
         out = given_path(out).resolve()
         _check(out, given_path(model), checkpoint.path)
     progress.status("reading texts")
-    texts = Texts.read(streamed, calibration, measurement)
+    written = with_answers(streamed, calibration, compute.budget, current_session().world, progress)
+    texts = Texts.read(streamed, written, measurement)
     asked = Comparison(str(model), texts.calibration.described(calibration.seed), list(texts.heldout))
     asked.missing = [run.key for run in runs]
     asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)

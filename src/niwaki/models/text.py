@@ -51,12 +51,14 @@ class Windows:
         source: The text's name, as it was given.
         order: ``first`` or ``random``.
         origin: What text it is, how it became tokens, and which windows of it, in words; "" for given tokens.
+        notes: What else a record should say of them.
     """
 
     tokens: Tensor
     source: str
     order: Order = "first"
     origin: str = ""
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -230,6 +232,11 @@ class Texts:
             if calibration.length is None:
                 notes.append(f"sequence length {length:,}, because none was asked for")
             tokenizer = load_tokenizer(model.checkpoint.path)
+            if tokenizer.chat_template:
+                notes.append(
+                    "this model has a chat template; if it is to answer questions, --calibration answers calibrates on "
+                    "what it answers itself"
+                )
             samples, order = calibration.samples, calibration.order
             spare = (count or WINDOWS_AFTER) if any(after) else 0
             windows = read_windows(text, tokenizer, length, samples, spare=spare, order=order, seed=calibration.seed)
@@ -238,6 +245,7 @@ class Texts:
             windows = dataclasses.replace(windows, tokens=windows.tokens[:samples])
         else:
             windows = _given_windows(model, text)
+            notes += windows.notes
             rest = windows.tokens[:0]
             length = model.window_length(calibration.length or windows.tokens.shape[1])
         heldout = {}

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
+
+import msgspec
 
 from niwaki.errors import CalibrationError, UnknownNameError, first_line
 from niwaki.files import given_path
+from niwaki.options import OWN_ANSWERS
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ DATASETS = {
 
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
 EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
+#: Prompts of many kinds that ship with niwaki, for a model to answer.
+PROMPTS = {OWN_ANSWERS: "prompts.jsonl"}
 
 _DATA = Path(str(files("niwaki"))) / "data"
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -108,7 +113,7 @@ def read_pieces(source: str) -> Iterator[str]:
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
             if _kind(path) in _JSON:
-                yield from _joined(_json_texts(file, path), _JOINT)
+                yield from _joined((_text_of(value, where) for where, value in _json_lines(file, path)), _JOINT)
                 return
             while piece := file.read(_PIECE):
                 if "\0" in piece:
@@ -118,7 +123,60 @@ def read_pieces(source: str) -> Iterator[str]:
         raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}") from error
 
 
-def _json_texts(file: TextIO, path: Path) -> Iterator[str]:
+def read_prompts(source: str) -> list[list[dict[str, str]]]:
+    """The conversations in a JSONL file that await an answer, each a list of messages with a role and a content.
+
+    A line has a field ``prompt``, or ``messages`` as chat templates take them, of which the model's own last answers
+    are left out. CalibrationError where the file is not there or has anything else.
+    """
+    path = find_file(source) or (_DATA / PROMPTS[source] if source in PROMPTS else None)
+    if path is None or _kind(path) not in _JSON:
+        raise CalibrationError(
+            f"{source} has no prompts; give a JSONL file with a field 'prompt' or 'messages', or 'answers' for the "
+            "prompts that ship with niwaki"
+        )
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+            prompts = [_conversation(value, where) for where, value in _json_lines(file, path)]
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}") from error
+    if not prompts:
+        raise CalibrationError(f"{source} has no prompts")
+    return prompts
+
+
+def _conversation(value: Any, where: str) -> list[dict[str, str]]:
+    if isinstance(value, dict) and isinstance(value.get("prompt"), str) and value["prompt"].strip():
+        return [{"role": "user", "content": value["prompt"]}]
+    messages = value.get("messages") if isinstance(value, dict) else None
+    try:
+        conversation = msgspec.convert(messages, list[_Message])
+    except msgspec.ValidationError as error:
+        raise CalibrationError(f"{where}: neither a field 'prompt' that is text nor 'messages': {error}") from error
+    while conversation and conversation[-1]["role"] == "assistant":
+        conversation.pop()
+    if not conversation:
+        raise CalibrationError(f"{where}: there is nothing to answer")
+    return [{"role": message["role"], "content": message["content"]} for message in conversation]
+
+
+class _Message(TypedDict):
+    role: str
+    content: str
+
+
+def _text_of(value: Any, where: str) -> str:
+    text = value.get("text") if isinstance(value, dict) else None
+    if isinstance(text, str):
+        return text
+    hint = ""
+    if isinstance(value, dict) and not {"prompt", "messages"}.isdisjoint(value):
+        hint = "; for the model's own answers to prompts, --answers own"
+    raise CalibrationError(f"{where}: not a JSON object with a field 'text' that is text{hint}")
+
+
+def _json_lines(file: TextIO, path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line with something in it is, and its value."""
     for number in itertools.count(1):
         line, where = file.readline(_LONGEST), f"{path}, line {number}"
         if not line:
@@ -127,14 +185,10 @@ def _json_texts(file: TextIO, path: Path) -> Iterator[str]:
             raise CalibrationError(f"{where}: longer than {_LONGEST:,} characters; are there no line ends?")
         if line.strip():
             try:
-                text = parse_json(line)["text"]
-                if not isinstance(text, str):
-                    raise TypeError
+                value = parse_json(line)
             except ValueError as error:
-                raise CalibrationError(f"{where}: not a JSON object with a field 'text': {error}") from error
-            except (KeyError, TypeError) as error:
-                raise CalibrationError(f"{where}: not a JSON object with a field 'text' that is text") from error
-            yield text
+                raise CalibrationError(f"{where}: not a JSON object: {error}") from error
+            yield where, value
 
 
 def parse_json(text: str) -> Any:

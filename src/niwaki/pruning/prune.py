@@ -10,6 +10,7 @@ from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
 from niwaki.layer.tf32 import products
+from niwaki.models.answers import with_answers
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
@@ -128,7 +129,8 @@ def _run(request: Request, given: str | Path, restart: bool, progress: Progress 
             request.grid.check(matrix.shape[1] for matrix in model.matrices())
         pattern_of = patterns_of(request.pattern, request.mask_model, model)
         progress.status("reading the text to calibrate on")
-        texts = Texts.read(model, request.calibration, request.measurement, USUAL_WINDOWS)
+        calibration = with_answers(model, request.calibration, request.compute.budget, world, progress)
+        texts = Texts.read(model, calibration, request.measurement, USUAL_WINDOWS)
         record = request.record(model, texts)
         asked = request.fingerprint(model, texts, record)
         world.check_same(asked)

@@ -121,13 +121,15 @@ class Comparison(JsonFile):
         """A flat dictionary for each cell and text, the same keys in all: ``pandas.DataFrame(rows)`` takes them.
 
         Keys: model, method, pattern, sparsity, error, seconds, text, perplexity, standard_error (None for one window
-        alone), tokens, context, windows.
+        alone), tokens, context, windows, above_dense and above_dense_error (in nats a token, on the same windows).
         """
         rows = []
         for cell in self.cells:
             made = {key: getattr(cell, key) for key in ("method", "pattern", "sparsity", "error", "seconds")}
             for text, measured in cell.perplexity.items():
                 how = {key: getattr(measured, key) for key in ("standard_error", "tokens", "context", "windows")}
+                gap = measured.above(self.cells[0].perplexity[text])
+                how |= {"above_dense": gap.nats, "above_dense_error": gap.standard_error}
                 rows.append({"model": self.model, **made, "text": text, "perplexity": measured.value, **how})
         return rows
 
@@ -154,6 +156,29 @@ class Comparison(JsonFile):
             rows.append([*row, Entry(f"{fmean(cell.seconds for cell in cells.values()):.1f}")])
         return ["method", *patterns, "seconds"], rows
 
+    def gaps(self, text: str) -> tuple[list[str], list[list[Entry]]]:
+        """As :meth:`grid`, how far each method's loss is above the dense model's, with the paired standard error.
+
+        The best of a column are all that are not clearly above the lowest, see :class:`~.record.Difference`.
+        """
+        header, rows = self.grid(text)
+        cells, patterns = self.done(), header[1:-1]
+        dense = cells.pop(("dense", "")).perplexity[text]
+        losses = {key: cell.perplexity[text] for key, cell in cells.items()}
+        lowest: dict[str, Perplexity] = {}
+        for (_, pattern), measured in losses.items():
+            lowest[pattern] = min(measured, lowest.get(pattern, measured), key=lambda each: each.value)
+        table = []
+        for method in (row[0].text for row in rows[1:]):
+            row = [Entry(method)]
+            for pattern in patterns:
+                found = losses.get((method, pattern))
+                row.append(
+                    Entry(str(found.above(dense)), not found.above(lowest[pattern]).clear) if found else Entry("")
+                )
+            table.append(row)
+        return header[:-1], table
+
     def to_csv(self) -> str:
         """:meth:`rows` as CSV, with all digits."""
         rows, file = self.rows(), io.StringIO()
@@ -166,20 +191,26 @@ class Comparison(JsonFile):
         """The table of each text, and what it takes to read them."""
         lines = []
         for text in self.texts:
-            header, entries = self.grid(text)
-            rows = [[f"**{entry.text}**" if entry.best else markdown(entry.text) for entry in row] for row in entries]
-            table = (f"| {' | '.join(row)} |" for row in (map(markdown, header), ["---"] * len(header), *rows))
-            lines += [f"{markdown(self.heading(text))}:", "", *table, ""]
+            for title, (header, entries) in self.tables(text).items():
+                rows = [
+                    [f"**{entry.text}**" if entry.best else markdown(entry.text) for entry in row] for row in entries
+                ]
+                table = (f"| {' | '.join(row)} |" for row in (map(markdown, header), ["---"] * len(header), *rows))
+                lines += [f"{markdown(title)}:", "", *table, ""]
         where = markdown(f"Model {self.model}, calibrated on {text_in_words(self.calibration)}")
         lines.append(f"{where}. {CAPTION}")
         if self.missing:
             lines += ["", f"Not done yet: {markdown(listed(self.missing))}."]
         return "\n".join(lines) + "\n"
 
-    def heading(self, text: str) -> str:
-        """What a table shows."""
+    def tables(self, text: str) -> dict[str, tuple[list[str], list[list[Entry]]]]:
+        """:meth:`grid` and, once something is pruned, :meth:`gaps`, by their headings."""
         dense = self.cells[0].perplexity[text]
-        return f"Perplexity on {dense.tokens:,} tokens of {dense.text}, context {dense.context:,}"
+        where = f"on {dense.tokens:,} tokens of {dense.text}, context {dense.context:,}"
+        tables = {f"Perplexity {where}": self.grid(text)}
+        if len(self.cells) > 1:
+            tables[f"Nats a token above the dense model {where}"] = self.gaps(text)
+        return tables
 
     def save(self, directory: Path) -> None:
         """Writes ``compare.json``, ``.csv`` and ``.md``, each whole or not at all (OutputError)."""
@@ -194,10 +225,11 @@ class Comparison(JsonFile):
         return super().load(Path(path) / "compare.json")
 
 
-#: Below each table.
+#: Below the tables.
 CAPTION = (
-    "±: standard error between texts of this size; between methods on the same text it is much less. "
-    "Seconds: of pruning, the mean of the row."
+    "±: standard error; of a perplexity between texts of this size, of nats above the dense model between windows of "
+    "this text, which is what two methods differ by. Bold: the best; of nats all that are less than two standard "
+    "errors of the difference above the best. Seconds: of pruning, the mean of the row."
 )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
+from niwaki.records.comparison import Comparison
 from niwaki.records.record import Perplexity, Record
 from niwaki.records.wording import counted, kind, number, short_text
 from niwaki.reports import charts
@@ -41,12 +42,24 @@ def sections(material: Material, reference: bool = False) -> list[Section]:
 
 def frontier(material: Material) -> Section | None:
     """Of a comparison, for each text perplexity against sparsity, beside it patterns that are no percentages."""
-    if material.record or not material.texts:
+    if isinstance(material.source, Record) or not material.texts:
         return None
     dashed = " The dashed line is the dense model." if material.dense else ""
     why = f"Lower is better. Bars are {SPREAD}.{dashed}"
-    exhibits = [_frontier_of(material, text) for text in material.texts]
-    return Section("frontier", "Perplexity against sparsity", why, exhibits)
+    exhibits = [
+        each for text in material.texts for each in (_frontier_of(material, text), _gaps(material.source, text))
+    ]
+    after = (
+        "In the tables of nats ± is the standard error of the difference to the dense model, window by window, and "
+        "bold are all that are less than two such errors above the best."
+    )
+    return Section("frontier", "Perplexity against sparsity", why, exhibits, after=after)
+
+
+def _gaps(comparison: Comparison, text: str) -> Exhibit:
+    header, entries = comparison.gaps(text)
+    rows = [[Cell(entry.text, best=entry.best) for entry in row] for row in entries]
+    return Exhibit([], Table(header, rows), f"nats a token above the dense model, {short_text(text)}", open=True)
 
 
 def _frontier_of(material: Material, text: str) -> Exhibit:

@@ -15,6 +15,7 @@ from niwaki.errors import NumericalError, UsageError, named
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.tf32 import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
+from niwaki.models.answers import with_answers
 from niwaki.models.block import DecoderBlock
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
@@ -22,6 +23,7 @@ from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.output import Workplace, check_output, workplace, write_config
+from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement, Text
@@ -91,7 +93,8 @@ def shrink(
         raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
     removals = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
     progress.status("reading the text to calibrate on")
-    texts = Texts.read(streamed, calibration, measurement, USUAL_WINDOWS)
+    written = with_answers(streamed, calibration, compute.budget, World(), progress)
+    texts = Texts.read(streamed, written, measurement, USUAL_WINDOWS)
     parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
     record = begin_record(
         str(model),

@@ -1,0 +1,83 @@
+"""Text drawn from the whole dense model, token by token from its own probabilities, many sequences at a time."""
+
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+
+from niwaki.errors import UnsupportedModelError, one_line
+from niwaki.models.streamed import StreamedModel
+
+#: The share of the memory left by the weights that is for keys and values.
+_CACHE = 1 / 2
+#: Bytes that Python and the libraries take, about.
+_PROGRAM = 2**29
+#: What models raise that cannot generate.
+_REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
+
+
+def continued(
+    whole: PreTrainedModel,
+    prompts: Tensor,
+    length: int,
+    done: Callable[[], None],
+    mask: Tensor | None = None,
+    ends: Collection[int] = (),
+) -> Tensor:
+    """(samples, up to ``length``) on the CPU: ``prompts`` (samples, tokens), continued; ``done`` after each token.
+
+    ``mask``, as ``prompts``, is 0 for what is only there, on the left, so that all have the same length. After one of
+    the tokens ``ends`` a sequence has ended, and what it has there means nothing; while some sequence has none of them,
+    all go on. UnsupportedModelError where transformers cannot generate text with this model.
+    """
+    mask = torch.ones_like(prompts) if mask is None else mask
+
+    def step(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        done()
+        return torch.isin(ids[:, -1], torch.tensor(list(ends), device=ids.device))
+
+    # A cache that does not grow takes half the time, but not all models can use it.
+    with contextlib.suppress(*_REFUSALS):
+        return _generated(whole, prompts, mask, length, step, "static")
+    try:
+        return _generated(whole, prompts, mask, length, step, "dynamic")
+    except _REFUSALS as error:
+        raise UnsupportedModelError(f"transformers cannot generate text with this model ({one_line(error)})") from error
+
+
+def _generated(
+    whole: PreTrainedModel, prompts: Tensor, mask: Tensor, length: int, criterion: Any, cache: str
+) -> Tensor:
+    drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_length": length}
+    settings = GenerationConfig(**drawing, pad_token_id=0, cache_implementation=cache, disable_compile=True)
+    inputs = {"attention_mask": mask, "stopping_criteria": StoppingCriteriaList([criterion])}
+    # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
+    own, whole.generation_config = whole.generation_config, settings
+    try:
+        text: Tensor = cast("Any", whole).generate(prompts, generation_config=settings, **inputs)
+    finally:
+        whole.generation_config = own
+    return text.cpu()
+
+
+def at_a_time(model: StreamedModel, length: int, budget: int | None, most: int) -> int:
+    """How many sequences of ``length`` tokens to draw together, up to ``most``; 0 where the model does not fit.
+
+    In ``budget`` bytes, by default the device's memory: not by how much of it is free, so that the same run on the same
+    machine draws the same text.
+    """
+    if budget is None and model.device.type == "cuda":
+        budget = torch.cuda.get_device_properties(model.device).total_memory
+    elif budget is None:
+        budget = psutil.virtual_memory().total
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pairs = len(model.blocks) * (getattr(config, "num_key_value_heads", None) or heads)
+    # Also the last token's logits in float32, once more for probabilities and once for their sums.
+    sequence = 2 * pairs * width * length * model.dtype.itemsize + 3 * 4 * config.vocab_size
+    return min(most, int(max(0, budget - _PROGRAM - model.size) * _CACHE / sequence))
