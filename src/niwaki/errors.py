@@ -76,6 +76,17 @@ def named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Around calls of libraries in Rust, whose panics are no Exceptions: raises RuntimeError in their place."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(str(error)) from error
+        raise
+
+
 def shown(value: object) -> str:
     """``value`` as a message of one line can have it."""
     text = " ".join(repr(value).split())

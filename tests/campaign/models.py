@@ -357,7 +357,7 @@ def _elsewhere(chance: random.Random, model: Path) -> None:
             os.chdir("d")
         Path("x").write_text("x")
         os.chdir(here)
-    else:
+    elif not (model / "again").is_symlink():
         (model / "again").symlink_to(model.parent if kind == "up" else model)
 
 

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import random
+import zlib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -155,7 +156,7 @@ def _decoded(path: Path) -> str | None:
         return None
     try:
         text = _OPENED.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8-sig")
-    except (OSError, EOFError, ValueError, lzma.LZMAError):
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
         return None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from niwaki.errors import CalibrationError, first_line
+from niwaki.errors import CalibrationError, first_line, panics_as_errors
 from niwaki.files import output_errors, write_json
 from niwaki.models.generation import at_a_time, continued
 from niwaki.models.processes import World
@@ -213,9 +213,10 @@ def _templated(
     prompts = []
     for number, messages in enumerate(conversations, 1):
         try:
-            ids: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            with panics_as_errors():
+                ids: Any = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
         except Exception as error:  # of the template, which is a program
             raise CalibrationError(
                 f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"

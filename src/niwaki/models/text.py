@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
-from niwaki.errors import CalibrationError, UsageError, first_line
+from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors
 from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
 from niwaki.options import Calibration, Measurement, Order
 
@@ -85,7 +85,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     try:
         # Texts are longer than any context; without this each one would be warned about.
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
     except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
         raise CalibrationError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
 
@@ -144,7 +145,8 @@ def read_windows(
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
     """The tokens of a text; CalibrationError where the tokenizer fails."""
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+        with panics_as_errors():
+            ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
         raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
     return ids

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError
+from niwaki.errors import CheckpointError, shown
 from niwaki.models.checkpoint.reading import PACKED_INDEX, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
@@ -65,7 +65,7 @@ class Stored:
     def check(self) -> None:
         """Raises ValueError unless there can be such a tensor; what kernels rely on begins here."""
         if self.dtype not in DTYPES or math.prod(filter(None, self.shape)) >= 2**48:
-            raise ValueError(f"there is no tensor {self.dtype} {self.shape}")
+            raise ValueError(f"there is no tensor {shown(self.dtype)} {self.shape}")
         if not self.packed:
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
