@@ -133,6 +133,7 @@ def main() -> None:
     for name in ("model", "corpus", "work"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--calibrations", nargs="+", choices=CALIBRATIONS, default=CALIBRATIONS)
+    parser.add_argument("--texts", nargs="+", choices=MEASURED, default=MEASURED, help="to measure on")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--patterns", nargs="+", default=PATTERNS)
     parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
@@ -143,7 +144,7 @@ def main() -> None:
     logging.disable_progress_bar()
     console = Console(width=140, highlight=False, emoji=False)
     texts = Texts(arguments.model, arguments.corpus, arguments.work, arguments.samples, arguments.length)
-    measured = [texts.to_measure(name, arguments.text_samples) for name in MEASURED]
+    measured = [texts.to_measure(name, arguments.text_samples) for name in arguments.texts]
     found: dict[str, Comparison] = {}
     for name in arguments.calibrations:
         console.print(f"calibrated on {name}")
@@ -160,15 +161,17 @@ def main() -> None:
             for table in perplexity_tables(found[name], text):
                 console.print(table)
         if arguments.record:
-            cells = [_cell(calibration, cell) for calibration, each in found.items() for cell in each.cells]
+            cells = [
+                _cell(calibration, cell, arguments.texts) for calibration, each in found.items() for cell in each.cells
+            ]
             sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
             common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)
 
 
-def _cell(calibration: str, cell: object) -> dict[str, object]:
+def _cell(calibration: str, cell: object, texts: list[str]) -> dict[str, object]:
     """Without where files lie on this machine."""
     values = dataclasses.asdict(cell)  # type: ignore[call-overload]
-    perplexity = dict(zip(MEASURED, values["perplexity"].values(), strict=True))
+    perplexity = dict(zip(texts, values["perplexity"].values(), strict=True))
     for text, measured in perplexity.items():
         measured.update(text=text, origin="")
     return {"calibration": calibration, **values, "perplexity": perplexity, "record": None}

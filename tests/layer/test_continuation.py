@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
-from niwaki.layer.problem import LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import ADMM, Continuation, continuation
 from support.covering import covered
 from support.problems import geometric_mean, least_squares, make_problem, normal, relative_error
@@ -52,16 +52,21 @@ def choice(pattern: Pattern, scores: Tensor, here: Tensor, softness: float, firs
     return (0.5 + (scores / theta - 1) / (2 * softness)).clamp(0, 1)
 
 
-def as_described(W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, alone: bool) -> Tensor:
+def as_described(
+    W: Tensor, H: Tensor, pattern: Pattern, solver: Continuation, alone: bool, tokens: int | None = None
+) -> Tensor:
     """The weights that the docstring's steps give, with an exact refit at the end."""
     I = torch.eye(H.shape[0], dtype=H.dtype)  # noqa: E741
+    h = H.diagonal()
+    damping = solver.damping + (min(1.0, 2 * math.sqrt(len(h) / tokens)) if tokens else 0.0)
+    H = H + damping * torch.diag((h * h.log().mean().exp()).sqrt())
     norm = H.diagonal().sqrt()
     H = H / norm / norm[:, None]
     c = 1 / torch.linalg.inv(H + 0.02 * I).diagonal()
     typical = math.exp(float(c.log().mean()))
     d = c ** (3 / 8) / math.exp(float((c ** (3 / 8)).log().mean()))
     W0 = W * norm * d
-    H = (H + solver.damping * I) / torch.outer(d, d)
+    H = H / torch.outer(d, d)
     unit = math.sqrt(typical) / (1 - pattern.sparsity) ** 0.25
     k = solver.sweeps
     ratio = solver.penalty_end / solver.penalty_start
@@ -176,6 +181,17 @@ def test_parts_of_other_scales(case: str, sparsity: float) -> None:
     assert W.numel() / Continuation().parts >= continuation._OWN_CHOICE
     solution = Continuation()(problem, Unstructured(sparsity))
     assert solution.error < 1.02 * ADMM()(problem, Unstructured(sparsity)).error
+
+
+@pytest.mark.parametrize("tokens", [100, 3200, None])
+def test_few_tokens_are_damped_more(tokens: int | None) -> None:
+    problem, solver = make_problem(rows=ROWS), Continuation(finish=200)
+    expected = as_described(problem.W, problem.gram.H, Unstructured(0.5), solver, False, tokens)
+    gram = Gram(problem.gram.H, tokens=tokens)
+    solution = solver(LayerProblem(problem.W, gram), Unstructured(0.5))
+    assert torch.allclose(solution.W, expected, rtol=0, atol=1e-8)
+    assert solution.stats["damping_asked"] == pytest.approx({100: 1.02, 3200: 0.22, None: 0.02}[tokens])
+    assert solution.error == pytest.approx(relative_error(problem, solution.W))
 
 
 def test_without_a_choice_it_is_a_refit() -> None:

@@ -36,13 +36,21 @@ class Gram:
         shared: Whether several problems use it, so that factorisations are worth their memory.
         mean: (in,) the mean of each input over the same tokens, which DSnoT needs.
         trusted: Whether H is known to be X^T X / tokens of some X, which is not checked then.
+        tokens: How many there were, where that is known: the fewer, the more the default solver damps H.
 
     Raises:
         UsageError: H cannot be a Gram matrix, or the mean does not fit it.
         NumericalError: H or the mean has NaN or infinite entries.
     """
 
-    def __init__(self, H: Tensor, shared: bool = True, mean: Tensor | None = None, trusted: bool = False) -> None:
+    def __init__(
+        self,
+        H: Tensor,
+        shared: bool = True,
+        mean: Tensor | None = None,
+        trusted: bool = False,
+        tokens: int | None = None,
+    ) -> None:
         H = _numbers("the Gram matrix", H)
         if H.shape[0] != H.shape[1] or not len(H):
             raise UsageError(f"a Gram matrix is square (in, in); got {tuple(H.shape)}")
@@ -53,7 +61,8 @@ class Gram:
                     f"the mean of the inputs is ({len(H)},) {H.dtype} on {H.device}; got {tuple(mean.shape)} "
                     f"{mean.dtype} on {mean.device}"
                 )
-        self.H, self.mean, self.shared = H, mean, shared
+        self.H, self.mean, self.shared, self.tokens = H, mean, shared, tokens
+        self._ridge = torch.zeros_like(H.diagonal())  # see damped
         self._memo: dict[Any, Any] = {}
         if not trusted and (fault := self._fault()):
             raise UsageError(f"H {fault}, and is no Gram matrix; compute it as X.T @ X / len(X) from X (tokens, in)")
@@ -78,12 +87,41 @@ class Gram:
     @cached_property
     def norm(self) -> Tensor:
         """(in,) root mean square of each input; 0 for an input that is never active."""
-        return self.H.diagonal().clamp(min=0).sqrt()
+        return (self.H.diagonal().clamp(min=0) + self._ridge).sqrt()
+
+    @property
+    def sampling_error(self) -> float:
+        """2 (in / tokens)^(1/2), at most 1: how far eigenvalues are off by chance, relatively; 0 where it is not known.
+
+        For inputs that are independent, after Marchenko and Pastur 1967.
+        """
+        return min(1.0, 2 * math.sqrt(len(self.H) / self.tokens)) if self.tokens else 0.0
+
+    def damped(self, damping: float) -> "Gram":
+        """In all but H, which stays for errors, that of H + ``damping`` diag(h_j g)^(1/2).
+
+        h is the diagonal of H and g the geometric mean of what is not 0 there. H is that of the calibration text, and
+        of another text inputs have another power. A ridge in proportion to an input's own power protects the weights of
+        weak inputs too little, the same for all those of strong ones: what is between has the lowest errors on texts of
+        another kind (docs/log.md).
+        """
+
+        def make() -> Gram:
+            gram = Gram(self.H, self.shared, self.mean, trusted=True, tokens=self.tokens)
+            h = self.H.diagonal().clamp(min=0)
+            live = h > 0
+            if bool(live.any()):
+                gram._ridge = damping * (h * h[live].double().log().mean().exp().to(h.dtype)).sqrt()
+            return gram
+
+        return self.derived(("damped", damping), make)
 
     def unit(self) -> Tensor:
         """(in, in), new: H in coordinates where live inputs have unit norm; 0 for dead inputs."""
         inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)
-        return (self.H * inverse).mul_(inverse.unsqueeze(1))
+        H = (self.H * inverse).mul_(inverse.unsqueeze(1))
+        H.diagonal().add_(self._ridge * inverse.square())
+        return H
 
     def live(self) -> Tensor:
         """(in, in), new: ``unit`` with 1 on the diagonal of dead inputs, which need no damping then."""

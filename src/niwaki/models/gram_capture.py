@@ -39,7 +39,7 @@ class InputGram:
 
     def gram(self, shared: bool) -> Gram:
         """H for solvers, ``shared`` by several problems or not."""
-        return Gram(self.H, shared, self.mean, trusted=True)
+        return Gram(self.H, shared, self.mean, trusted=True, tokens=self.tokens + self.borrowed)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Continuation: ADMM on the pattern, with a choice of weights that hardens, then a refit; the default."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,13 @@ _OWN_CHOICE = 4096
 class Continuation(Solver):
     """ADMM whose Z-step is a choice by degrees, with a penalty that grows, part by part, then a refit.
 
+    Damping: H stands for H + lambda diag(h_j g)^(1/2), where h is its diagonal, g the geometric mean of h, and lambda
+    ``damping`` and, where the number of tokens is known, 2 (in / tokens)^(1/2). That is for what few tokens say of
+    their kind of text, ``damping`` for texts of other kinds.
+
     Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the others cannot
-    make up for, W0 is the weights times d and H' = (H + lambda I) / (d d^T), where d_j = c_j^(3/8) divided by its
-    geometric mean. A weight that is easily replaced then looks small.
+    make up for, W0 is the weights times d and H' = H / (d d^T), where d_j = c_j^(3/8) divided by its geometric mean. A
+    weight that is easily replaced then looks small.
 
     Penalties: gamma_1 .. gamma_k, k = ``sweeps``, rise geometrically from ``penalty_start`` to ``penalty_end``, times
     c^(1/2) (1 - s)^(-1/4) with c the geometric mean of c_j and s the pattern's sparsity.
@@ -56,6 +59,7 @@ class Continuation(Solver):
     2. Coordinates and penalties that follow c_j, which is small where inputs stand in for each other.
     3. Parts: two columns that stand in for each other are not both dropped, or both kept, in the same step.
     4. The choice by degrees: half as many sweeps for the same error.
+    5. Damping that looks to other texts than the one it is calibrated on.
 
     Cost: 3 in^3 for the inverses and 2 out in^2 for each of ``sweeps + finish`` products, with a selection among the
     weights in each sweep; memory of R and five copies of W, with the problem's.
@@ -68,7 +72,7 @@ class Continuation(Solver):
     penalty_end: float = 1.0
     softness: float = parameter(0.4, "from 0 to 1", lambda value: 0 <= value <= 1)
     relaxation: float = parameter(1.6, "between 0 and 2", lambda value: 0 < value < 2)
-    damping: float = at_least(0, 0.005)
+    damping: float = at_least(0, 0.02)
     finish: int = at_least(0, 2)
 
     separable_rows = True
@@ -80,6 +84,8 @@ class Continuation(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         pattern.check(problem.W.shape)
+        damping = self.damping + problem.gram.sampling_error
+        problem = LayerProblem(problem.W, problem.gram.damped(damping))
         unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
         metric = unexplained.pow(0.375) / typical**0.375
         order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
@@ -87,7 +93,7 @@ class Continuation(Solver):
         pattern = pattern.reordered(order)
         scaled = Normalised(problem, metric, order)
         W0 = scaled.W
-        new_H = functools.partial(scaled.new_H, self.damping / metric[order].square())
+        new_H = scaled.new_H
         kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
@@ -109,7 +115,7 @@ class Continuation(Solver):
             done = sweep / max(1, self.sweeps - 1)
             if sweep in (0, math.ceil(_SWITCH * self.sweeps)):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
-                key = ("continuation", self.damping, rho, pattern.group, self.parts)
+                key = ("continuation", rho, pattern.group, self.parts)
                 Rs = ()  # before there is another
                 R, used = problem.gram.derived(key, lambda rho=rho: resolvent(new_H, rho))  # type: ignore[misc]
                 Rs, raised = R.split(widths, dim=1), max(raised, used)
@@ -147,8 +153,8 @@ class Continuation(Solver):
         del H, V, Y, Ys
         if self.finish:
             scaled.report(monitor, steps, steps, Z, mask)
-        used = self.damping + raised
-        return problem.solution(scaled.restore(Z), scaled.original(mask), damping=used, damping_asked=self.damping)
+        used = damping + raised
+        return problem.solution(scaled.restore(Z), scaled.original(mask), damping=used, damping_asked=damping)
 
     def flops(self, rows: int, columns: int) -> float:
         return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)
