@@ -91,11 +91,8 @@ class Gram:
 
     @property
     def sampling_error(self) -> float:
-        """2 (in / tokens)^(1/2), at most 1: how far eigenvalues are off by chance, relatively; 0 where it is not known.
-
-        For inputs that are independent, after Marchenko and Pastur 1967.
-        """
-        return min(1.0, 2 * math.sqrt(len(self.H) / self.tokens)) if self.tokens else 0.0
+        """(in / tokens)^(1/2), at most 1: what eigenvalues are off by chance goes with it; 0 where it is not known."""
+        return min(1.0, math.sqrt(len(self.H) / self.tokens)) if self.tokens else 0.0
 
     def damped(self, damping: float) -> "Gram":
         """In all but H, which stays for errors, that of H + ``damping`` diag(h_j g)^(1/2).
