@@ -228,7 +228,7 @@ def test_a_model_that_reads_weights_of_its_layers(tmp_path: Path) -> None:
     with torch.no_grad():
         for module in dense.modules():
             if isinstance(module, torch.nn.Linear):
-                module.weight.mul_(torch.rand(module.weight.shape) > 0.7)
+                module.weight.masked_fill_(torch.rand(module.weight.shape) < 0.7, 0.0)
     dense.save_pretrained(tmp_path / "model")
     niwaki.pack(tmp_path / "model", tmp_path / "packed")
     texts = []

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,9 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(model, tmp_path / "out")
     monkeypatch.setattr("niwaki.pruning.request.versions", lambda: {"niwaki": "9.9"})
-    assert "versions (niwaki " in (said := message(lambda: run(model, tmp_path / "out")))
-    assert " there, 9.9 here" in said
+    said = message(lambda: run(model, tmp_path / "out"))
+    assert "differs in versions (python " in said
+    assert f"niwaki {metadata.version('niwaki')} there, 9.9 here" in said
 
 
 def test_restart(tmp_path: Path, model: Path) -> None:

@@ -133,7 +133,7 @@ def read_windows(
     else:
         ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
     check_known(ids, tokenizer, source)
-    if not ids and (piece := next(read_pieces(source), "").strip()) and not encode(tokenizer, piece):
+    if not ids and file and (piece := next(read_pieces(source), "").strip()) and not encode(tokenizer, piece):
         raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
     available = min(wanted, len(ids) // length)
     if available < needed and order == "random":
