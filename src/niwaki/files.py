@@ -6,8 +6,9 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from niwaki.errors import OutputError, UsageError, first_line
 
@@ -37,6 +38,22 @@ def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
 def nearest(path: Path) -> Path:
     """The absolute ``path``, or its nearest parent that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
+
+
+def check_replaced(path: Path, ours: Callable[[BinaryIO], bool], hint: str) -> None:
+    """UsageError, which ends with ``hint``, unless ``path`` is free, empty, or a file that is ``ours``."""
+    if not os.path.lexists(path):
+        return
+    try:
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                if ours(file):
+                    return
+        elif path.is_file() or not path.exists():  # an empty one, and a link to nothing
+            return
+    except (OSError, ValueError, RecursionError):
+        pass  # it is not ours, whatever it is
+    raise UsageError(f"{path} exists and {hint}; choose another name, or move it away")
 
 
 def write_json(path: Path, text: str, sync: bool = False) -> None:

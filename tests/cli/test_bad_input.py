@@ -358,6 +358,35 @@ def test_records_that_cannot_be_written(model: Path, tmp_path: Path, niwaki_: Co
     assert listing(tmp_path) == before
 
 
+def test_records_replace_only_records(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    """Of the same command; nothing else that has the name, before the work."""
+    text = ("--text", "demo", "--seqlen", "32", "--samples", "1")
+    record = tmp_path / "new.json"
+    record.touch()
+    for _ in range(2):
+        assert niwaki_("eval", model, *text, "--record", record).code == 0
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "deep.json").write_text('{"a":' * 100_000)
+    speed = {"model": "m", "command": "niwaki bench m", "speeds": []}
+    (tmp_path / "speed.json").write_text(json.dumps(speed))
+    files = [tmp_path / name for name in ("list.json", "deep.json", "speed.json")]
+    files += [model / name for name in ("config.json", "model.safetensors", "tokenizer.json")]
+    before = {file: file.read_bytes() for file in [*files, record]}
+    commands: list[tuple[Any, ...]] = [
+        ("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL),
+        ("demo", "--samples", "1"),
+    ]
+    for command, taken in (
+        *[(("eval", model, *text), file) for file in files],
+        *[(command, record) for command in [*commands, ("bench", model)]],
+    ):
+        ran = niwaki_(*command, "--record", taken)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert f"{taken} exists and is not a record that this command wrote" in ran.err
+    assert {file: file.read_bytes() for file in before} == before
+    assert not (tmp_path / "out").exists()
+
+
 def test_outputs_that_are_taken(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     (tmp_path / "file").write_text("keep me")
     before = listing(tmp_path)
@@ -368,6 +397,18 @@ def test_outputs_that_are_taken(model: Path, tmp_path: Path, niwaki_: Command) -
         assert str(out) in ran.err
     assert niwaki_("inspect", tmp_path / "file").code == 2
     assert listing(tmp_path) == before
+
+
+def test_a_library_that_cannot_be_imported(
+    model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over SOURCE_DATE_EPOCH, which one reads when it is imported."""
+    (tmp_path / "datasets.py").write_text("int('x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", "c4")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
+    assert "a library cannot be loaded: ValueError: invalid literal for int() with base 10: 'x'; has a" in ran.err
 
 
 def test_no_space_left(model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:

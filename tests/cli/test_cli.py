@@ -18,7 +18,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.records.record import Record
 from support.command import Command, Result
-from support.models import save_model_with_tokenizer
+from support.models import edit_json, save_model_with_tokenizer
 from support.runs import SMALL, listing
 
 
@@ -293,3 +293,7 @@ def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
     assert niwaki_("inspect", model).code == 0
     for name in ("transformers", "huggingface_hub.utils._http", "datasets"):
         assert logging.getLogger(name).getEffectiveLevel() >= logging.ERROR, name
+    edit_json(model / "config.json", use_return_dict=False)
+    ran = niwaki_("inspect", model)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
+    assert "config.json is refused by transformers: property 'use_return_dict'" in ran.err

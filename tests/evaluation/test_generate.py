@@ -192,7 +192,8 @@ def test_control_codes_of_a_model_are_shown_on_a_terminal(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((PROMPT, "--temperature", "nan"), "the temperature must be 0 or more; got nan"),
+        ((PROMPT, "--temperature", "nan"), "token each time, or 0.001 or more; got nan"),
+        ((PROMPT, "--temperature", "1e-300"), "the temperature must be 0, for the most likely token each time, or"),
         ((PROMPT, "--temperature", "inf"), "got inf"),
         ((PROMPT, "--temperature", "-1"), "got -1.0"),
         ((PROMPT, "--tokens", "0"), "tokens must be 1 or more; got 0"),
@@ -243,3 +244,10 @@ def test_outputs_that_are_no_numbers(factor: float, temperature: float, given: t
     model.get_output_embeddings().weight.mul_(factor)
     said = message(lambda: continue_text(model, tokenizer, PROMPT, 3, temperature=temperature), NumericalError)
     assert said == "the model's outputs are NaN or infinite; try --dtype float32"
+
+
+def test_a_configuration_that_is_no_object(tmp_path: Path) -> None:
+    """Here the tokenizer is read first, whose library would speak of something else."""
+    model = save_model_with_tokenizer(tmp_path / "model")
+    (model / "config.json").write_text("[]")
+    assert "config.json does not hold a JSON object" in message(lambda: generate(model, PROMPT), CheckpointError)

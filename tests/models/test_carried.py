@@ -41,6 +41,11 @@ def _pipe_in_a_folder(path: Path) -> None:
     os.mkfifo(path / "x")
 
 
+def _link_in_a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "x").symlink_to(path.parent.parent)
+
+
 @pytest.mark.parametrize(
     ("name", "make", "said"),
     [
@@ -49,6 +54,8 @@ def _pipe_in_a_folder(path: Path) -> None:
         ("notes.txt", lambda path: path.symlink_to("notes.txt"), "is a link that leads nowhere"),
         ("notes.txt", lambda path: path.symlink_to("n" * 300), "File name too long"),
         ("notes", _pipe_in_a_folder, "notes/x is not a file"),
+        ("notes", lambda path: path.symlink_to(".."), "notes is a link to a directory outside of the model's"),
+        ("notes", _link_in_a_folder, "notes/x is a link to a directory outside of the model's"),
         ("deep", _deep, "too many folders"),
         ("README.base.md", _folder, "a name that niwaki gives"),
         ("niwaki.json", _folder, "a name that niwaki gives"),

@@ -762,11 +762,8 @@ def test_what_is_carried_over(shards: Path, out: Path) -> None:
     blob.write_bytes(b"template")
     (shards / "chat_template.jinja").symlink_to(blob)
     files["chat_template.jinja"] = b"template"
-    folder = shards.parent / "folder"
-    folder.mkdir()
-    (folder / "b.txt").write_bytes(b"b")
-    (shards / "linked").symlink_to(folder)
-    files["linked/b.txt"] = b"b"
+    (shards / "linked").symlink_to("notes/deep")
+    files["linked/a.txt"] = b"\x00\xff"
 
     carried = find_carried(Checkpoint(shards), out)
     carried.copy(out)
@@ -863,6 +860,21 @@ def test_a_missing_or_truncated_file(directory: Path, out: Path, sparse: Tensor)
     assert path.name in message(lambda: verify(out, checkpoint, {}), OutputError)
     path.unlink()
     assert path.name in message(lambda: verify(out, checkpoint, {}), OutputError)
+
+
+def test_too_many_open_files(directory: Path, out: Path, sparse: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch, which opens them for safetensors, raises an error of its own."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to open file <x> in read-only mode: Too many open files (24)\nfrom somewhere")
+
+    source = Checkpoint(directory)
+    written(directory, out, sparse)
+    with monkeypatch.context() as changed:
+        changed.setattr("niwaki.models.checkpoint.tensors.safe_open", full)
+        assert "Too many open files (24)" in message(lambda: Checkpoint(directory), CheckpointError)
+    monkeypatch.setattr("niwaki.models.checkpoint.writing.safe_open", full)
+    assert "cannot be read back: unable to open file" in message(lambda: verify(out, source, {}), OutputError)
 
 
 def test_unnamed_tensors_are_of_no_interest_to_verify(single: Path, out: Path, sparse: Tensor) -> None:

@@ -73,6 +73,19 @@ def test_processes_that_nobody_introduced(monkeypatch: pytest.MonkeyPatch, missi
     assert "start them with torchrun" in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["y", "", "-1", "0", "1.5"])
+def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(UsageError) as caught, world("cpu"):
+        pass
+    assert f"the environment variable WORLD_SIZE is {value!r}, and not a whole number from 1" in str(caught.value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "z")
+    with pytest.raises(UsageError) as caught, world("cpu"):
+        pass
+    assert "the environment variable LOCAL_RANK is 'z', and not a whole number from 0" in str(caught.value)
+
+
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     count = torch.cuda.device_count()
     monkeypatch.setenv("WORLD_SIZE", "99")

@@ -246,8 +246,11 @@ def test_excerpts_ship_with_niwaki(
     windows = read_windows(name, tokenizer, 256, 100)
     assert windows.tokens.flatten().tolist() == encode(tokenizer, whole)[:25600]
     assert windows.source == name
-    # A file of that name in the current directory comes first.
+    # A file of that name in the current directory comes first, a directory does not.
     monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    assert read_windows(name, tokenizer, 256, 100).fingerprint() == windows.fingerprint()
+    Path(name).rmdir()
     Path(name).write_text("a b c d e f g h")
     own = read_windows(name, tokenizer, 4, 1).tokens
     assert own.flatten().tolist() == encode(tokenizer, "a b c d")[:4]
@@ -562,7 +565,9 @@ def test_where_windows_come_from(
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert f"{tmp_path} has no tokenizer" in message(lambda: load_tokenizer(tmp_path))
+    said = message(lambda: load_tokenizer(tmp_path))
+    assert f"{tmp_path} has no tokenizer that can be loaded: neither tokenizer.json nor" in said
+    assert said.endswith("; is the download complete?")
 
 
 @pytest.mark.parametrize("raw", ["", "{", "[]", '{"version": "1.0"}'])
@@ -590,7 +595,8 @@ class Words:
 def test_tokenizers_that_make_nothing_of_a_text(tmp_path: Path) -> None:
     path, words = tmp_path / "a.txt", Words("a", "b")
     for text, said in (
-        ("- " * 100_000, "it has 0, 16 are missing"),
+        ("- " * 100_000, f"the model's tokenizer makes no tokens of {path}"),
+        (" ", "it has 0, 16 are missing"),
         ("x y z " * 100_000, f"the model's tokenizer knows nothing of {path}"),
         ("a b ! " * 100_000, "the model's tokenizer fails on this text: WordLevel error:"),
     ):

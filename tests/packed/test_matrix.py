@@ -316,6 +316,17 @@ class TestSparseLinear:
         exact = x.double() @ dense.weight.double().T + dense.bias.double()
         assert torch.allclose(found.double(), exact, atol=0.1, rtol=0.02)
 
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_its_weight_is_the_dense_one(self, transposed: bool) -> None:
+        """In the dtype of the model, which it follows."""
+        W = sparse(40, 100, 0.5, torch.bfloat16)
+        layer = SparseLinear(pack(W), None, transposed, torch.float32)
+        assert torch.equal(layer.weight, (W.T if transposed else W).float())
+        layer.half()
+        assert torch.equal(layer.weight, (W.T if transposed else W).half())
+        assert layer.values.dtype == torch.bfloat16
+        assert SparseLinear(pack(W)).weight.dtype == torch.bfloat16
+
     @pytest.mark.parametrize("count", [1, 40])
     def test_inputs_are_not_rounded_to_the_dtype_of_weights(self, count: int) -> None:
         """As loaded on a CPU: weights in bfloat16, everything else in float32."""

@@ -19,7 +19,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JambaConfig
 
 import niwaki
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
@@ -212,6 +212,31 @@ def test_generates(tmp_path: Path) -> None:
         generate: Any = whole.generate
         texts.append(generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False).tolist())
     assert texts[0] == texts[1]
+
+
+def test_a_model_that_reads_weights_of_its_layers(tmp_path: Path) -> None:
+    """Jamba multiplies with that of a linear layer itself."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8}
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(JambaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+    with torch.no_grad():
+        for module in dense.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.masked_fill_(torch.rand(module.weight.shape) < 0.7, 0.0)
+    dense.save_pretrained(tmp_path / "model")
+    niwaki.pack(tmp_path / "model", tmp_path / "packed")
+    texts = []
+    for whole in (reference(tmp_path / "model"), niwaki.load(tmp_path / "packed", "cpu")):
+        generate: Any = whole.generate
+        texts.append(generate(random_tokens(1, 5), max_new_tokens=10, do_sample=False).tolist())
+    assert texts[0] == texts[1]
+    assert isinstance(whole.get_submodule("model.layers.0.mamba.dt_proj"), SparseLinear)
 
 
 def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
@@ -617,7 +642,11 @@ class TestRefusals:
     def test_missing_index(self, tmp_path: Path) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         (tmp_path / "packed" / "packed.json").unlink()
-        assert "without its packed.json" in message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
+        for work in (
+            lambda: niwaki.load(tmp_path / "packed"),
+            lambda: niwaki.unpack(tmp_path / "packed", tmp_path / "o"),
+        ):
+            assert "without its packed.json" in message(work, CheckpointError)
 
     def test_dense_files_of_such_names(self, tmp_path: Path) -> None:
         """An index may call them anything."""
@@ -746,6 +775,17 @@ def test_no_byte_of_the_index_is_left_out(whole: Path, tmp_path: Path) -> None:
         assert "not what was written" in message(lambda: Index.read(directory), CheckpointError)
 
 
+def test_another_digest_of_a_file(whole: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "copy"
+    shutil.copytree(whole / "packed", directory)
+    values = json.loads((directory / "packed.json").read_text())
+    del values["sha256"]
+    values["shards"][0]["sha256"] = "0" * 64
+    (directory / "packed.json").write_text(json.dumps({**values, "sha256": digest_of(values)}))
+    said = message(lambda: niwaki.unpack(directory, tmp_path / "out"), OutputError)
+    assert "is not what it was before packing; was the disk full, or the packed model changed?" in said
+
+
 def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
     """With the right digest."""
     directory = tmp_path / "copy"
@@ -773,6 +813,11 @@ def test_what_an_index_cannot_say(whole: Path, tmp_path: Path) -> None:
     (shard,) = values["shards"]
     keys = [*shard["keys"], packed]
     assert "do not have its tensors" in refused({**values, "shards": [{**shard, "keys": keys}]})
+    for version in ("1", True, 1.0, None):
+        assert "which is not a whole number" in refused({**values, "version": version})
+    for name in ("../../x", "../x.safetensors", 5):
+        index = json.dumps({"weight_map": {packed: name}})
+        assert "index.json names a shard outside its directory" in refused({**values, "index": index})
     half = "half of a surrogate pair: \ud800"
     for changed in ({"index": half}, {"shards": [{**shard, "header": half}]}, {"shards": [{**shard, "name": half}]}):
         assert "surrogates not allowed" in refused({**values, **changed})

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from niwaki import compare, inspect, shrink
 from niwaki.errors import (
     CheckpointError,
     NiwakiError,
@@ -269,6 +271,23 @@ def test_models_that_cannot_be_pruned(tmp_path: Path, model: Path) -> None:
     assert "pickled weights" in message(lambda: run(model, tmp_path / "out"), CheckpointError)
     assert "no directory" in message(lambda: run(tmp_path / "nowhere", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_dtypes_that_cannot_be_pruned(tmp_path: Path, model: Path) -> None:
+    """Before the work, and only where one of these matrices is to be written."""
+    file, key = model / "model.safetensors", "model.layers.1.self_attn.o_proj.weight"
+    save_file({**load_file(file), key: load_file(file)[key].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    before = listing(tmp_path)
+    for work in (
+        lambda: run(model, tmp_path / "out"),
+        lambda: shrink(model, tmp_path / "out", heads=0.5, calibration=random_tokens(2, 16)),
+        lambda: compare(model, tmp_path / "out", patterns="0.5"),
+    ):
+        said = message(work, UnsupportedModelError)
+        assert f"{key!r} is F8_E4M3, in which nothing can be pruned" in said
+        assert listing(tmp_path) == before
+    assert len(list(inspect(model))) == 14
+    run(model, tmp_path / "out", blocks=(0, 1))
 
 
 def test_no_space_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 import niwaki
 from niwaki.errors import OutputError
 from niwaki.files import write_json
+from niwaki.layer.solvers import make_solver
 from niwaki.models.carried import MARGIN
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.tensors import read_header
+from niwaki.models.journal import Journal
 from niwaki.models.output import Workplace, check_record, workplace
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
@@ -101,12 +104,12 @@ def test_both_perplexities(tmp_path: Path, model: Path) -> None:
     ("changes", "said"),
     [
         ({"sparsity": 0.6}, "pattern (per-row:0.5 there, per-row:0.6 here)"),
-        ({"solver": "magnitude"}, "solver (Wanda() there, Magnitude() here)"),
+        ({"solver": "magnitude"}, "solver (Wanda there, Magnitude here)"),
         ({"calibration": random_tokens(4, 24, seed=7)}, "differs in calibration; ask"),
         ({"text": random_tokens(2, 24, seed=7)}, "differs in text; ask"),
         ({"measure": "after"}, "measure (both there, after here)"),
         ({"dtype": "bfloat16"}, "dtype (float32 there, bfloat16 here)"),
-        ({"mask_from": "magnitude"}, "mask_from (None there, magnitude here)"),
+        ({"mask_from": "magnitude"}, "mask_from (none there, magnitude here)"),
     ],
     ids=str,
 )
@@ -120,6 +123,35 @@ def test_another_run_is_refused(tmp_path: Path, model: Path, changes: dict[str, 
     assert files(tmp_path) == before
     # What is there is still good for the run that it belongs to.
     assert run(model, tmp_path / "out").resumed == [1]
+
+
+def test_another_command_is_refused(tmp_path: Path, model: Path) -> None:
+    """In a few words, which name no option that it has not."""
+    stopped(model, tmp_path / "out")
+    run(model, tmp_path / "sparse")
+    said = message(lambda: niwaki.pack(tmp_path / "sparse", tmp_path / "out"))
+    journal = tmp_path / ".out.partial.json"
+    assert said == (
+        f"{tmp_path / 'out'} has an unfinished run (1 blocks done) that differs in the command; choose another place, "
+        f"or remove {journal}"
+    )
+    journal.write_text("{}")
+    said = message(lambda: niwaki.pack(tmp_path / "sparse", tmp_path / "out"), OutputError)
+    assert said == f"{journal} is not readable as the journal of a run; remove it"
+
+
+def test_how_runs_differ() -> None:
+    """Solvers and efforts only in what is not the same."""
+    asked = {"solver": repr(make_solver("admm1")), "effort": "Effort(a=1, b=(2, 3))", "model": "0" * 64, "versions": {}}
+    for changes, said in (
+        ({"solver": repr(make_solver("admm1:rho=2.5"))}, "solver (rho 1.0 there, 2.5 here)"),
+        ({"solver": "Odd(object)"}, f"solver ({type(make_solver('admm1')).__name__} there, Odd here)"),
+        ({"effort": "Effort(a=1, b=None)"}, "effort (b [2, 3] there, none here)"),
+        ({"model": "1" * 64}, "model"),
+        ({"versions": {"torch": "2"}}, "versions (torch none there, 2 here)"),
+        ({"more": 1}, "the command"),
+    ):
+        assert Journal(asked).differences({**asked, **changes}) == [said]
 
 
 def test_tf32_is_part_of_what_was_asked_where_there_is_any(
@@ -143,7 +175,9 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(model, tmp_path / "out")
     monkeypatch.setattr("niwaki.pruning.request.versions", lambda: {"niwaki": "9.9"})
-    assert "'niwaki': '9.9'" in message(lambda: run(model, tmp_path / "out"))
+    said = message(lambda: run(model, tmp_path / "out"))
+    assert "differs in versions (python " in said
+    assert f"niwaki {metadata.version('niwaki')} there, 9.9 here" in said
 
 
 def test_restart(tmp_path: Path, model: Path) -> None:

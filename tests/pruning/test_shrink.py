@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import niwaki
@@ -684,3 +684,15 @@ def test_damaged_weights(tmp_path: Path) -> None:
     said = message(lambda: run(source, tmp_path / "out", neurons=0.5), CheckpointError)
     assert "'model.layers.1.mlp.up_proj.weight' has NaN" in said
     assert listing(tmp_path) == before
+
+
+def test_a_configuration_that_cannot_be_smaller(tmp_path: Path) -> None:
+    """It is in no file that anybody has; what is at fault is the model that it would be of."""
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError) as caught:
+        niwaki.shrink(tmp_path / "model", tmp_path / "out", blocks=1, calibration=random_tokens(2, 16))
+    assert "like this: the smaller model's config.json is refused by transformers: " in str(caught.value)
+    assert str(tmp_path / "out") not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

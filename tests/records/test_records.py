@@ -14,10 +14,12 @@ import torch
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
 from niwaki.pruning.effort import EFFORTS, describe as describe_effort
+from niwaki.records.comparison import shown
 from niwaki.records.data import from_repr, plain
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import in_words, markdown
+from niwaki.reports.tables import with_error
 from support.models import message
 
 MATRIX = {
@@ -49,6 +51,16 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         assert Record.load(tmp_path / "new" / "niwaki.json") == made
     assert json.loads(record().to_json())["format"] == 2
     assert message(lambda: record().save(tmp_path), OutputError).startswith(f"cannot write {tmp_path}")
+
+
+def test_perplexities_beyond_floats() -> None:
+    """Are not 300 digits."""
+    found = Perplexity.of(torch.full((2, 31), 800.0), "demo")
+    assert str(found) == "over 1e+304 (62 tokens of demo, context 32)"
+    assert shown(found) == with_error(found) == "over 1e+304"
+    assert str(replace(found, value=1.25e9, standard_error=1e7)).startswith("1.25e+09 ± 1e+07 (")
+    assert str(replace(found, value=44.875, standard_error=None)).startswith("44.88 (")
+    assert Record.from_json(record(perplexity={"after": found}).to_json()).perplexity["after"] == found
 
 
 def old(**changes: Any) -> str:

@@ -140,6 +140,24 @@ def only(section: Section | None) -> Exhibit:
 # Numbers
 
 
+def test_a_page_replaces_only_pages(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m")
+    for _ in range(2):
+        assert report(directory, prompts=[]).read_text(encoding="utf-8").lstrip().startswith("<!doctype html>")
+    others = {"model.safetensors": "x", "page.html": "<!doctype html>\n<html></html>", "niwaki.json": None}
+    for name, text in others.items():
+        if text is not None:
+            (directory / name).write_text(text)
+        file = directory / name
+        before = file.read_bytes()
+        with pytest.raises(UsageError) as caught:
+            report(directory, file, prompts=[])
+        assert str(caught.value).startswith(f"{file} exists and is not a page that niwaki wrote")
+        assert file.read_bytes() == before
+    (tmp_path / "empty.html").touch()
+    assert report(directory, tmp_path / "empty.html", prompts=[]).stat().st_size > 1000
+
+
 def test_the_head_of_a_model(tmp_path: Path) -> None:
     tiles = {what: (value, where) for what, value, where in head.tiles(load(model_directory(tmp_path / "m")))}
     assert tiles["zeros"] == ("60 %", "of 12 matrices, 0.001824 M weights")

@@ -33,7 +33,7 @@ def bench(
         from niwaki.models.checkpoint.reading import locate_model
         from niwaki.models.output import check_record
 
-        file = check_record(locate_model(model) / SPEED_NAME if record is None else record)
+        file = check_record(locate_model(model) / SPEED_NAME if record is None else record, "speeds")
         speed = run(model, prompt=prompt, tokens=tokens, repeats=repeats, compute=compute, progress=screen)
     out.print(speed_table(speed))
     screen.line(speed.conditions())

@@ -82,6 +82,8 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     for name in ("huggingface_hub", "datasets"):  # each retry of a hub out of reach is a line
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It prints all of a configuration that it then raises an error for.
+    logging.getLogger("transformers.configuration_utils").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def demo(
         from niwaki.evaluation.compare import compare as run
         from niwaki.models.output import check_record
 
-        file = None if record is None else check_record(record)
+        file = None if record is None else check_record(record, "cells")
         comparison = run("demo", calibration=calibration, measurement=measurement, progress=display)
     if file is not None:
         write_json(file, comparison.to_json())

@@ -108,7 +108,22 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
         return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
     if isinstance(error, ImportError):
         return 1, f"a library cannot be loaded: {first_line(error)}; is all of it installed, is there enough memory?"
+    if _in_import(error):
+        hint = "has a variable of the environment a value that it cannot read?"
+        return 1, f"a library cannot be loaded: {type(error).__name__}: {first_line(error)}; {hint}"
     return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"
+
+
+def _in_import(error: BaseException) -> bool:
+    """Whether a library raised it while niwaki imported it, as over a variable of the environment that it reads."""
+    import traceback
+
+    import niwaki
+
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = os.path.join(os.path.dirname(niwaki.__file__), "")
+    last = max((i for i, code in enumerate(codes) if code.co_filename.startswith(ours)), default=0)
+    return any(code.co_name == "<module>" for code in codes[last + 1 :])
 
 
 def _report(error: BaseException) -> str:

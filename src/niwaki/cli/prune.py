@@ -72,7 +72,7 @@ def prune(
         from niwaki.pruning.prune import prune as run
 
         with world(compute.device) as (team, device), in_session(team):
-            file = check_record(record) if record is not None and team.first else None
+            file = check_record(record, "matrices") if record is not None and team.first else None
             result = run(
                 model,
                 output,

@@ -14,6 +14,7 @@ from torch import Tensor
 from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
 from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.checkpoint.tensors import read_json
 from niwaki.models.text import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.load import load
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+#: Logits are divided by the temperature: far below it they are infinite.
+_COLDEST = 1e-3
 
 
 @checked
@@ -44,7 +47,9 @@ def generate(
     compute = Compute.of(compute)
     compute.only("generate", "device", "dtype")
     check(prompt, tokens, temperature, seed)
-    tokenizer = load_tokenizer(locate_model(str(model)))
+    path = locate_model(str(model))
+    read_json(path / "config.json")  # which is at fault where the tokenizer's library fails on it
+    tokenizer = load_tokenizer(path)
     loaded = load(model, compute.device, compute.dtype)
     return continue_text(loaded, tokenizer, prompt, tokens, temperature=temperature, seed=seed, say=say)
 
@@ -53,8 +58,10 @@ def check(prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Raises UsageError for what no model continues."""
     check_count("tokens", tokens, 1)
     check_count("the seed", seed, 0)
-    if not 0 <= temperature < math.inf:
-        raise UsageError(f"the temperature must be 0 or more; got {temperature}")
+    if temperature != 0 and not _COLDEST <= temperature < math.inf:
+        raise UsageError(
+            f"the temperature must be 0, for the most likely token each time, or {_COLDEST} or more; got {temperature}"
+        )
     try:
         prompt.encode()
     except (AttributeError, UnicodeEncodeError) as error:

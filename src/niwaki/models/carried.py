@@ -90,11 +90,19 @@ def _check(path: Path, name: Path) -> None:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """All that is below ``directory`` and not a directory, through links too, but never in a circle."""
+    """All that is below ``directory`` and not a directory, through links too, but never in a circle.
+
+    CheckpointError for a link to a directory elsewhere: a slip of the model's maker would copy what is the reader's.
+    """
+    whole = directory.resolve()
     waiting: list[tuple[Path, frozenset[Path]]] = [(directory, frozenset())]
     while waiting:
         folder, above = waiting.pop()
         real = folder.resolve()
+        if not real.is_relative_to(whole):
+            raise CheckpointError(
+                f"{folder} is a link to a directory outside of the model's; remove it, or copy what is there"
+            )
         if real not in above:
             for path in folder.iterdir():
                 if folder == directory and path.name in _NEVER:

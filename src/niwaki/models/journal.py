@@ -3,13 +3,15 @@
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from niwaki.errors import CheckpointError, OutputError
+from niwaki.errors import CheckpointError, OutputError, shown
+from niwaki.records.data import from_repr
 from niwaki.records.record import Record
 
 _PIECE = 1 << 20  # bytes
@@ -42,8 +44,8 @@ class Journal:
         return json.dumps({**values, "sha256": _digest(values)}) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> "Journal":
-        """What :meth:`to_json` wrote there (OutputError if it is anything else)."""
+    def read(cls, path: Path, hint: str = "") -> "Journal":
+        """What :meth:`to_json` wrote there (OutputError if it is anything else, which says what to do: ``hint``)."""
         try:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
@@ -52,19 +54,19 @@ class Journal:
             if journal.blocks:
                 Record.from_json(journal.record)
         except (OSError, ValueError, RecursionError, CheckpointError) as error:
-            hint = "start over with --restart, or remove it"
-            raise OutputError(f"{path} is not readable as the journal of a run; {hint}") from error
+            raise OutputError(f"{path} is not readable as the journal of a run; {hint}remove it") from error
         return journal
 
     def differences(self, fingerprint: dict[str, Any]) -> list[str]:
         """What was asked for otherwise than in ``fingerprint``, in words."""
         asked = json.loads(json.dumps(fingerprint))
+        if asked.keys() != self.fingerprint.keys():
+            return ["the command"]
         differing = []
-        for name in dict.fromkeys([*asked, *self.fingerprint]):
-            there, here = self.fingerprint.get(name), asked.get(name)
-            says_nothing = any(isinstance(value, str) and _is_digest(value) for value in (there, here))
+        for name, here in asked.items():
+            there = self.fingerprint[name]
             if there != here:
-                differing.append(name if says_nothing else f"{name} ({there} there, {here} here)")
+                differing.append(f"{name} ({words})" if (words := _in_words(there, here)) else name)
         return differing
 
 
@@ -81,6 +83,27 @@ def digests(directory: Path, sync: bool = False) -> dict[str, str]:
                     os.fsync(file.fileno())
             found[path.relative_to(directory).as_posix()] = digest.hexdigest()
     return found
+
+
+def _in_words(there: Any, here: Any) -> str:
+    """How two values of a fingerprint differ: solvers in their names or parameters; "" where nobody could read it."""
+    sides = [_parameters(value) for value in (there, here)]
+    if all(isinstance(side, dict) for side in sides):
+        names = [name for name in dict.fromkeys([*sides[0], *sides[1]]) if sides[0].get(name) != sides[1].get(name)]
+        if "name" not in names:
+            return ", ".join(f"{name} {_in_words(*(side.get(name) for side in sides))}" for name in names)
+        sides = [side.get("name") for side in sides]
+    if any(isinstance(side, str) and _is_digest(side) for side in sides):
+        return ""
+    return "{} there, {} here".format(*("none" if side is None else shown(side).strip("'") for side in sides))
+
+
+def _parameters(value: Any) -> Any:
+    """Those in the ``repr`` of a solver or an effort, with its "name"; other values as they are."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\w+)\(.*\)", value)):
+        described = from_repr(value, match[1])
+        return {"name": match[1]} if "as written" in described else described
+    return value
 
 
 def _digest(values: dict[str, Any]) -> str:

@@ -21,6 +21,8 @@ from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import EXPERTS_TRANSPOSED, ROUTERS
 
+#: What pruned weights can be stored in. Formats of 8 bits need scales beside them, and torch cannot compute in them.
+_STORED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: The operations of transformers that stack one matrix for each expert, or several below each other.
 _STACKING = [("MergeModulelist", 0), ("Concatenate", 1)]
 
@@ -73,6 +75,17 @@ class Matrix:
         value = parameter if self.expert is None else parameter[self.expert]
         value = value.T if self.transposed else value
         return value[self.start : self.start + self.shape[0]]
+
+
+def check_dtypes(checkpoint: Checkpoint, matrices: Iterable[Matrix]) -> None:
+    """Raises UnsupportedModelError where pruned weights cannot be written in the dtype of one of ``matrices``."""
+    for matrix in matrices:
+        if checkpoint.dtype(matrix.key) not in _STORED:
+            stored = checkpoint.entries[matrix.key].dtype
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: {matrix.key!r} is {stored}, in which nothing can be pruned; load the model in "
+                "transformers in bfloat16, save it, and prune that"
+            )
 
 
 class Layout:

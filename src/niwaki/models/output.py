@@ -12,16 +12,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
-from niwaki.files import given_path, locked, nearest, output_errors, set_usual_mode, write_json
+from niwaki.files import check_replaced, given_path, locked, nearest, output_errors, set_usual_mode, write_json
 from niwaki.models.journal import Journal, digests
 from niwaki.records.record import Record
 
 #: Characters that names of files beside the output have more than its own: ``.OUT.partial.json.tmp`` and 8 others.
 _LONGER = 26
+#: What only records of pruning, of comparisons and of speed have, one each. Those of `niwaki eval` have none.
+_PARTS = {"matrices", "cells", "speeds"}
 
 
 def check_output(source: Path, given: str | Path) -> Path:
@@ -37,12 +39,24 @@ def check_output(source: Path, given: str | Path) -> Path:
     return out
 
 
-def check_record(given: str | Path) -> Path:
-    """``given`` as an absolute path; UsageError where it cannot be a file, or not be written."""
+def check_record(given: str | Path, part: str = "") -> Path:
+    """``given`` as an absolute path; UsageError where it cannot be a file, not be written, or has anything else.
+
+    A record may replace one of the same command: what sets that apart is ``part``, one of ``_PARTS``, or none of them.
+    """
+
+    def ours(file: BinaryIO) -> bool:
+        if file.read(1) != b"{":  # files of weights are large
+            return False
+        file.seek(0)
+        values: dict[str, Any] = json.load(file)
+        return {"command", "model"} <= values.keys() and {part} - {""} == values.keys() & _PARTS
+
     file = given_path(given, 12).absolute()  # as many more has a temporary file
     _check_folder(nearest(file.parent), f"{given} cannot be the record's file")
     if file.exists() and not file.is_file():
         raise UsageError(f"{given} cannot be the record's file: something else has this name")
+    check_replaced(file, ours, "is not a record that this command wrote")
     return file
 
 
@@ -63,9 +77,10 @@ class Workplace:
         self.plan = self._path.with_name(f"{self.directory.name}.plan.safetensors")
         self._out, self.journal = out, Journal(fingerprint)
 
-    def resume(self, restart: bool) -> None:
+    def resume(self, restart: bool | None) -> None:
         """Takes over what an earlier run left, or with ``restart`` discards it; ``directory`` is there and locked.
 
+        None is for commands that have no such option, which messages name otherwise.
         UsageError where that run was asked for something else, or OUT has other files.
         """
         for stray in self._path.parent.iterdir():
@@ -73,9 +88,9 @@ class Workplace:
                 stray.unlink()
         with contextlib.suppress(FileNotFoundError):
             self.plan.stat()  # the longest of our names: one that is too long for the disk shows now
-        earlier = None
+        earlier, hint = None, "" if restart is None else "start over with --restart, or "
         with contextlib.suppress(OutputError) if restart else contextlib.nullcontext():
-            earlier = Journal.read(self._path) if self._path.exists() else None
+            earlier = Journal.read(self._path, hint) if self._path.exists() else None
         if earlier and earlier.complete:
             self._take_back(earlier)
         differing = earlier.differences(self.journal.fingerprint) if earlier else []
@@ -86,10 +101,10 @@ class Workplace:
             earlier = None
         if earlier and not restart:
             if differing:
+                same = f"ask for the same to resume it, {hint}" if hint else "choose another place, or "
                 raise UsageError(
                     f"{self._out} has an unfinished run ({earlier.blocks} blocks done) that differs in "
-                    f"{'; '.join(differing)}; ask for the same to resume it, start over with --restart, or remove "
-                    f"{self._path}"
+                    f"{'; '.join(differing)}; {same}remove {self._path}"
                 )
             if earlier.complete and digests(self.directory) != earlier.files:
                 earlier.files = {}
@@ -165,7 +180,7 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def workplace(out: Path, fingerprint: dict[str, Any], restart: bool = False) -> Iterator[Workplace]:
+def workplace(out: Path, fingerprint: dict[str, Any], restart: bool | None = None) -> Iterator[Workplace]:
     """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
 
     A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last

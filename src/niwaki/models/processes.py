@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from niwaki.errors import UsageError, WorkerError, one_line
+from niwaki.errors import UsageError, WorkerError, one_line, shown
 from niwaki.layer.patterns.rows import Rows
 
 T = TypeVar("T")
@@ -148,15 +148,16 @@ def world(device: str) -> Iterator[tuple[World, str]]:
     """(the processes that ``torchrun`` started, or one alone; this one's device).
 
     When a process ends with an error, the others end with a WorkerError as soon as they wait for it. UsageError for a
-    numbered device, which all would share, for too few GPUs, and where the processes do not find each other.
+    numbered device, which all would share, for too few GPUs, where the processes do not find each other, and for
+    variables of ``torchrun`` that are no numbers.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", 1)
     if size == 1:
         yield World(), device
         return
     if device.startswith("cuda:"):
         raise UsageError(f"each of the {size} processes has a GPU of its own; say --device cuda, and not {device}")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = _number("LOCAL_RANK", 0)
     gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if gpu:
         if local >= torch.cuda.device_count():
@@ -179,6 +180,17 @@ def world(device: str) -> Iterator[tuple[World, str]]:
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _number(name: str, least: int) -> int:
+    """A variable of the environment, ``least`` where it is not set; UsageError where it is not a number from there."""
+    value = os.environ.get(name, str(least))
+    if not value.isdecimal() or int(value) < least:
+        raise UsageError(
+            f"the environment variable {name} is {shown(value)}, and not a whole number from {least}; start the "
+            "processes with torchrun, or unset it for one alone"
+        )
+    return int(value)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Text to windows of tokens.
 
 A source of text is a file (any text, or ``.jsonl`` with a field ``text``; also compressed as ``.gz``, ``.xz`` or
-``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki, or a data set for the ``datasets`` library,
-which is streamed. Windows are cut from the running text, without padding or special tokens.
+``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki (where no file is called so; a directory may
+be), or a data set for the ``datasets`` library, which is streamed. Windows are cut from the running text, without
+padding or special tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         with panics_as_errors():
             return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
     except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
-        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {first_line(error)}") from error
+        reason = first_line(error).rstrip()
+        if reason.endswith(":"):  # a list of what there could be instead follows
+            reason = "neither tokenizer.json nor files that one can be made from are there; is the download complete?"
+        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}") from error
 
 
 def read_windows(
@@ -129,6 +133,8 @@ def read_windows(
     else:
         ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
     check_known(ids, tokenizer, source)
+    if not ids and file and (piece := next(read_pieces(source), "").strip()) and not encode(tokenizer, piece):
+        raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
     available = min(wanted, len(ids) // length)
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")

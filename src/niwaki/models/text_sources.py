@@ -90,9 +90,12 @@ def describe_source(source: str) -> str:
 
 
 def find_file(source: str) -> Path | None:
-    """The file that ``source`` is, or an excerpt's; None for a data set."""
+    """The file that ``source`` is, or an excerpt's; None for a data set.
+
+    A directory that is called like an excerpt is not meant: many keep the embedded model in one called "demo".
+    """
     path = given_path(source)
-    if source in EXCERPTS and not path.exists():
+    if source in EXCERPTS and not path.is_file():
         return _DATA / EXCERPTS[source]
     if path.exists() and not path.is_dir() and not path.is_file():
         raise CalibrationError(f"{source} is a pipe or a device; give a file")  # which could be read for ever

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, shown
-from niwaki.models.checkpoint.reading import PACKED_INDEX, Checkpoint
+from niwaki.models.checkpoint.reading import INDEX_NAME, PACKED_INDEX, Checkpoint, shards_of
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
@@ -138,6 +138,8 @@ class Index:
                 raise CheckpointError(f"{path} is not the index of a model that niwaki packed")
             if values.pop("sha256", None) != digest_of(values):
                 raise CheckpointError(f"{path} is damaged: it is not what was written; download it again")
+            if type(values["version"]) is not int:
+                raise ValueError(f"its version is {shown(values['version'])}, which is not a whole number")
             if values["version"] != VERSION:
                 raise CheckpointError(
                     f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
@@ -169,6 +171,11 @@ class Index:
         for shard in self.shards:
             shard.check(self.tensors)
         parse(self.config)
+        if self.index:
+            try:
+                shards_of(parse(self.index))
+            except ValueError as error:
+                raise ValueError(f"its {INDEX_NAME} {error}") from error
 
 
 class PackedCheckpoint(Checkpoint):

@@ -20,7 +20,8 @@ class SparseLinear(nn.Module):
     """y = x W^T + b, like ``nn.Linear``, with W packed. For inference: gradients flow to x, W and b are constants.
 
     Few vectors are multiplied with W as it is, by the native kernels or Triton's, added up in float32; otherwise some
-    rows of W at a time are unpacked for torch. If ``transposed``, ``state_dict()`` has W^T (in_features, out_features).
+    rows of W at a time are unpacked for torch. If ``transposed``, ``state_dict()`` has W^T (in_features, out_features),
+    and so has ``weight``, in the model's ``dtype``.
     """
 
     mask: Tensor
@@ -29,10 +30,16 @@ class SparseLinear(nn.Module):
     scales: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, weight: PackedMatrix, bias: nn.Parameter | None = None, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        weight: PackedMatrix,
+        bias: nn.Parameter | None = None,
+        transposed: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._dtype, self._transposed = weight.dtype, transposed
+        self._dtype, self._transposed, self._dense_dtype = weight.dtype, transposed, dtype or weight.dtype
         for name in COMPONENTS:
             self.register_buffer(name, getattr(weight, name), persistent=False)
         self.register_parameter("bias", bias)
@@ -43,6 +50,11 @@ class SparseLinear(nn.Module):
         buffers = cast("dict[str, Any]", self._buffers)  # attributes of modules are slow to find
         return PackedMatrix(**buffers, columns=self.in_features, dtype=self._dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight in the model's dtype, unpacked each time: slow, for models that read it, such as Jamba."""
+        return self._dense().to(self._dense_dtype)
+
     def _dense(self) -> Tensor:
         W = kernels.expand(self.packed)
         return W.T.contiguous() if self._transposed else W
@@ -50,6 +62,7 @@ class SparseLinear(nn.Module):
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]  # as nn.Module has it
         # A change of dtype is for what is computed with: packed values only move to another device.
         before = self.packed.components
+        self._dense_dtype = fn(torch.empty(0, dtype=self._dense_dtype, device=self.mask.device)).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
             setattr(self, name, value.to(getattr(self, name).device))

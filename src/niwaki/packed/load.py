@@ -81,7 +81,7 @@ def load(
         block, weight = streamed.blocks[matrix.block], checkpoint.packed(matrix.key)
         weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
         layer: Any = block.get_submodule(matrix.name)
-        block.set_submodule(matrix.name, SparseLinear(weight, layer.bias, matrix.transposed))
+        block.set_submodule(matrix.name, SparseLinear(weight, layer.bias, matrix.transposed, streamed.dtype))
     return whole
 
 

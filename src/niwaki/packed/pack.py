@@ -15,7 +15,7 @@ from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import given_path, output_errors, write_json
 from niwaki.models.carried import find_carried
-from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model, without_index
 from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, read_header, read_tensor
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.layout import Matrix
@@ -115,7 +115,7 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
     """
     path = locate_model(str(model))
     if not (path / INDEX).exists():
-        raise UsageError(f"{model} is not packed: it has no {INDEX}")
+        raise without_index(path) or UsageError(f"{model} is not packed: it has no {INDEX}")
     progress, target = progress or Progress(), check_output(path, out)
     checkpoint = PackedCheckpoint(path)
     dense = sum(entry.size for entry in checkpoint.entries.values())
@@ -147,7 +147,9 @@ def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progre
                 count += 1
                 progress.status("unpacking, tensor", count, len(checkpoint.entries))
         if _digest(path) != shard.sha256:
-            raise OutputError(f"{path} is not what it was before packing; was the disk full?")
+            raise OutputError(
+                f"{shard.name} is not what it was before packing; was the disk full, or the packed model changed?"
+            )
 
 
 class _Packer:

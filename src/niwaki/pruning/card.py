@@ -69,10 +69,8 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         error: f"{record.mean_error:.4g}" if record.matrices else None,
     }
     for when, measured in record.perplexity.items():
-        spread = "" if measured.standard_error is None else f" ± {measured.standard_error:.2f}"
         rows[f"perplexity {when}"] = (
-            f"{measured.value:.2f}{spread} "
-            f"({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"
+            f"{measured.figure} ({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"
         )
     if not record.perplexity:
         rows["perplexity"] = "not measured"

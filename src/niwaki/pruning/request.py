@@ -15,7 +15,7 @@ from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import device_name
-from niwaki.models.layout import Matrix
+from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
@@ -141,9 +141,11 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
     With both, the mask may be refined within the pattern. All are checked first, so that no error comes after hours:
-    UsageError where there is neither, or the pattern does not fit the matrices or their masks.
+    UsageError where there is neither, or the pattern does not fit the matrices or their masks; errors of
+    :func:`~niwaki.models.layout.check_dtypes`.
     """
     matrices = streamed.matrices()
+    check_dtypes(streamed.checkpoint, matrices)
     if wanted is not None:
         for matrix in matrices:
             with named(matrix.label):

@@ -19,7 +19,7 @@ from niwaki.errors import UsageError
 from niwaki.files import write_json
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
 from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Perplexity, Record
-from niwaki.records.wording import markdown, text_in_words
+from niwaki.records.wording import is_cut, markdown, number, text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -236,6 +236,8 @@ CAPTION = (
 def shown(measured: Perplexity) -> str:
     """A perplexity with its standard error."""
     value, error = measured.value, measured.standard_error
+    if is_cut(value):
+        return number(value)
     text, digits = (f"{value:.2f}", ".2f") if value < 1e6 else (f"{value:.3g}", ".2g")
     return text if error is None else f"{text} ±{error:{digits}}"
 

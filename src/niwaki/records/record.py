@@ -31,7 +31,7 @@ from niwaki.records.data import (
     check_plain,
     from_repr,
 )
-from niwaki.records.wording import counted, kind
+from niwaki.records.wording import counted, is_cut, kind, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ class Perplexity:
     def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
         """From (windows, context - 1) cross-entropies in nats."""
         means = losses.double().mean(dim=1)
-        value = math.exp(min(means.mean().item(), 700.0))  # beyond it there is no float
+        value = math.exp(min(means.mean().item(), 700.0))  # soon beyond it there is no float
         error = min(1e304, value * means.std().item() / math.sqrt(len(means))) if len(means) > 1 else None
         kept = tuple(round(mean, 7) for mean in means.tolist())
         return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin, kept)
@@ -119,9 +119,18 @@ class Perplexity:
             f"tokens, the first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
         )
 
+    @property
+    def figure(self) -> str:
+        """``"44.87 ± 1.20"``, without its error where there is none, or where the value is too large for a float."""
+        if is_cut(self.value):
+            return number(self.value)
+        digits, of_error = (".2f", ".2f") if self.value < 1e6 else (".3g", ".2g")
+        return f"{self.value:{digits}}" + (
+            "" if self.standard_error is None else f" ± {self.standard_error:{of_error}}"
+        )
+
     def __str__(self) -> str:
-        error = "" if self.standard_error is None else f" ± {self.standard_error:.2f}"
-        return f"{self.value:.2f}{error} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
+        return f"{self.figure} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
 
 
 @dataclass(frozen=True)

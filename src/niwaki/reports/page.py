@@ -5,14 +5,18 @@ import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import BinaryIO
 
 from niwaki.arguments import checked
 from niwaki.errors import OutputError, UsageError
-from niwaki.files import given_path, write_json
+from niwaki.files import check_replaced, given_path, write_json
 from niwaki.records.progress import Progress
 from niwaki.records.record import REPORT_NAME
 from niwaki.records.wording import printable
 from niwaki.reports.material import Extras, Material, load
+
+#: Bytes at the start of a page in which it says that niwaki wrote it.
+_HEAD = 4096
 
 
 @checked
@@ -34,7 +38,8 @@ def report(
         progress: Receives how it goes.
 
     Raises:
-        UsageError: the directory has no record or comparison, or there is no such reference.
+        UsageError: the directory has no record or comparison, there is no such reference, or ``out`` is a file that
+            is not such a page.
         CheckpointError: its files cannot be read.
         OutputError: the page cannot be written, or the libraries of ``niwaki[report]`` are missing.
     """
@@ -44,6 +49,7 @@ def report(
     path = given_path(directory / REPORT_NAME if out is None else out, 12)
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a directory; give a file, as in -o report.html")
+    check_replaced(path, _is_page, "is not a page that niwaki wrote")
     extras = None
     if material.record is not None:
         (progress or Progress()).status("reading masks and generating text")
@@ -100,6 +106,12 @@ def render(material: Material, extras: Extras | None = None, *, reference: str |
         f"style-src '{_digest(style)}'; script-src '{_digest(script)}'",
     )
     return printable(page)
+
+
+def _is_page(file: BinaryIO) -> bool:
+    """Whether a file begins as the template has it."""
+    start = file.read(_HEAD).lstrip()
+    return start.startswith(b"<!doctype html>") and b'<meta name="generator" content="niwaki ' in start
 
 
 def _data_uri(content: bytes | str, kind: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from niwaki.records.record import MatrixRecord, Perplexity, Record
-from niwaki.records.wording import kind, number, short, short_text
+from niwaki.records.wording import is_cut, kind, number, short, short_text
 from niwaki.reports import charts
 
 
@@ -54,7 +54,7 @@ class Section(NamedTuple):
 
 def with_error(perplexity: Perplexity) -> str:
     """``"44.87 ± 1.20"``, or without an error where there is none."""
-    error = perplexity.standard_error
+    error = None if is_cut(perplexity.value) else perplexity.standard_error
     return number(perplexity.value) + (f" ± {number(error)}" if error is not None else "")
 
 

@@ -58,6 +58,27 @@ def _check_directory(path: Path) -> None:
         raise CheckpointError(f"{odd[0]} is not a file but a pipe, a socket or a device; remove it")
 
 
+def shards_of(index: dict[str, Any]) -> dict[str, str]:
+    """By key, the file of each tensor in an index's values; ValueError, without the index's name, for any other."""
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError("has no weight_map; is the download complete?")
+    for shard in shards.values():
+        # A path in the index could name any file of the machine, to read or to write.
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"names a shard outside its directory: {shard!r}")
+        if not shard.endswith(".safetensors"):
+            raise ValueError(f"names a shard that is not a safetensors file: {shard!r}")
+    return shards
+
+
+def without_index(path: Path) -> CheckpointError | None:
+    """What to say of a directory that has the weights of a packed model, if it has, where their index is missing."""
+    if any(path.glob("packed-*.safetensors")):
+        return CheckpointError(f"{path} is a packed model without its {PACKED_INDEX}; is the download complete?")
+    return None
+
+
 @dataclass(frozen=True)
 class Pruning:
     """What ``pruning_config`` in config.json says that others have to know; the rest is in the record."""
@@ -93,16 +114,10 @@ class Checkpoint:
         file = self.path / INDEX_NAME
         if not file.exists():
             raise CheckpointError(self._without_weights())
-        index = read_json(file).get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise CheckpointError(f"{file} has no weight_map; is the download complete?")
-        for shard in index.values():
-            # A path in the index could name any file of the machine, to read or to write.
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(f"{file} names a shard outside its directory: {shard!r}")
-            if not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{file} names a shard that is not a safetensors file: {shard!r}")
-        return index
+        try:
+            return shards_of(read_json(file))
+        except ValueError as error:
+            raise CheckpointError(f"{file} {error}") from error
 
     def _without_weights(self) -> str:
         """What to say of a directory without safetensors."""
@@ -114,8 +129,8 @@ class Checkpoint:
             )
         if (self.path / PACKED_INDEX).exists():
             return f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
-        if any(self.path.glob("packed-*.safetensors")):
-            return f"{self.path} is a packed model without its {PACKED_INDEX}; is the download complete?"
+        if error := without_index(self.path):
+            return str(error)
         return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
     @property

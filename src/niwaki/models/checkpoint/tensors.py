@@ -86,8 +86,10 @@ def header_bytes(path: Path) -> bytes:
         # Without the list of all dtypes, where one is unknown.
         reason = first_line(error).partition(", expected one of")[0]
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({reason}); download it again") from error
-    except (OSError, ValueError) as error:  # a name with a NUL, or with half of a character
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL or half a character; torch's own of files
+        raise CheckpointError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
+        ) from error
 
 
 def read_header(path: Path) -> dict[str, Entry]:

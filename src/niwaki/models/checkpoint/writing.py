@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, OutputError
+from niwaki.errors import CheckpointError, OutputError, first_line
 from niwaki.files import output_errors, set_usual_mode, write_json
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
@@ -170,8 +170,8 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
                         raise OutputError(f"{path}: {key!r} is no longer {entry.dtype} {entry.shape}")
                     if key in zeros:
                         _check_zeros(path, key, file.get_tensor(key), zeros[key])
-        except (OSError, SafetensorError) as error:
-            raise OutputError(f"{path} cannot be read back: {error}") from error
+        except (OSError, SafetensorError, RuntimeError) as error:  # which torch raises for too many open files
+            raise OutputError(f"{path} cannot be read back: {first_line(error)}") from error
 
 
 def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:

@@ -68,7 +68,8 @@ def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], 
     try:
         smaller = structure(directory, model.dtype).get_submodule(model.path)
     except NiwakiError as error:
-        reason = str(error).replace(str(directory), "the smaller one")
+        reason = str(error).replace(f"{directory / 'config.json'}", "the smaller model's config.json")
+        reason = reason.replace(str(directory), "the smaller model")
         raise UnsupportedModelError(f"{cannot} {reason}") from error
     for new, old in enumerate(kept):
         was, became = _traits(model.blocks[old]), _traits(smaller.get_submodule(str(new)))

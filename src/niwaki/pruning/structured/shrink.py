@@ -22,6 +22,7 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.layout import check_dtypes
 from niwaki.models.output import Workplace, check_output, workplace, write_config
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
@@ -92,6 +93,7 @@ def shrink(
     if not 0 <= blocks < depth:
         raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
     removals = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
+    check_dtypes(checkpoint, (units.matrix for removal in removals for units in removal.blocks))
     progress.status("reading the text to calibrate on")
     written = with_answers(streamed, calibration, compute.budget, World(), progress)
     texts = Texts.read(streamed, written, measurement, USUAL_WINDOWS)
