@@ -21,7 +21,7 @@ DOWNLOADS = Path(os.environ.get("NIWAKI_DOWNLOADS", "nowhere"))
 
 
 def ran(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
