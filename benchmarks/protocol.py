@@ -171,6 +171,7 @@ def main() -> None:
             cell["perplexity"] = {Path(text).name: value for text, value in cell["perplexity"].items()}
             for value in cell["perplexity"].values():
                 value["text"] = Path(value["text"]).name
+                del value["losses"]  # of each window, which no table needs
         if arguments.add:
             old = json.loads(arguments.record.read_text())["cells"]
             measured = {(cell["method"], cell["pattern"]): cell for cell in cells_}

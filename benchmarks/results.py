@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
 from picture import pictures
@@ -295,6 +295,35 @@ def decode() -> list[str]:
     return markdown(["size, threads, vectors", "torch, ms", "plain dense kernel, ms", *shown], rows)
 
 
+def real() -> list[str]:
+    """The real model: perplexity, and nats above the dense model with the error of that difference, for each text."""
+    made = record("real")
+    cells = made["cells"]
+    texts = list(cells[0]["perplexity"])
+    rows = []
+    for cell in cells:
+        row = [cell["calibration"], cell["pattern"], cell["method"]] if cell["pattern"] else ["", "", "dense"]
+        dense = next(each for each in cells if each["calibration"] == cell["calibration"])["perplexity"]
+        for text in texts:
+            measured = cell["perplexity"][text]
+            shown = f"{measured['value']:.2f}"
+            if cell["pattern"]:
+                losses = zip(measured["losses"], dense[text]["losses"], strict=True)
+                differences = [mine - theirs for mine, theirs in losses]
+                error = stdev(differences) / len(differences) ** 0.5
+                shown += f" ({fmean(differences):.3f} ±{error:.3f})"
+            row.append(shown)
+        if cell["pattern"] or not rows:
+            rows.append(row)
+    return [
+        *markdown(["calibrated on", "zeros", "method", *texts], rows),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on {made['text_samples']} x "
+        f"{made['length']} of each text; in brackets nats a token above the dense model, with the standard error of "
+        "that difference.",
+    ]
+
+
 def _always_at(entry: Cell, place: str) -> bool:
     return bool((entry["where"], entry["what"], entry["factors"]) == (place, "all", "TF32"))
 
@@ -306,6 +335,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/effort.md", "efforts", efforts),
     ("docs/effort.md", "ablation", ablation),
     ("docs/structured.md", "structured", structured),
+    ("docs/benchmarks.md", "real", real),
     ("docs/benchmarks.md", "layer_error", layer_error),
     ("docs/benchmarks.md", "figure1", figure1),
     ("docs/benchmarks.md", "figure2", figure2),
