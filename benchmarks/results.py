@@ -300,7 +300,7 @@ def real() -> list[str]:
     made = record("real")
     cells = made["cells"]
     texts = list(cells[0]["perplexity"])
-    rows = []
+    rows: list[list[str]] = []
     for cell in cells:
         row = [cell["calibration"], cell["pattern"], cell["method"]] if cell["pattern"] else ["", "", "dense"]
         dense = next(each for each in cells if each["calibration"] == cell["calibration"])["perplexity"]
@@ -318,8 +318,8 @@ def real() -> list[str]:
     return [
         *markdown(["calibrated on", "zeros", "method", *texts], rows),
         "",
-        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on {made['text_samples']} x "
-        f"{made['length']} of each text; in brackets nats a token above the dense model, with the standard error of "
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on {made['text_samples']} "
+        f"x {made['length']} of each text; in brackets nats a token above the dense model, with the standard error of "
         "that difference.",
     ]
 

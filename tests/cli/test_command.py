@@ -415,7 +415,8 @@ def test_demo(tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch)
     ran = niwaki_("demo", "--samples", "8", "--text-samples", "4", "--record", to)
     assert (ran.code, ran.err) == (0, "")
     assert "\x1b" not in ran.out
-    rows = {line.split()[0]: line.split() for line in ran.out.splitlines() if line.strip()}
+    table = ran.out.split("Nats a token")[0]
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if line.strip()}
     heading = re.sub(r" %", "%", next(line for line in ran.out.splitlines() if "method" in line)).split()
     assert heading == ["method", "50%", "60%", "70%", "80%", "2:4", "seconds"]
     cells = json.loads(to.read_text())["cells"]

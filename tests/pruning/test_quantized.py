@@ -182,7 +182,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     said = message(lambda: run(model, tmp_path / "out", **{**changes, "quantize": "int4:8"}))
     assert "quantize (int4:16 there, int4:8 here)" in said
     said = message(lambda: run(model, tmp_path / "out", **{**changes, "quantize": None}))
-    assert "quantize (int4:16 there, None here)" in said
+    assert "quantize (int4:16 there, none here)" in said
     assert run(model, tmp_path / "out", **changes).resumed == [1]
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert FILE in files(tmp_path / "out")

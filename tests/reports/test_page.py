@@ -29,6 +29,7 @@ from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.text import load_tokenizer
+from niwaki.records.comparison import Comparison
 from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord
 from niwaki.records.wording import printable
@@ -234,7 +235,13 @@ def test_a_model_that_was_not_measured(tmp_path: Path) -> None:
 
 def test_the_table_of_a_comparison(tmp_path: Path) -> None:
     material = load(comparison(tmp_path / "c"))
-    frontier = only(sections.frontier(material))
+    section = sections.frontier(material)
+    assert section is not None
+    frontier, gaps = section.exhibits
+    assert gaps.table is not None
+    header, rows_ = Comparison.load(tmp_path / "c").gaps(material.texts[0])
+    assert gaps.table.head == header
+    assert [[(cell.text, cell.best) for cell in row] for row in gaps.table.rows] == rows_
     assert frontier.table is not None
     assert frontier.table.head == ["method", "50 %", "60 %", "2:4"]
     rows = {row[0].text: row[1:] for row in frontier.table.rows}
@@ -388,7 +395,9 @@ def marks(svg: str) -> dict[str, float]:
 
 def test_points_are_where_their_values_are(tmp_path: Path) -> None:
     """The axis is logarithmic here; heights are those of the perplexities that the marks say."""
-    frontier = only(sections.frontier(load(comparison(tmp_path / "c"))))
+    section = sections.frontier(load(comparison(tmp_path / "c")))
+    assert section is not None
+    frontier, _ = section.exhibits
     plain, grouped = frontier.figures
     for svg in (plain.wide, plain.narrow):
         points = marks(svg)
