@@ -318,9 +318,9 @@ def real() -> list[str]:
     return [
         *markdown(["calibrated on", "zeros", "method", *texts], rows),
         "",
-        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on {made['text_samples']} "
-        f"x {made['length']} of each text; in brackets nats a token above the dense model, with the standard error of "
-        "that difference.",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on "
+        f"{made['text_samples']} x {made['length']} of each text; in brackets nats a token above the dense model, with "
+        "the standard error of that difference.",
     ]
 
 
