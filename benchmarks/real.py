@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +36,9 @@ from niwaki.models.generation import continued
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, load_tokenizer
+from niwaki.models.text_sources import read_pieces
 from niwaki.options import OWN_ANSWERS, Calibration, Measurement
-from niwaki.records.comparison import Comparison
+from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.progress import Progress
 
 HELD_PROMPTS = Path(__file__).with_name("held_prompts.jsonl")
@@ -88,9 +88,10 @@ class Texts:
         return str(file)
 
     def _start_of(self, name: str) -> list[str]:
-        file = self._corpus / name
-        with (lzma.open if file.suffix == ".xz" else open)(file, "rt", encoding="utf-8") as text:
-            return [text.read(CHARACTERS)]
+        pieces, text = read_pieces(str(self._corpus / name)), ""
+        while len(text) < CHARACTERS and (piece := next(pieces, "")):
+            text += piece
+        return [text[:CHARACTERS]]
 
     def _answers(self, prompts: str, windows: int, seed: int) -> list[str]:
         """More than so many windows of conversations, each with what its template puts around it."""
@@ -168,9 +169,9 @@ def main() -> None:
             common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)
 
 
-def _cell(calibration: str, cell: object, texts: list[str]) -> dict[str, object]:
+def _cell(calibration: str, cell: Cell, texts: list[str]) -> dict[str, object]:
     """Without where files lie on this machine."""
-    values = dataclasses.asdict(cell)  # type: ignore[call-overload]
+    values = dataclasses.asdict(cell)
     perplexity = dict(zip(texts, values["perplexity"].values(), strict=True))
     for text, measured in perplexity.items():
         measured.update(text=text, origin="")

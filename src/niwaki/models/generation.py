@@ -35,10 +35,11 @@ def continued(
     all go on. UnsupportedModelError where transformers cannot generate text with this model.
     """
     mask = torch.ones_like(prompts) if mask is None else mask
+    last = torch.tensor(list(ends), device=prompts.device)
 
     def step(ids: Tensor, *_: Any, **__: Any) -> Tensor:
         done()
-        return torch.isin(ids[:, -1], torch.tensor(list(ends), device=ids.device))
+        return torch.isin(ids[:, -1], last)
 
     # A cache that does not grow takes half the time, but not all models can use it.
     with contextlib.suppress(*_REFUSALS):

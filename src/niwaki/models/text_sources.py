@@ -1,6 +1,7 @@
 """Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.models.text`."""
 
 import bz2
+import contextlib
 import gzip
 import itertools
 import json
@@ -113,15 +114,22 @@ def read_pieces(source: str) -> Iterator[str]:
     if path is None:
         yield from _dataset_texts(source)
         return
+    with _opened(path, source) as file:
+        if _kind(path) in _JSON:
+            yield from _joined((_text_of(value, where) for where, value in _json_lines(file, path)), _JOINT)
+            return
+        while piece := file.read(_PIECE):
+            if "\0" in piece:
+                raise CalibrationError(f"{source} is no text: it has NUL characters, as UTF-16 and binary files do")
+            yield piece
+
+
+@contextlib.contextmanager
+def _opened(path: Path, source: str) -> Iterator[TextIO]:
+    """The text of a file, compressed or not; CalibrationError where it cannot be opened or read."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            if _kind(path) in _JSON:
-                yield from _joined((_text_of(value, where) for where, value in _json_lines(file, path)), _JOINT)
-                return
-            while piece := file.read(_PIECE):
-                if "\0" in piece:
-                    raise CalibrationError(f"{source} is no text: it has NUL characters, as UTF-16 and binary files do")
-                yield piece
+            yield file
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}") from error
 
@@ -138,11 +146,8 @@ def read_prompts(source: str) -> list[list[dict[str, str]]]:
             f"{source} has no prompts; give a JSONL file with a field 'prompt' or 'messages', or 'answers' for the "
             "prompts that ship with niwaki"
         )
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            prompts = [_conversation(value, where) for where, value in _json_lines(file, path)]
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}") from error
+    with _opened(path, source) as file:
+        prompts = [_conversation(value, where) for where, value in _json_lines(file, path)]
     if not prompts:
         raise CalibrationError(f"{source} has no prompts")
     return prompts

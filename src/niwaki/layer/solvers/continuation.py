@@ -87,15 +87,14 @@ class Continuation(Solver):
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         pattern.check(problem.W.shape)
         damping = self.damping + _SAMPLING * problem.gram.sampling_error
-        problem = LayerProblem(problem.W, problem.gram.damped(damping))
-        unexplained, typical = problem.gram.derived("unexplained", lambda: _unexplained(problem))
+        damped = LayerProblem(problem.W, problem.gram.damped(damping))
+        unexplained, typical = damped.gram.derived("unexplained", lambda: _unexplained(damped))
         metric = unexplained.pow(0.375) / typical**0.375
         order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
         order = order.to(problem.W.device)
         pattern = pattern.reordered(order)
-        scaled = Normalised(problem, metric, order)
+        scaled = Normalised(damped, metric, order)
         W0 = scaled.W
-        new_H = scaled.new_H
         kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
@@ -119,7 +118,7 @@ class Continuation(Solver):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
                 key = ("continuation", rho, pattern.group, self.parts)
                 Rs = ()  # before there is another
-                R, used = problem.gram.derived(key, lambda rho=rho: resolvent(new_H, rho))  # type: ignore[misc]
+                R, used = damped.gram.derived(key, lambda rho=rho: resolvent(scaled.new_H, rho))  # type: ignore[misc]
                 Rs, raised = R.split(widths, dim=1), max(raised, used)
                 del R
                 for U, part in zip(Us, Ys, strict=True):
@@ -149,7 +148,7 @@ class Continuation(Solver):
         V = Y.add_(W0).add_(torch.cat(Us, dim=1), alpha=2)  # Z + U
         del Rs, Us, Zs, Ws, scores, W, U, Z, P
         mask = pattern.mask(V.abs())
-        H = new_H()
+        H = scaled.new_H()
         H.diagonal().add_(raised)
         Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
         del H, V, Y, Ys
