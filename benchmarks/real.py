@@ -146,10 +146,9 @@ def main() -> None:
     console = Console(width=140, highlight=False, emoji=False)
     texts = Texts(arguments.model, arguments.corpus, arguments.work, arguments.samples, arguments.length)
     measured = [texts.to_measure(name, arguments.text_samples) for name in arguments.texts]
-    found: dict[str, Comparison] = {}
     for name in arguments.calibrations:
         console.print(f"calibrated on {name}")
-        found[name] = compare(
+        found = compare(
             arguments.model,
             arguments.work / name,
             solvers=arguments.methods,
@@ -159,11 +158,15 @@ def main() -> None:
             progress=Lines(console),
         )
         for text in measured:
-            for table in perplexity_tables(found[name], text):
+            for table in perplexity_tables(found, text):
                 console.print(table)
         if arguments.record:
+            kept = {each: arguments.work / each / "compare.json" for each in CALIBRATIONS}
             cells = [
-                _cell(calibration, cell, arguments.texts) for calibration, each in found.items() for cell in each.cells
+                _cell(calibration, cell, arguments.texts)
+                for calibration, file in kept.items()
+                if file.exists()
+                for cell in Comparison.load(file).cells
             ]
             sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
             common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)

@@ -4,8 +4,8 @@ import contextlib
 import errno
 import glob
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -65,16 +65,16 @@ def write_json(path: Path, text: str, sync: bool = False) -> None:
         for stray in path.parent.glob(f"{glob.escape(path.name)}.tmp????????"):  # of a process that was killed
             with contextlib.suppress(OSError, UsageError), locked(stray, path):
                 stray.unlink()
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.tmp")
-        temporary = Path(name)
+        # Named before it is there, so that a signal between the two leaves nothing behind.
+        temporary = path.with_name(f"{path.name}.tmp{secrets.token_hex(4)}")
         try:
+            temporary.touch(exist_ok=False)
             with locked(temporary, path):
-                with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:  # as names need
+                with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:  # as names need
                     file.write(text)
                     if sync:
                         file.flush()
                         os.fsync(file.fileno())
-                set_usual_mode(temporary, 0o666)
                 temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
 import math
@@ -353,7 +354,8 @@ def _elsewhere(chance: random.Random, model: Path) -> None:
         here = os.getcwd()
         os.chdir(model)
         for _ in range(chance.choice((50, 400))):
-            os.mkdir("d")
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("d")
             os.chdir("d")
         Path("x").write_text("x")
         os.chdir(here)

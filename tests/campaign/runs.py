@@ -113,7 +113,9 @@ class Run:
                 found[name] = "a folder"
             elif path.suffix in (".csv", ".md") and self.name == "compare":
                 found[name] = "a table"
-            elif path.name in ("niwaki.json", "compare.json", "eval.json") or path.parent.name in ("records", "runs"):
+            elif path.suffix == ".json" and (
+                path.stem in ("niwaki", "compare", "eval") or path.parent.name in ("records", "runs")
+            ):
                 found[name] = json.dumps(_without_times(json.loads(path.read_text())), sort_keys=True)
             else:
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()

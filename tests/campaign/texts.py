@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import json
@@ -47,7 +48,7 @@ _PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".bz2": bz2.compress,
 }
-_OPENED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
+_OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _ODD_VALUES: tuple[Any, ...] = (
     None,
     7,
@@ -150,32 +151,39 @@ def _file(chance: random.Random, place: Path, raw: bytes, kinds: tuple[str, ...]
     return path
 
 
-def _decoded(path: Path) -> str | None:
-    """The characters of a text file; None where it has none."""
+def _decoded(path: Path) -> tuple[str, bool]:
+    """The characters of a text file up to its first mistake, and whether it has none."""
     if not path.is_file():
-        return None
+        return "", False
+    raw, sound = b"", True
     try:
-        text = _OPENED.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8-sig")
+        with _OPENED.get(path.suffix, Path.open)(path, "rb") as file:
+            while part := file.read1():
+                raw += part
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
-        return None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        sound = False
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        text, sound = raw[: error.start].decode(), False
+    return text.replace("\r\n", "\n").replace("\r", "\n"), sound
 
 
 def _read(path: Path) -> tuple[str, bool]:
     """The text of a file up to its first mistake, and whether it has none."""
-    text = _decoded(path)
-    if text is None:
-        return "", False
+    text, sound = _decoded(path)
     if not {".jsonl", ".json"} & {path.suffix, Path(path.stem).suffix * (path.suffix in _PACKED)}:
-        return ("", False) if "\0" in text else (text, True)
+        return ("", False) if "\0" in text else (text, sound)
     found: list[str] = []
-    for line in filter(str.strip, text.split("\n")):
+    lines = text.split("\n") if sound else text.split("\n")[:-1]
+    for line in filter(str.strip, lines):
         try:
             _whole(value := json.loads(line))
             found.append("" + value["text"])
         except (ValueError, LookupError, TypeError, RecursionError):
             return "\n\n".join(found), False
-    return "\n\n".join(found), True
+    return "\n\n".join(found), sound
 
 
 def _whole(value: Any) -> str:
@@ -297,9 +305,9 @@ def _asked(chance: random.Random, place: Path) -> str:
     written = raw.encode("utf-8", "surrogatepass")
     path.write_bytes(_mutated(chance, written) if chance.random() < 0.3 else written)
     ended = command(["eval", _home / "model", "--tasks", path, "--record", "r.json"], place)
-    text = _decoded(path)
+    text, sound = _decoded(path)
     try:
-        assert text is not None
+        assert sound
         found = json.loads(text) if listed else [json.loads(line) for line in text.split("\n") if line.strip()]
         good = isinstance(found, list) and bool(found) and all(map(_is_question, found))
     except (AssertionError, ValueError, RecursionError):

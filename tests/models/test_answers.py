@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 from huggingface_hub import cached_assets_path
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -53,15 +52,6 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sharp(model: Path) -> Path:
-    """Whose most likely token is drawn always."""
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] *= 1e4
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    return model
-
-
-@pytest.fixture
 def prompts(tmp_path: Path) -> str:
     return written(tmp_path / "prompts.jsonl", [{"prompt": text} for text in ASKED])
 
@@ -85,12 +75,13 @@ def templated(model: Path, text: str) -> list[int]:
     return ids
 
 
-def test_answers_are_those_of_each_prompt_alone(sharp: Path, prompts: str) -> None:
-    """Though they are written together, with what prompts lack in length on their left."""
-    whole, ends = reference(sharp), set(range(1, 4096, 8))
+def test_answers_are_those_of_each_prompt_alone(model: Path, prompts: str) -> None:
+    """Though they are written together, with what prompts lack in length on their left; drawn as the maker wants."""
+    edit_json(model / "generation_config.json", do_sample=True, top_k=1)
+    whole, ends = reference(model), set(range(1, 4096, 8))
     conversations = []
     for text in ASKED:
-        ids = templated(sharp, text)
+        ids = templated(model, text)
         settings = {"do_sample": False, "max_length": LENGTH, "eos_token_id": sorted(ends), "pad_token_id": 0}
         conversations.append(cast("Any", whole).generate(torch.tensor([ids]), **settings)[0].tolist())
     expected, window = [], list[int]()
@@ -99,9 +90,26 @@ def test_answers_are_those_of_each_prompt_alone(sharp: Path, prompts: str) -> No
         if len(window) >= LENGTH:
             expected.append(window[:LENGTH])
             window = []
-    windows = given(sharp, prompts, 5)
+    windows = given(model, prompts, 5)
     assert windows.tokens.tolist() == expected[:5]
     assert windows.source == f"own answers to {prompts}"
+    assert "drawn with temperature 1, top-p 1, top-k 1;" in windows.origin
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "temperature 0.7, top-p 0.95"),
+        ({"temperature": 0.2}, "temperature 0.7, top-p 0.95"),  # which it has not by itself
+        ({"do_sample": True}, "temperature 1, top-p 1"),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9}, "temperature 0.6, top-p 0.9, top-k 20"),
+        ({"do_sample": True, "temperature": 0, "top_k": -1, "top_p": 7}, "temperature 1, top-p 1"),
+        ({"do_sample": True, "temperature": "warm", "top_k": True, "top_p": None}, "temperature 1, top-p 1"),
+    ],
+)
+def test_how_answers_are_drawn(model: Path, prompts: str, settings: dict[str, Any], said: str) -> None:
+    edit_json(model / "generation_config.json", **settings)
+    assert f"in its chat template, drawn with {said}; a window" in given(model, prompts, 1).origin
 
 
 def test_draws(model: Path, prompts: str, kept: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from support.covering import covered
+from support.forks import Ended, forked
 from support.models import (
     CASES,
     EACH_CASE,
@@ -583,6 +585,20 @@ def test_a_configuration_that_makes_no_sense(tmp_path: Path, changes: dict[str, 
     with pytest.raises(NiwakiError) as caught:
         stream_of(directory).window_length(8)
     assert "\n" not in str(caught.value)
+
+
+def test_a_structure_takes_no_memory(tmp_path: Path) -> None:
+    """Not for a moment either: transformers makes Llama 4's experts out of zeros, 4 GiB of them here."""
+    directory = save_model(tmp_path / "model", "llama4_text")
+    edit_json(directory / "config.json", intermediate_size=1 << 22)
+
+    def work() -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        model = blocks.structure(directory, torch.float32)
+        assert max(parameter.numel() for parameter in model.parameters()) >= 1 << 30
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+    assert forked(work) == Ended(0, "", "")
 
 
 def test_the_checkpoint_is_not_what_the_configuration_promises(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ class Gram:
         return (self.H.diagonal().clamp(min=0) + self._ridge).sqrt()
 
     @property
-    def sampling_error(self) -> float:
-        """(in / tokens)^(1/2), at most 1: what eigenvalues are off by chance goes with it; 0 where it is not known."""
-        return min(1.0, math.sqrt(len(self.H) / self.tokens)) if self.tokens else 0.0
+    def inputs_per_token(self) -> float:
+        """The larger it is, the less H says of other text of its kind; 0 where tokens are not known."""
+        return len(self.H) / self.tokens if self.tokens else 0.0
 
     def damped(self, damping: float) -> "Gram":
         """In all but H, which stays for errors, that of H + ``damping`` diag(h_j g)^(1/2).

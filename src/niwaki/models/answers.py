@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, first_line, panics_as_errors
 from niwaki.files import output_errors, write_json
-from niwaki.models.generation import at_a_time, continued
+from niwaki.models.generation import Sampling, at_a_time, continued
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, check_known, load_tokenizer
@@ -30,6 +30,8 @@ from niwaki.records.record import versions
 
 #: Answers that are written together.
 _TOGETHER = 32
+#: For models that do not say how to draw from them; small ones that draw from all tokens soon write nonsense.
+_USUAL = Sampling(temperature=0.7, top_p=0.95)
 
 
 def with_answers(
@@ -37,10 +39,10 @@ def with_answers(
 ) -> Calibration:
     """``calibration`` with windows of conversations in the place of prompts; the same where no answers are asked for.
 
-    The dense model writes the answers, by its own probabilities, until there are enough windows; where there are fewer
-    prompts than that takes, each is answered several times. A window begins with a conversation, and the last one in it
-    is cut off. Answers are kept with what transformers keeps on disk (``HF_HOME``), so that a run that is repeated,
-    or goes on, has them.
+    The dense model writes the answers until there are enough windows, drawn as its ``generation_config.json`` says, or
+    with temperature 0.7 and top-p 0.95; where there are fewer prompts than that takes, each is answered several times.
+    A window begins with a conversation, and the last one in it is cut off. Answers are kept with what transformers
+    keeps on disk (``HF_HOME``), so that a run that is repeated, or goes on, has them.
 
     The whole model with its keys and values takes up to ``budget`` bytes, by default the device's memory.
 
@@ -68,7 +70,9 @@ def with_answers(
             "calibrate on a text"
         )
     windows, window, answers = [], list[int](), list[_Answer]()
-    with _Writer(model, prompts, length, together, calibration.seed, _ends(model, tokenizer)) as writer:
+    settings = _own_settings(model)
+    ends, sampling = _ends(settings, tokenizer), _sampling(settings)
+    with _Writer(model, prompts, length, together, calibration.seed, ends, sampling) as writer:
         for batch in writer.batches(world, progress):
             answers += batch
             for answer in batch:
@@ -80,7 +84,10 @@ def with_answers(
                 raise CalibrationError(f"the model answers none of the prompts of {source}; calibrate on a text")
             if len(windows) >= calibration.samples:
                 break
-    origin = f"{len(answers):,} answers of the dense model to {source}, in its chat template; a window begins with one"
+    origin = (
+        f"{len(answers):,} answers of the dense model to {source} in its chat template, drawn with {sampling}; a "
+        "window begins with one"
+    )
     notes = list(writer.notes)
     for what, number in (
         (f"had not ended at {length:,} tokens and were cut off", sum(not answer.ended for answer in answers)),
@@ -115,11 +122,12 @@ class _Writer(contextlib.ExitStack):
     together: int
     seed: int
     ends: tuple[int, ...]
+    sampling: Sampling
 
     def __post_init__(self) -> None:
         super().__init__()
         model = [self.model.checkpoint.fingerprint(), str(self.model.dtype), self.model.device.type, versions()]
-        asked = [self.prompts, self.length, self.together, self.seed, self.ends, model]
+        asked = [self.prompts, self.length, self.together, self.seed, self.ends, str(self.sampling), model]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
         self.notes: list[str] = []
         self._whole: PreTrainedModel | None = None
@@ -189,7 +197,7 @@ class _Writer(contextlib.ExitStack):
             self._whole = self.enter_context(self.model.whole())
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(1_000_003 * (self.seed + 1) + number)
-            text = continued(self._whole, padded.to(device), length, done, mask.to(device), self.ends)
+            text = continued(self._whole, padded.to(device), length, done, mask.to(device), self.ends, self.sampling)
         return [self._cut(text[i, width:].tolist(), self.length - len(prompt)) for i, prompt in enumerate(prompts)]
 
     def _cut(self, tokens: list[int], room: int) -> list[int]:
@@ -227,11 +235,32 @@ def _templated(
     return prompts
 
 
-def _ends(model: StreamedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _own_settings(model: StreamedModel) -> dict[str, Any]:
+    """What the model's maker says about drawing from it, unchecked."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        settings = json.loads((model.checkpoint.path / "generation_config.json").read_text())
+        if isinstance(settings, dict):
+            return settings
+    return {}
+
+
+def _ends(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end an answer."""
-    ends = {tokenizer.eos_token_id}
-    settings = model.checkpoint.path / "generation_config.json"
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        own = json.loads(settings.read_text()).get("eos_token_id")
-        ends |= {*(own if isinstance(own, list) else [own])}
-    return tuple(sorted(end for end in ends if type(end) is int))
+    own = settings.get("eos_token_id")
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return tuple(sorted({end for end in ends if type(end) is int}))
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    """How the model's maker wants it to be drawn from, as far as that is said and makes sense."""
+    if settings.get("do_sample") is not True:
+        return _USUAL
+
+    def number(name: str, least: float, most: float, usual: float) -> float:
+        value: Any = settings.get(name)
+        sensible = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        return float(value) if sensible else usual
+
+    return Sampling(
+        number("temperature", 0.01, 10, 1.0), number("top_p", 0.01, 1, 1.0), int(number("top_k", 0, 1e6, 0))
+    )

@@ -1,7 +1,9 @@
-"""Text drawn from the whole dense model, token by token from its own probabilities, many sequences at a time."""
+"""Text drawn from the whole dense model, token by token, many sequences at a time."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
@@ -20,6 +22,23 @@ _PROGRAM = 2**29
 _REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: by the model's own probabilities, unless something else is said.
+
+    Logits are divided by ``temperature``; of the ``top_k`` most likely tokens (0 for all) those are drawn that have the
+    share ``top_p`` of the probability together.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __str__(self) -> str:
+        top_k = f", top-k {self.top_k}" if self.top_k else ""
+        return f"temperature {self.temperature:g}, top-p {self.top_p:g}{top_k}"
+
+
 def continued(
     whole: PreTrainedModel,
     prompts: Tensor,
@@ -27,6 +46,7 @@ def continued(
     done: Callable[[], None],
     mask: Tensor | None = None,
     ends: Collection[int] = (),
+    sampling: Sampling = Sampling(),
 ) -> Tensor:
     """(samples, up to ``length``) on the CPU: ``prompts`` (samples, tokens), continued; ``done`` after each token.
 
@@ -43,18 +63,24 @@ def continued(
 
     # A cache that does not grow takes half the time, but not all models can use it.
     with contextlib.suppress(*_REFUSALS):
-        return _generated(whole, prompts, mask, length, step, "static")
+        return _generated(whole, prompts, mask, length, step, "static", sampling)
     try:
-        return _generated(whole, prompts, mask, length, step, "dynamic")
+        return _generated(whole, prompts, mask, length, step, "dynamic", sampling)
     except _REFUSALS as error:
         raise UnsupportedModelError(f"transformers cannot generate text with this model ({one_line(error)})") from error
 
 
 def _generated(
-    whole: PreTrainedModel, prompts: Tensor, mask: Tensor, length: int, criterion: Any, cache: str
+    whole: PreTrainedModel, prompts: Tensor, mask: Tensor, length: int, criterion: Any, cache: str, sampling: Sampling
 ) -> Tensor:
-    drawing = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_length": length}
-    settings = GenerationConfig(**drawing, pad_token_id=0, cache_implementation=cache, disable_compile=True)
+    settings = GenerationConfig(
+        do_sample=True,
+        **dataclasses.asdict(sampling),
+        max_length=length,
+        pad_token_id=0,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
     inputs = {"attention_mask": mask, "stopping_criteria": StoppingCriteriaList([criterion])}
     # Otherwise what is not set here, such as the end of text, would come from the model's own settings.
     own, whole.generation_config = whole.generation_config, settings

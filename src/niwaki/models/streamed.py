@@ -13,9 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
@@ -329,7 +331,7 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             )
         for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _UntouchedZeros():
             # One expert after the other: the other ways of running them sort tokens into one large product.
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
@@ -337,6 +339,18 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.eval().requires_grad_(False)
     return model
+
+
+class _UntouchedZeros(TorchFunctionMode):
+    """Takes zeros as the system hands them out: Llama 4's experts are made of them, all to be dropped at once."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.zeros and not kwargs:
+            like = torch.empty(*args, device="meta")
+            return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)
+        return function(*args, **(kwargs or {}))
 
 
 def _check_sizes(values: dict[str, Any], file: Path) -> None:

@@ -12,8 +12,8 @@ from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
 
-#: How much of the error that a Gram matrix of few tokens has is added to the damping.
-_SAMPLING = 1.5
+#: What is added to the damping for each input of a token, and the most that is.
+_SAMPLING, _MOST_SAMPLING = 13.0, 0.5
 #: Of H + 0.02 I, relative to the unit diagonal: what one input leaves unexplained by the others.
 _METRIC_DAMPING = 0.02
 #: The part of the sweeps with the first of the two penalties of the weights.
@@ -27,7 +27,7 @@ class Continuation(Solver):
     """ADMM whose Z-step is a choice by degrees, with a penalty that grows, part by part, then a refit.
 
     Damping: H stands for H + lambda diag(h_j g)^(1/2), where h is its diagonal, g the geometric mean of h, and lambda
-    ``damping`` and, where the number of tokens is known, 1.5 (in / tokens)^(1/2). That is for what few tokens say of
+    ``damping`` and, where the number of tokens is known, min(0.5, 13 in / tokens). That is for what few tokens say of
     their kind of text, ``damping`` for texts of other kinds.
 
     Coordinates: with H of unit diagonal and c_j = 1 / [(H + 0.02 I)^-1]_jj, the part of input j that the others cannot
@@ -86,7 +86,7 @@ class Continuation(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         pattern.check(problem.W.shape)
-        damping = self.damping + _SAMPLING * problem.gram.sampling_error
+        damping = self.damping + min(_MOST_SAMPLING, _SAMPLING * problem.gram.inputs_per_token)
         damped = LayerProblem(problem.W, problem.gram.damped(damping))
         unexplained, typical = damped.gram.derived("unexplained", lambda: _unexplained(damped))
         metric = unexplained.pow(0.375) / typical**0.375
