@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from niwaki.files import write_json
-from niwaki.layer.problem import LayerProblem
+from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer, read_windows
@@ -26,16 +26,17 @@ from niwaki.records.record import versions
 
 @dataclass(frozen=True)
 class Layer:
-    """A matrix with the Gram matrix of its inputs, and that of its inputs on another text if there is one."""
+    """A matrix with the Gram matrix of its inputs of some tokens, and that on another text if there is one."""
 
     name: str
     W: Tensor
     H: Tensor
     H_held: Tensor | None = None
+    tokens: int | None = None
 
     def problem(self) -> LayerProblem:
         """With nothing computed in advance except the power, which belongs to the measurement."""
-        problem = LayerProblem(self.W, self.H)
+        problem = LayerProblem(self.W, Gram(self.H, shared=False, tokens=self.tokens))
         _ = problem.power
         return problem
 
@@ -88,7 +89,7 @@ def layers(arguments: argparse.Namespace, dtype: str = "float32") -> Iterator[La
             for ours, theirs in zip(calibration, held, strict=True):
                 for name in ours.names:
                     weight = block.weight(matrices[name])
-                    yield Layer(f"block {block.index} {name}", weight, ours.H, theirs.H)
+                    yield Layer(f"block {block.index} {name}", weight, ours.H, theirs.H, ours.tokens)
         if block.index >= max(arguments.blocks, default=0):
             return
         for state in states:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,9 +24,7 @@ from real import Texts
 from rich.console import Console
 from transformers.utils import logging
 
-import niwaki
 from niwaki.models.text import load_tokenizer, read_windows
-from niwaki.options import Compute, Measurement
 
 #: What their environment runs, with the windows as token ids in a JSON file.
 _PEER = """
@@ -43,7 +40,7 @@ modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[metho
 oneshot(
     model=model,
     dataset=data,
-    recipe=modifier(sparsity=float(sparsity), ignore=["lm_head"]),
+    recipe=modifier(sparsity=float(sparsity), ignore=["re:.*lm_head"]),  # not "lm_head": that prunes a tied embedding
     max_seq_length=len(tokens[0]),
     num_calibration_samples=len(tokens),
     shuffle_calibration_samples=False,
@@ -60,15 +57,31 @@ class Ended(NamedTuple):
     gigabytes: float
 
 
+#: Starts a command from a small process: the system counts for a new process also the memory of the one it came from.
+_SMALL = """
+import json, resource, subprocess, sys
+code = subprocess.call(sys.argv[2:], stdout=open(sys.argv[1], "w"), stderr=subprocess.STDOUT)
+json.dump([code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss], sys.stdout)
+"""
+
+
 def run(command: list[str], log: Path) -> Ended:
     """Runs it to its end, which has to be a good one; its output goes to ``log``."""
     began = time.perf_counter()
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        _, status, used = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"{command[0]} ended with status {status}; see {log}")
-    return Ended(time.perf_counter() - began, used.ru_maxrss * 1024 / 1e9)
+    said = subprocess.run([sys.executable, "-S", "-c", _SMALL, str(log), *command], stdout=subprocess.PIPE, check=True)
+    code, kilobytes = json.loads(said.stdout)
+    if code:
+        sys.exit(f"{command[0]} ended with exit code {code}; see {log}")
+    return Ended(time.perf_counter() - began, kilobytes * 1024 / 1e9)
+
+
+def measured(model: Path, text: str, arguments: argparse.Namespace) -> float:
+    """The perplexity of a model on a text."""
+    record = arguments.work / "eval.json"
+    windows = ["--text-samples", str(arguments.text_samples), "--seqlen", str(arguments.length)]
+    command = [sys.executable, "-m", "niwaki", "eval", str(model), "--text", text, *windows, "--record", str(record)]
+    run(command, arguments.work / "eval.log")
+    return float(json.loads(record.read_text())["perplexity"]["value"])
 
 
 def main() -> None:
@@ -89,7 +102,7 @@ def main() -> None:
     model, work = arguments.model, arguments.work
     texts = Texts(model, arguments.corpus, work, arguments.samples, arguments.length)
     source = texts.to_calibrate("books")
-    measured = {name: texts.to_measure(name, arguments.text_samples) for name in ("wikitext2", "books")}
+    measured_on = {name: texts.to_measure(name, arguments.text_samples) for name in ("wikitext2", "books")}
     windows = work / "windows.json"
     tokens = read_windows(source, load_tokenizer(model), arguments.length, arguments.samples).tokens
     windows.write_text(json.dumps(tokens.tolist()))
@@ -114,10 +127,7 @@ def main() -> None:
     for (tool, method), command in commands.items():
         shutil.rmtree(out, ignore_errors=True)
         ended = run(command, work / f"{tool}-{method}.log")
-        perplexity = {}
-        for name, text in measured.items():
-            measurement = Measurement(text, samples=arguments.text_samples, length=arguments.length)
-            perplexity[name] = niwaki.evaluate(out, measurement, compute=Compute(dtype="float32")).value
+        perplexity = {name: measured(out, text, arguments) for name, text in measured_on.items()}
         results.append({"tool": tool, "method": method, **ended._asdict(), "perplexity": perplexity})
         console.print(results[-1])
     if arguments.record:

@@ -161,12 +161,12 @@ def main() -> None:
             for table in perplexity_tables(found, text):
                 console.print(table)
         if arguments.record:
-            kept = {each: arguments.work / each / "compare.json" for each in CALIBRATIONS}
+            kept = {each: arguments.work / each for each in CALIBRATIONS}
             cells = [
                 _cell(calibration, cell, arguments.texts)
-                for calibration, file in kept.items()
-                if file.exists()
-                for cell in Comparison.load(file).cells
+                for calibration, directory in kept.items()
+                if (directory / "compare.json").exists()
+                for cell in Comparison.load(directory).cells
             ]
             sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
             common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)
