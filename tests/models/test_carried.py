@@ -57,7 +57,6 @@ def _link_in_a_folder(path: Path) -> None:
         ("notes", lambda path: path.symlink_to(".."), "notes is a link to a directory outside of the model's"),
         ("notes", _link_in_a_folder, "notes/x is a link to a directory outside of the model's"),
         ("deep", _deep, "too many folders"),
-        ("README.md", _folder, "a name that niwaki gives"),
         ("README.base.md", _folder, "a name that niwaki gives"),
         ("niwaki.json", _folder, "a name that niwaki gives"),
         ("quantization", Path.touch, "a name that niwaki gives"),
