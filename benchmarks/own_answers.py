@@ -29,15 +29,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import niwaki
+from niwaki.models.answers import USUAL_SAMPLING
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.generation import Sampling, continued
+from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer
 from niwaki.models.text_sources import read_prompts
 from niwaki.options import OWN_ANSWERS, Calibration, Compute, Measurement
 
-#: As niwaki draws the answers that it calibrates on.
-SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 #: An answer says the same for ever that ends with so many tokens of a cycle of at most LONGEST, twice or more.
 REPEATED, LONGEST = 48, 64
 
@@ -69,7 +68,7 @@ class Prompts:
                 console.print(f"  {steps} of {self.length} tokens")
 
         torch.manual_seed(0)
-        text = continued(model, padded, width + self.length, done, mask, [self.end], SAMPLING)[:, width:].tolist()
+        text = continued(model, padded, width + self.length, done, mask, [self.end], USUAL_SAMPLING)[:, width:].tolist()
         return [answer[: answer.index(self.end) + 1] if self.end in answer else answer for answer in text]
 
     def divergences(self, dense: PreTrainedModel, pruned: PreTrainedModel, answers: list[list[int]]) -> list[float]:

@@ -20,6 +20,7 @@ from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import structure
 from support.covering import covered
 from support.forks import Ended, forked
 from support.models import (
@@ -594,7 +595,7 @@ def test_a_structure_takes_no_memory(tmp_path: Path) -> None:
 
     def work() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        model = blocks.structure(directory, torch.float32)
+        model = structure(directory, torch.float32)
         assert max(parameter.numel() for parameter in model.parameters()) >= 1 << 30
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 

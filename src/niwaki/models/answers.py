@@ -31,7 +31,7 @@ from niwaki.records.record import versions
 #: Answers that are written together.
 _TOGETHER = 32
 #: For models that do not say how to draw from them; small ones that draw from all tokens soon write nonsense.
-_USUAL = Sampling(temperature=0.7, top_p=0.95)
+USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 
 
 def with_answers(
@@ -254,7 +254,7 @@ def _ends(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple
 def _sampling(settings: dict[str, Any]) -> Sampling:
     """How the model's maker wants it to be drawn from, as far as that is said and makes sense."""
     if settings.get("do_sample") is not True:
-        return _USUAL
+        return USUAL_SAMPLING
 
     def number(name: str, least: float, most: float, usual: float) -> float:
         value: Any = settings.get(name)

@@ -10,7 +10,8 @@ from torch import nn
 
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.streamed import StreamedModel, structure
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.structure import structure
 from niwaki.pruning.structured.units import Removal
 
 #: Entries of configurations with a value for each block; that list blocks; that say how many blocks, from the first,

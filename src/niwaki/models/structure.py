@@ -1,0 +1,78 @@
+"""The structure of a model, as transformers builds it from ``config.json``, without its weights."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, one_line
+from niwaki.models.checkpoint.tensors import read_json
+
+#: Decoder blocks, and experts of one.
+_MOST_PARTS = 10_000
+
+
+def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of ``config.json`` without memory for its parameters; buffers, which are computed, are real.
+
+    UnsupportedModelError where it is not a decoder only, CheckpointError where transformers refuses the configuration.
+    """
+    file = directory / "config.json"
+    with refusals(file):
+        _check_sizes(read_json(file), file)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
+                "are a decoder only"
+            )
+        for each in (config, config.get_text_config()):  # some files ask for more, or for tuples
+            each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
+        with init_empty_weights(include_buffers=False), _UntouchedZeros():
+            # One expert after the other: the other ways of running them sort tokens into one large product.
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+            )
+    assert isinstance(model, PreTrainedModel)
+    model.eval().requires_grad_(False)
+    return model
+
+
+class _UntouchedZeros(TorchFunctionMode):
+    """Takes zeros as the system hands them out: Llama 4's experts are made of them, all to be dropped at once."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.zeros and not kwargs:
+            like = torch.empty(*args, device="meta")
+            return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)
+        return function(*args, **(kwargs or {}))
+
+
+def _check_sizes(values: dict[str, Any], file: Path) -> None:
+    """CheckpointError where building the model would not end: for each layer and expert there are objects."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_sizes(value, file)
+        elif isinstance(value, int | float) and value > _MOST_PARTS and re.search("layer|expert", name):
+            raise CheckpointError(f"{file} asks for {name} {value:,}; no model has more than {_MOST_PARTS:,}")
+
+
+@contextlib.contextmanager
+def refusals(file: Path) -> Iterator[None]:
+    """CheckpointError for what transformers refuses: it checks some values of ``file``, and fails on others somehow."""
+    try:
+        yield
+    except NiwakiError:
+        raise
+    except Exception as error:
+        reason = one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
+        raise CheckpointError(f"{file} is refused by transformers: {reason}") from error
