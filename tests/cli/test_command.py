@@ -250,6 +250,7 @@ STREAMS = [
     ("$niwaki solvers >/dev/full", 1, LOST),
     ("$niwaki solvers >&-", 0, ""),
     ("$niwaki solvers | true", 1, ""),
+    ("$niwaki prune --help | true", 1, ""),
     ("PYTHONUTF8=0 LC_ALL=POSIX $niwaki inspect demo >/dev/null", 0, "reading demo\n"),
     ("$niwaki report ./nowhere 2>&1 >&- <&- | tail -1 >&2", 2, NOWHERE),
     ("$niwaki report ./nowhere 2>/dev/full", 2, ""),

@@ -21,6 +21,9 @@ for _name in ("stdin", "stdout", "stderr"):
 #: Ctrl-C, what Slurm and ``timeout`` send, and the end of a terminal, which Windows does not have.
 _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
+#: Of standard output: a full disk, a bad one, a closed stream, and "| head", which has what it wants.
+_UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EPIPE)
+
 
 class _Stop:
     """Ends the command as Ctrl-C does, whichever signal asks for it; ``number`` is that of the signal."""
@@ -99,11 +102,11 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
         text = error.format_message() if hasattr(error, "format_message") else ""
         context = getattr(error, "ctx", None)
         return error.exit_code, text and f"{text} (see {context.command_path if context else 'niwaki'} --help)"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and not error.filename:
         from niwaki.cli.common import silence
 
-        silence(sys.stdout)
-        return 1, f"standard output cannot be written: {error.strerror}"  # of the help; all else goes by common.py
+        silence(sys.stdout)  # of the help; all else goes by common.py
+        return 1, "" if error.errno == errno.EPIPE else f"standard output cannot be written: {error.strerror}"
     if isinstance(error, MemoryError) or ("alloc" in str(error) and "memory" in str(error)):
         return 1, f"there is not enough memory: {first_line(error)}; docs/troubleshooting.md says what takes less"
     if isinstance(error, ImportError):
