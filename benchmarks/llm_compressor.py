@@ -101,7 +101,7 @@ def main() -> None:
     console = Console(width=140, highlight=False, emoji=False)
     model, work = arguments.model, arguments.work
     texts = Texts(model, arguments.corpus, work, arguments.samples, arguments.length)
-    source = texts.to_calibrate("books")
+    (source,) = texts.to_calibrate("books")
     measured_on = {name: texts.to_measure(name, arguments.text_samples) for name in ("wikitext2", "books")}
     windows = work / "windows.json"
     tokens = read_windows(source, load_tokenizer(model), arguments.length, arguments.samples).tokens

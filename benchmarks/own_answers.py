@@ -1,4 +1,4 @@
-"""A real model calibrated on its own answers, and on books: what becomes of its answers to other prompts.
+"""A real model calibrated on its own answers, on books, and on both: what becomes of its answers to other prompts.
 
     python scripts/smollm2.py MODEL
     python benchmarks/own_answers.py MODEL CORPUS WORK --record benchmarks/results/own_answers.json
@@ -165,11 +165,15 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
 
     yield result("dense", model, calibration="", pattern="")
     for pattern in arguments.patterns:
-        for name in ("books", OWN_ANSWERS):
+        for name in ("books", OWN_ANSWERS, f"{OWN_ANSWERS} + books"):
             directory = work / "models" / f"{name} {pattern}".replace(" ", "-").replace(":", "-")
             if not (directory / "niwaki.json").exists():
-                source = OWN_ANSWERS if name == OWN_ANSWERS else texts.to_calibrate(name)
-                calibration = Calibration(source, samples=arguments.samples, length=arguments.length)
+                sources = [
+                    file
+                    for each in name.split(" + ")
+                    for file in ([OWN_ANSWERS] if each == OWN_ANSWERS else texts.to_calibrate(each))
+                ]
+                calibration = Calibration(sources, samples=arguments.samples, length=arguments.length)
                 niwaki.prune(
                     model, directory, pattern, effort=arguments.effort, calibration=calibration, measurement=None
                 )

@@ -8,7 +8,7 @@ all that is made and measured: the same command goes on where it stopped, and on
 calibrations adds to it.
 
 Calibrations: books; wikitext2; answers (the model's own, to the prompts that ship with niwaki); own (text that it
-writes without a prompt); mixture (a fifth each of these and of source code). Measured on: wikitext2, books, code
+writes without a prompt); mixture (as much of each of these and of source code). Measured on: wikitext2, books, code
 (Python's standard library), and answers that the dense model has drawn for the prompts in held_prompts.jsonl: there the
 nats above the dense model estimate the KL divergence from it.
 """
@@ -58,17 +58,18 @@ class Texts:
         self._samples, self._length = samples, length
         self._place.mkdir(parents=True, exist_ok=True)
 
-    def to_calibrate(self, name: str) -> str:
-        """The file, or what stands for it."""
+    def to_calibrate(self, name: str) -> list[str]:
+        """The files."""
+        if name == "mixture":
+            return [file for each in (*CALIBRATIONS[:4], "code") for file in self.to_calibrate(each)]
         make = {
             "books": lambda: self._start_of("train.txt.xz"),
             "wikitext2": lambda: self._start_of("wikitext2.valid.txt"),
             "code": lambda: _source_code("a", "m"),
             "answers": lambda: self._answers(OWN_ANSWERS, self._samples, 0),
             "own": self._own,
-            "mixture": lambda: _mixed([Path(self.to_calibrate(each)) for each in (*CALIBRATIONS[:4], "code")]),
         }[name]
-        return self._file(f"{name}.jsonl", make)
+        return [self._file(f"{name}.jsonl", make)]
 
     def to_measure(self, name: str, windows: int) -> str:
         """The file."""
@@ -119,13 +120,6 @@ def _source_code(first: str, last: str) -> list[str]:
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     code = "\n\n".join(file.read_text("utf-8", "replace") for file in files if first <= file.stem[0] <= last)
     return [code[:CHARACTERS]]
-
-
-def _mixed(files: list[Path]) -> list[str]:
-    """Stretches of 2,000 characters of each in turn."""
-    texts = ["\n\n".join(json.loads(line)["text"] for line in file.read_text().splitlines()) for file in files]
-    cut = [[text[start : start + 2000] for start in range(0, len(text), 2000)] for text in texts]
-    return [each[i % len(each)] for i in range(100) for each in cut]
 
 
 def main() -> None:

@@ -55,16 +55,17 @@ class Calibration(_Options):
     """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
 
     Attributes:
-        text: A file, a data set, "demo", "answers", windows of a text, or (samples, length) int64 tokens. For windows
-            and tokens ``samples``, ``order`` and ``seed`` are not used.
+        text: A file, a data set, "demo", "answers", windows of a text, or (samples, length) int64 tokens; or several,
+            which share the ``samples`` alike and take turns. For windows and tokens ``samples``, ``order`` and ``seed``
+            are not used.
         samples: The number of windows.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
-        answers: "own" where the text is a JSONL file of prompts, which the dense model is to answer, see
-            :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
+        answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
+            answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
     """
 
-    text: Text = "c4"
+    text: Text | Sequence[Text] = "c4"
     samples: int = 128
     length: int | None = None
     order: Order = "first"
@@ -73,17 +74,31 @@ class Calibration(_Options):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "text", _name_of(self.text))
-        if self.answers and not isinstance(self.text, str):
-            raise UsageError(f"answers are written to prompts in a file; got {shown(self.text)}")
-        check_count("samples", self.samples, 1)
+        object.__setattr__(self, "text", _one_or_several(self.text))
+        if self.answers and not isinstance(self.texts[0], str):
+            raise UsageError(f"answers are written to prompts in a file; got {shown(self.texts[0])}")
+        check_count("samples", self.samples, len(self.texts))
         check_count("the length of windows", self.length, 2)
         check_count("the seed", self.seed, 0)
 
     @property
-    def answered(self) -> bool:
-        """Whether the model is to write the text itself, as answers to prompts."""
-        return self.answers == "own" or (isinstance(self.text, str) and self.text == OWN_ANSWERS)
+    def texts(self) -> tuple[Text, ...]:
+        """All of its texts, which is one or several."""
+        return self.text if isinstance(self.text, tuple) else (self.text,)
+
+    @property
+    def shares(self) -> list[int]:
+        """How many windows each of the texts has."""
+        count = len(self.texts)
+        return [self.samples // count + (i < self.samples % count) for i in range(count)]
+
+    @property
+    def answered(self) -> list[bool]:
+        """Of each of the texts, whether it is prompts that the model is to answer."""
+        return [
+            isinstance(text, str) and (text == OWN_ANSWERS or (self.answers == "own" and i == 0))
+            for i, text in enumerate(self.texts)
+        ]
 
 
 @dataclass(frozen=True)
@@ -106,12 +121,9 @@ class Measurement(_Options):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        text: Any = _name_of(self.text)
-        if isinstance(text, list | tuple):
-            names = [_name_of(each) for each in text]
-            if not all(isinstance(name, str) for name in names):
-                raise UsageError(f"several texts are given by their names; got {shown(names)}")
-            text = tuple(dict.fromkeys(names))
+        text = _name_of(self.text)
+        if isinstance(text, tuple) and not all(isinstance(name, str) for name in text):
+            raise UsageError(f"several texts are given by their names; got {shown(text)}")
         object.__setattr__(self, "text", text)
         check_count("samples", self.samples, 0)
         check_count("the length of windows", self.length, 2)
@@ -252,8 +264,19 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def _name_of(text: Any) -> Any:
-    """A path as text; everything else as it is."""
+    """A path as text; several texts as a tuple, in which no name comes twice; everything else as it is."""
+    if isinstance(text, list | tuple):
+        names = [_name_of(each) for each in text]
+        return tuple(name for i, name in enumerate(names) if not isinstance(name, str) or name not in names[:i])
     return os.fspath(text) if isinstance(text, os.PathLike) else text
+
+
+def _one_or_several(text: Any) -> Any:
+    """As of :func:`_name_of`, where a single one is no tuple; UsageError where there is none."""
+    texts = _name_of(text)
+    if texts == ():
+        raise UsageError("no text to calibrate on was given")
+    return texts[0] if isinstance(texts, tuple) and len(texts) == 1 else texts
 
 
 def check_count(name: str, given: int | None, least: int) -> None:

@@ -19,7 +19,7 @@ from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.models import answers
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
-from niwaki.models.text import Windows
+from niwaki.models.text import Windows, load_tokenizer, read_windows
 from niwaki.models.text_sources import read_prompts
 from niwaki.records.progress import Progress
 from support.command import Command
@@ -275,6 +275,18 @@ def test_compare(model: Path, prompts: str, tmp_path: Path) -> None:
     found = niwaki.compare(model, tmp_path / "out", **asked)
     assert found.calibration["source"] == f"own answers to {prompts}"
     assert niwaki.compare(model, tmp_path / "out", **asked).cells == found.cells
+
+
+def test_answers_and_a_text(model: Path, prompts: str, tmp_path: Path, niwaki_: Command) -> None:
+    small = ("--samples", "4", "--seqlen", str(LENGTH), "--text", "demo-held", "--text-samples", "2")
+    texts = ("--calibration", prompts, "--calibration", "demo", "--answers", "own")
+    said = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *texts, *small)
+    assert (said.code, said.err) == (0, "")
+    assert f"calibration: 4 x 64 tokens of own answers to {prompts} + demo" in " ".join(said.out.split())
+    record = niwaki.Record.load(tmp_path / "out" / "niwaki.json")
+    demo = read_windows("demo", load_tokenizer(model), LENGTH, 2).tokens
+    mixed = torch.stack([given(model, prompts, samples=2).tokens, demo], 1).view(4, LENGTH)
+    assert record.calibration["tokens_sha256"] == Windows(mixed, "").fingerprint()
 
 
 def test_a_note_for_models_that_chat(model: Path, tmp_path: Path) -> None:

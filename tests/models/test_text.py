@@ -22,9 +22,11 @@ from transformers import PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, NiwakiError, UnknownNameError, UsageError
 from niwaki.models import text as calibration, text_sources
-from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text import Texts, load_tokenizer, read_windows
 from niwaki.models.text_sources import EXCERPTS
+from niwaki.options import Calibration, Measurement
 from support.models import EMBEDDED
+from support.streams import stream_of
 
 
 @pytest.fixture(scope="module")
@@ -613,3 +615,36 @@ def test_tokenizers_that_make_nothing_of_a_text(tmp_path: Path) -> None:
 def test_long_texts_are_not_warned_about(tokenizer: PreTrainedTokenizerBase) -> None:
     # The embedded model's limit is 256; warnings are errors here, and transformers logs this one.
     assert tokenizer.model_max_length > 10**9
+
+
+# Several texts
+
+
+def test_several_texts_take_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = stream_of(EMBEDDED)
+    texts = Texts.read(model, Calibration(["demo", "demo-held"], 5, 32), Measurement(samples=3))
+    one, two = (read_windows(name, tokenizer, 32, 8).tokens for name in ("demo", "demo-held"))
+    assert texts.calibration.tokens.tolist() == torch.stack([one[0], two[0], one[1], two[1], one[2]]).tolist()
+    assert (texts.calibration.source, texts.calibration.origin.count("excerpt")) == ("demo + demo-held", 2)
+    assert texts.only is not None
+    assert texts.only.tokens.tolist() == torch.stack([one[3], two[2], one[4]]).tolist()
+    after = Texts.read(model, Calibration(("demo", "demo-held"), 5, 32), Measurement("demo-held", samples=3)).only
+    assert after is not None
+    assert after.tokens.tolist() == two[2:5].tolist()
+
+
+def test_a_text_beside_given_windows(tokenizer: PreTrainedTokenizerBase) -> None:
+    model, given = stream_of(EMBEDDED), torch.arange(96).view(3, 32)
+    texts = Texts.read(model, Calibration([given, "demo"], 3), Measurement(samples=0))
+    demo = read_windows("demo", tokenizer, 32, 1).tokens[0]
+    assert texts.calibration.tokens.tolist() == torch.stack([given[0], demo, given[1], given[2]]).tolist()
+    with pytest.raises(UsageError, match="windows of several texts have the same length; got 16 and 32 tokens"):
+        Texts.read(model, Calibration([given[:, :16], given], 3), Measurement(samples=0))
+
+
+def test_several_texts_that_are_one_or_none() -> None:
+    assert Calibration([Path("a.txt"), "a.txt"]) == Calibration("a.txt")
+    with pytest.raises(UsageError, match="no text to calibrate on"):
+        Calibration([])
+    with pytest.raises(UsageError, match="samples must be 2 or more"):
+        Calibration(["a.txt", "b.txt"], samples=1)

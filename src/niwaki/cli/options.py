@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from typer import Argument, Option
 
@@ -13,8 +13,11 @@ from niwaki.options import TF32, Calibration, Compute, Measurement, Order
 Command = TypeVar("Command", bound=Callable[..., None])
 
 TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
-_CALIBRATION = f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki."
-_ANSWERS = "Where the text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
+_CALIBRATION = (
+    f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki. May be given several times, for "
+    r"equal shares. \[default: c4]"
+)
+_ANSWERS = "Where the (first) text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model.")]
 # Paths are text here: an empty one would become the working directory.
@@ -34,7 +37,7 @@ Length = Annotated[int | None, _LENGTH]
 #: The options of each object: field to the option's parameter and what typer is to know of it.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     Calibration: {
-        "text": ("calibration", Annotated[str, Option(help=_CALIBRATION)]),
+        "text": ("calibration", Annotated[list[str], Option(help=_CALIBRATION, show_default=False)]),
         "samples": ("samples", Annotated[int, Option(help="Windows of calibration text.")]),
         "length": ("length", Length),
         "order": ("windows", Annotated[Order, Option(help="The first windows of the text, or random ones.")]),
@@ -70,7 +73,9 @@ def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comman
                 options[name] = hints[name], default
             for field, (option, kind) in objects.get(name, {}).items():
                 if option not in without:
-                    options[option] = changed.get(option, kind), getattr(default, field)
+                    value = getattr(default, field)
+                    several = get_args(kind)[0] == list[str] and isinstance(value, str)
+                    options[option] = changed.get(option, kind), [value] if several else value
 
         @functools.wraps(command)
         def run(**given: Any) -> None:

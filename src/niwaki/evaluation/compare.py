@@ -93,7 +93,7 @@ def compare(
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
     measurement.some()
-    if not measurement.texts or not all(isinstance(text, str) for text in (calibration.text, *measurement.texts)):
+    if not measurement.texts or not all(isinstance(text, str) for text in (*calibration.texts, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
     if budget is not None and not budget > 0:
         raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")

@@ -51,10 +51,28 @@ def with_answers(
             is longer than a window, the model does not fit in memory, or it answers nothing.
         UnsupportedModelError: transformers cannot generate text with this model.
     """
-    if not calibration.answered:
+    if not any(calibration.answered):
         return calibration
-    source, tokenizer = str(calibration.text), load_tokenizer(model.checkpoint.path)
     length = model.window_length(calibration.length)
+    texts = [
+        _answered(model, str(text), share, length, calibration.seed, budget, world, progress) if answered else text
+        for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
+    ]
+    return dataclasses.replace(calibration, text=texts, answers=None)
+
+
+def _answered(
+    model: StreamedModel,
+    source: str,
+    samples: int,
+    length: int,
+    seed: int,
+    budget: int | None,
+    world: World,
+    progress: Progress,
+) -> Windows:
+    """So many windows of conversations that begin with the prompts of ``source``."""
+    tokenizer = load_tokenizer(model.checkpoint.path)
     prompts = _templated(read_prompts(source), tokenizer, source, model.checkpoint.path)
     check_known([token for prompt in prompts for token in prompt], tokenizer, source)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -72,7 +90,7 @@ def with_answers(
     windows, window, answers = [], list[int](), list[_Answer]()
     settings = _own_settings(model)
     ends, sampling = _ends(settings, tokenizer), _sampling(settings)
-    with _Writer(model, prompts, length, together, calibration.seed, ends, sampling) as writer:
+    with _Writer(model, prompts, length, together, seed, ends, sampling) as writer:
         for batch in writer.batches(world, progress):
             answers += batch
             for answer in batch:
@@ -82,7 +100,7 @@ def with_answers(
                     window = []
             if not any(answer.length for answer in answers):
                 raise CalibrationError(f"the model answers none of the prompts of {source}; calibrate on a text")
-            if len(windows) >= calibration.samples:
+            if len(windows) >= samples:
                 break
     origin = (
         f"{len(answers):,} answers of the dense model to {source} in its chat template, drawn with {sampling}; a "
@@ -95,9 +113,8 @@ def with_answers(
     ):
         if number:
             notes.append(f"{number:,} of the {len(answers):,} answers that the model wrote {what}")
-    tokens = torch.tensor(windows[: calibration.samples], dtype=torch.int64)
     name = "own answers" if source == OWN_ANSWERS else f"own answers to {source}"
-    return dataclasses.replace(calibration, text=Windows(tokens, name, origin=origin, notes=tuple(notes)), answers=None)
+    return Windows(torch.tensor(windows[:samples], dtype=torch.int64), name, origin=origin, notes=tuple(notes))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import random
 import sys
@@ -231,48 +232,52 @@ class Texts:
         where it does not say. Without, they are all of the text, or as many as the measurement says. Errors are as of
         :func:`read_heldout`; also UsageError where a text has nothing after the calibration windows.
         """
-        text, tokenizer, notes = calibration.text, None, []
         count = usual if measurement.samples is None else measurement.samples
         texts = () if count == 0 else measurement.texts
-        after = [each is None or (isinstance(text, str) and isinstance(each, str) and each == text) for each in texts]
-        if isinstance(text, str):
-            length = model.window_length(calibration.length)
+        names = [text for text in calibration.texts if isinstance(text, str)]
+        after = [each is None or (isinstance(each, str) and each in names) for each in texts]
+        parts = [None if isinstance(text, str) else _given_windows(model, text) for text in calibration.texts]
+        given = [part for part in parts if part]
+        length = model.window_length(calibration.length or (given[0].tokens.shape[1] if given else None))
+        tokenizer = load_tokenizer(model.checkpoint.path) if names else None
+        notes = [note for part in given for note in part.notes]
+        if names and not given:
             if calibration.length is None:
                 notes.append(f"sequence length {length:,}, because none was asked for")
-            tokenizer = load_tokenizer(model.checkpoint.path)
-            if tokenizer.chat_template:
+            if tokenizer and tokenizer.chat_template:
                 notes.append(
                     "this model has a chat template; if it is to answer questions, --calibration answers calibrates on "
                     "what it answers itself"
                 )
-            samples, order = calibration.samples, calibration.order
-            spare = (count or WINDOWS_AFTER) if any(after) else 0
-            windows = read_windows(text, tokenizer, length, samples, spare=spare, order=order, seed=calibration.seed)
-            model.check(windows.tokens)
-            rest = windows.tokens[samples:]
-            windows = dataclasses.replace(windows, tokens=windows.tokens[:samples])
-        else:
-            windows = _given_windows(model, text)
-            notes += windows.notes
-            rest = windows.tokens[:0]
-            length = model.window_length(calibration.length or windows.tokens.shape[1])
+        spare, rests = (count or WINDOWS_AFTER) if any(after) else 0, dict[str, Windows]()
+        for i, (text, samples) in enumerate(zip(calibration.texts, calibration.shares, strict=True)):
+            if tokenizer and isinstance(text, str):
+                order, seed = calibration.order, calibration.seed
+                windows = read_windows(text, tokenizer, length, samples, spare=spare, order=order, seed=seed)
+                model.check(windows.tokens)
+                source = f"the text after the calibration windows of {text}"
+                rests[text] = Windows(windows.tokens[samples:], source, order)
+                parts[i] = dataclasses.replace(windows, tokens=windows.tokens[:samples])
         heldout = {}
         for each, follows in zip(texts, after, strict=True):
             if not follows:
                 name, asked = each if isinstance(each, str) else "", measurement.length or length
                 heldout[name] = read_heldout(model, each, asked, count, usual is not None, tokenizer)
-            elif len(rest):
+                continue
+            left = [rest for name, rest in rests.items() if each in (None, name) and len(rest.tokens)]
+            if left:
                 if measurement.length not in (None, length):
                     raise UsageError("what follows the calibration windows is measured in windows of their length")
-                source = f"the text after the calibration windows of {text}"
-                heldout[str(text)] = Windows(rest, source, calibration.order)
+                rest = _in_turn(left)
+                name = each if isinstance(each, str) else " + ".join(names)
+                heldout[name] = dataclasses.replace(rest, tokens=rest.tokens[:spare])
             elif each is None:
                 notes.append(
                     "perplexity was not measured: no text was given and the calibration text has no more of it"
                 )
             else:
                 raise UsageError(f"{each} has nothing after the calibration windows to measure on; try another text")
-        return cls(windows, heldout, tuple(notes))
+        return cls(_in_turn([part for part in parts if part]), heldout, tuple(notes))
 
     def shared(self, world: World) -> Texts:
         """This process's share of all windows; UsageError where there are more processes than windows."""
@@ -303,6 +308,19 @@ def read_heldout(
     windows = read_windows(text, tokenizer, length, needed, spare=spare)
     model.check(windows.tokens)
     return windows
+
+
+def _in_turn(parts: list[Windows]) -> Windows:
+    """The first window of each text, then the second of each, and so on, as of one text; of one alone what it is."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = {part.tokens.shape[1] for part in parts}
+    if len(lengths) > 1:
+        raise UsageError(f"windows of several texts have the same length; got {' and '.join(map(str, lengths))} tokens")
+    turns = itertools.zip_longest(*(part.tokens for part in parts))
+    tokens = torch.stack([window for turn in turns for window in turn if window is not None])
+    origin = "; ".join(f"{part.source}: {part.origin}" for part in parts if part.origin)
+    return Windows(tokens, " + ".join(part.source for part in parts), parts[0].order, origin)
 
 
 def _given_windows(model: StreamedModel, text: object) -> Windows:

@@ -64,7 +64,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
         "grid of the weights": record.rounding,
         "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
-        f"{Path(calibration['source']).name}",
+        f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",
         "own text": record.own_text,
         error: f"{record.mean_error:.4g}" if record.matrices else None,
     }
