@@ -10,9 +10,11 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import (
+    STRIP,
     damped_cholesky,
     inverse_of_damped,
     inverse_upper_cholesky,
+    is_finite,
     masked_conjugate_gradients,
 )
 from support.problems import gram, inputs, least_squares, normal, squared_error
@@ -191,3 +193,15 @@ class TestMaskedConjugateGradients:
         copies = [x.clone() for x in (H, target, start, mask)]
         masked_conjugate_gradients(H, target, start, mask, steps=3)
         assert all(map(torch.equal, (H, target, start, mask), copies))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(5,), (3, 2), (STRIP + 1, 2)])
+def test_whether_all_is_finite(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    largest = torch.finfo(dtype).max
+    assert is_finite(torch.full(shape, largest, dtype=torch.float64).to(dtype))  # whose sum is not
+    assert is_finite(torch.zeros(0, *shape[1:], dtype=torch.float64).to(dtype))
+    for values in ([math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]):
+        A = torch.zeros(math.prod(shape), dtype=torch.float64)
+        A[-len(values) :] = torch.tensor(values, dtype=torch.float64)
+        assert not is_finite(A.view(shape).to(dtype))

@@ -321,7 +321,7 @@ def test_another_effort_is_another_run(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path / "out", progress=StopAt(8))
     said = message(lambda: run(model, tmp_path / "out", effort="fast"))
-    assert "effort (dense_targets 0.2 there, 0.0 here, epochs 1.0 there, 0.0 here, rate 0.002 there, 0.02 here" in said
+    assert "effort (dense_targets 0.2 there, 0.0 here, epochs 1.0 there, 0.0 here, rate 0.002 there, 0.01 here" in said
     assert run(model, tmp_path / "out", effort=make_effort(BEST)).resumed == [1]
 
 
@@ -355,7 +355,7 @@ def test_efforts_in_words() -> None:
     names = {name: described(describe(make_effort(name))) for name in EFFORTS}
     assert names == {
         "fast": "fast",
-        "balanced": "balanced (allocation loss, importance 0.5, epochs 0.4)",
+        "balanced": "balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.4)",
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
     }
     other = describe(make_effort("best:epochs=3"))

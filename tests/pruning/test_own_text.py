@@ -42,13 +42,18 @@ class Watch(Progress):
 
 def write(
     model: StreamedModel,
-    tokens: Tensor,
     count: int,
+    length: int = 24,
     budget: int | None = None,
     world: World | None = None,
     progress: Progress | None = None,
-) -> Tensor | None:
-    return synthesize(model, tokens, count, budget, world or World(), progress or Progress())
+) -> Tensor:
+    return synthesize(model, count, length, budget, world or World(), progress or Progress())
+
+
+def beginnings(count: int, known: int) -> Tensor:
+    """The first token of each text."""
+    return torch.randint(known, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
@@ -66,17 +71,13 @@ def run(model: Path, out: Path, effort: str = EFFORT, **changes: Any) -> Any:
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = stream_of(save_model(tmp_path / "model", case))
     state, watch = torch.get_rng_state(), Watch()
-    found = write(model, TOKENS, 8, progress=watch)
-    assert found is not None
+    found = write(model, 8, progress=watch)
     assert found.shape == (8, 24)
     assert found.dtype == torch.int64
     assert found.min() >= 0
     assert found.max() < model.config.vocab_size
-    again = write(model, TOKENS, 8)
-    assert again is not None
-    assert torch.equal(found, again)
-    # From two places in the windows.
-    assert torch.equal(found[:, 0], torch.cat([TOKENS[:, 7], TOKENS[:2, 15]]))
+    assert torch.equal(found, write(model, 8))
+    assert torch.equal(found[:, 0], beginnings(8, model.config.vocab_size))
     assert torch.equal(torch.get_rng_state(), state)
     assert watch.stages == [["synthesis", 23, 23]]
     assert_clean(model)
@@ -89,20 +90,14 @@ def test_tokens_have_the_probabilities_of_the_model(tmp_path: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps(settings))
     edit_json(directory / "config.json", eos_token_id=5, bos_token_id=0)
     count = 4000
-    found = write(stream_of(directory), TOKENS[:1, :3], count)
-    assert found is not None
-    assert len(found[:, 0].unique()) > 1  # from several places
-    whole, seen = reference(directory, torch.float64), 0
-    for first in found[:, 0].unique().tolist():
-        mine = found[found[:, 0] == first]
-        with torch.no_grad():
-            probabilities = whole(torch.tensor([[first]])).logits[0, -1].softmax(-1)
-        expected = probabilities * len(mine)
-        counts = mine[:, 1].bincount(minlength=len(expected))
-        chi2 = float(((counts - expected).square() / expected).sum())
-        assert chi2 < 64 + 5 * (2 * 64) ** 0.5
-        seen += len(mine)
-    assert seen == count
+    found = write(stream_of(directory), count, 3)
+    whole = reference(directory, torch.float64)
+    with torch.no_grad():
+        probabilities = whole(torch.arange(64).unsqueeze(1)).logits[:, -1].softmax(-1)
+    expected = found[:, 0].bincount(minlength=64).unsqueeze(1) * probabilities
+    counts = (64 * found[:, 0] + found[:, 1]).bincount(minlength=64 * 64).view(64, 64)
+    chi2 = float(((counts - expected).square() / expected).sum())
+    assert chi2 < 64**2 + 5 * (2 * 64**2) ** 0.5
     after = found[(found[:, 1] == 5), 2]
     assert len(after.unique()) > 5  # the text goes on behind its end
 
@@ -115,9 +110,21 @@ def test_memory(tmp_path: Path) -> None:
     logits = 3 * 4 * model.config.vocab_size
     budget = program + model.size + 2 * 2 * (sequence + logits)
     watch = Watch()
-    assert write(model, TOKENS, 5, budget, progress=watch) is not None
-    assert write(model, TOKENS, 5, program + model.size, progress=watch) is None
+    write(model, 5, budget=budget, progress=watch)
     assert watch.stages == [["synthesis", 3 * 23, 3 * 23]]
+    said = message(lambda: write(model, 5, budget=program + model.size, progress=watch), UnsupportedModelError)
+    assert said == "its 0.0 GiB do not fit in memory as a whole"
+    assert len(watch.stages) == 1
+
+
+def test_windows_of_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two and a half each; the last half of a text is left."""
+    monkeypatch.setattr("niwaki.pruning.own_text._LONGEST", 10)
+    model, watch = stream_of(save_model(tmp_path / "model")), Watch()
+    found = write(model, 3, 25, progress=watch)
+    assert found.shape == (3, 25)
+    assert torch.equal(found.flatten()[::10], beginnings(8, model.config.vocab_size))
+    assert watch.stages == [["synthesis", 9, 9]]
 
 
 def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +139,11 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
     sequence = 2 * (2 * 4) * 8 * 24 * 4 + 3 * 4 * 64
     budgets = [2**29 + models[0].size + 2 * sequence, None]  # for one at a time, and for all
 
-    def do(world: World) -> Tensor | None:
-        return write(models[world.rank], world.share(TOKENS), 5, budgets[world.rank], world)
+    def do(world: World) -> Tensor:
+        return write(models[world.rank], 5, budget=budgets[world.rank], world=world)
 
     for found in in_threads(2, do):
-        assert found is not None
-        assert torch.equal(found, TOKENS[:5, 11:12].expand(-1, 24))
+        assert torch.equal(found, beginnings(5, 64).unsqueeze(1).expand(-1, 24))
     assert len(seeds) == len(set(seeds)) == 5  # each draws its own, as many at a time as all have memory for
 
 
@@ -146,8 +152,7 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_it_is_as_if_it_had_been_given(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
-    own = write(stream_of(directory), TOKENS, 3)
-    assert own is not None
+    own = write(stream_of(directory), 3)
     record = run(directory, tmp_path / "out")
     assert record.calibration["synthetic"] == 3
     assert record.matrices[0].tokens == 9 * 24
@@ -174,24 +179,21 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     record = run(directory, tmp_path / "out", memory=1)
     assert record.calibration["synthetic"] == 0
-    assert any("wrote no text" in note and "more --samples" in note for note in record.notes)
+    assert any("wrote no text" in note and "do not fit in memory" in note for note in record.notes)
     run(directory, tmp_path / "without", "fast")
     for key, value in tensors(tmp_path / "out").items():
         assert torch.equal(value, tensors(tmp_path / "without")[key])
 
 
 def test_a_model_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = save_model(tmp_path / "model")
-    model = stream_of(directory)
-
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no cache")
 
-    monkeypatch.setattr(model.model, "generate", fail)
-    said = message(lambda: write(model, TOKENS, 3), UnsupportedModelError)
-    assert "no cache" in said
-    assert "synthetic=0" in said
-    assert_clean(model)
+    monkeypatch.setattr("transformers.GenerationMixin.generate", fail)
+    record = run(save_model(tmp_path / "model"), tmp_path / "out")
+    assert record.calibration["synthetic"] == 0
+    said = "the dense model wrote no text to calibrate on: transformers cannot generate text with this model (no cache)"
+    assert any(note.startswith(said) for note in record.notes)
 
 
 def test_stages(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_some_blocks_only(tmp_path: Path) -> None:
     assert [s for key, s in by_key(tmp_path / "out").items() if "layers.0." in key] == [0.0] * 7
 
 
-@pytest.mark.parametrize("effort", ["fast:allocation=loss", "balanced:importance=0.5", "fast:allocation=owl"])
+@pytest.mark.parametrize("effort", ["fast:allocation=loss", "balanced:synthetic=0", "fast:allocation=owl"])
 def test_a_run_that_was_stopped_keeps_its_plan(tmp_path: Path, effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "model", "llama grouped", shards=True)
     run(model, tmp_path / "whole", effort)

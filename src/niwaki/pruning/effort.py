@@ -43,7 +43,7 @@ class Effort:
     synthetic: float = 0.0
     dense_targets: float = 0.0
     epochs: float = 0.0
-    rate: float = 0.02
+    rate: float = 0.01
     batch: int = 512
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Effort:
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
-    "balanced": Effort(allocation="loss", importance=0.5, epochs=0.4),
+    "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.4),
     "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1),
 }
 

@@ -11,46 +11,44 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 
-#: The share of a window's tokens that is from the given text.
-_PROMPT = 1 / 32
-#: The most sequences at a time: more are hardly faster.
-_SAMPLES = 256
+#: Tokens of one text, at most: its time goes with their number, and so much says what kind of text it is.
+_LONGEST = 128
+#: The most texts at a time: more are hardly faster.
+_TOGETHER = 256
 
 
 def synthesize(
-    model: StreamedModel, tokens: Tensor, count: int, budget: int | None, world: World, progress: Progress
-) -> Tensor | None:
-    """(``count``, length) int64: text drawn from the dense model, token by token from its own probabilities.
+    model: StreamedModel, count: int, length: int, budget: int | None, world: World, progress: Progress
+) -> Tensor:
+    """(``count``, ``length``) int64: texts drawn from the dense model, token by token from its own probabilities.
 
-    The windows, the same in all processes, are as long as those of ``tokens`` (samples, length), this process's share
-    of the given text, and begin with a few tokens from within these; after the end of a text they continue. None where
-    the model with its keys and values does not fit in ``budget`` bytes of each process, by default the device's.
+    Each begins with a token that is drawn from all, so that they are of as many kinds as the model knows (Liu et al.
+    2023, arXiv 2305.17888), and after the end of a text another one follows. They are short, and joined to windows. All
+    processes have the same.
 
-    Cost: a pass of the whole model for each position of a window and each batch of sequences, a step for ``progress``.
+    The whole model with its keys and values takes up to ``budget`` bytes of each process, by default the device's.
 
-    Why: a fit to more text holds better on unseen text, and the model's own is nearly as good for that as real text
-    (docs/effort.md). Williams et al. 2024, arXiv 2410.17170, calibrate pruning on such text alone.
+    Cost: a pass of the whole model for each position of a text and each batch of texts, a step for ``progress``.
 
-    Raises UnsupportedModelError where transformers cannot generate text with this model.
+    Why: a fit to more text holds better on unseen text, and the model's own is nearly as good for that as real text; on
+    text unlike the given text it is better (docs/effort.md). Williams et al. 2024, arXiv 2410.17170, calibrate pruning
+    on such text alone.
+
+    Raises UnsupportedModelError where the model does not fit or transformers cannot generate text with it.
     """
-    length = tokens.shape[1]
-    given, width = torch.cat(world.collected(tokens)), max(1, round(length * _PROMPT))
-    rounds = math.ceil(count / len(given))
-    # Each round takes its prompts from another place of the windows; with one round, the middle.
-    starts = [(turn + 1) * (length - width) // (rounds + 1) for turn in range(rounds)]
-    prompts = torch.cat([given[:, start : start + width] for start in starts])[:count]
-    together = min(world.collected(at_a_time(model, length, budget, _SAMPLES)))
+    short = min(length, _LONGEST)
+    drawing = torch.Generator().manual_seed(0)
+    known = model.config.get_text_config().vocab_size
+    first = torch.randint(known, (math.ceil(count * length / short), 1), generator=drawing)
+    together = min(world.collected(at_a_time(model, short, budget, _TOGETHER)))
     if not together:
-        return None
-    parts = world.share(prompts).split(together)
-    progress.stage(0, "synthesis", len(parts) * (length - width))
+        raise UnsupportedModelError(f"its {model.size / 2**30:,.1f} GiB do not fit in memory as a whole")
+    parts = world.share(first).split(together)
+    progress.stage(0, "synthesis", len(parts) * (short - 1))
     drawn: list[Tensor] = []
     cuda = [model.device] if model.device.type == "cuda" else []
     with model.whole() as whole, torch.random.fork_rng(cuda):
         for turn, part in enumerate(parts):
             torch.manual_seed(1_000_003 * world.rank + turn)
-            try:
-                drawn.append(continued(whole, part.to(model.device), length, progress.step))
-            except UnsupportedModelError as error:
-                raise UnsupportedModelError(f"{error}; try the effort best:synthetic=0") from error
-    return torch.cat(world.collected(torch.cat(drawn)))
+            drawn.append(continued(whole, part.to(model.device), short, progress.step))
+    return torch.cat(world.collected(torch.cat(drawn))).flatten()[: count * length].view(count, length)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, UnsupportedModelError
+from niwaki.layer.linalg import is_finite
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates, SpillList
 from niwaki.models.processes import World
@@ -179,7 +180,7 @@ class _Squares:
 
 
 def _check(values: Tensor, where: str) -> None:
-    if not torch.isfinite(values).all():
+    if not is_finite(values):
         raise NumericalError(
             f"{where}: gradients are NaN or infinite on the calibration text; try dtype float32, or another text"
         )

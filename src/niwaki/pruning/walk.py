@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from niwaki.errors import UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import peak_memory
@@ -128,14 +129,15 @@ class Walk:
         made = plan(self.model, effort, self.pattern_of, tokens, self.record.tf32, world, self.progress)
         if effort.synthetic:
             count = max(world.size, round(effort.synthetic * sum(world.collected(len(tokens)))))
-            text = synthesize(self.model, tokens, count, self.request.compute.budget, world, self.progress)
-            made = dataclasses.replace(made, synthetic=text)
-            self.record.calibration["synthetic"] = 0 if text is None else count
-            if text is None:
+            try:
+                text = synthesize(self.model, count, tokens.shape[1], self.request.compute.budget, world, self.progress)
+                made = dataclasses.replace(made, synthetic=text)
+            except UnsupportedModelError as error:
+                count = 0
                 self._note(
-                    f"the dense model wrote no text to calibrate on: its {self.model.size / 2**30:,.1f} GiB do not fit "
-                    "in memory; more --samples of real text do as well"
+                    f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
                 )
+            self.record.calibration["synthetic"] = count
         if place:
             self.journal.plan = made.save(place.plan, self.journal.plan)
         return made

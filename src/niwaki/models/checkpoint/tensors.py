@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, first_line
+from niwaki.layer.linalg import is_finite
 
 #: By safetensors' names.
 DTYPES = {
@@ -119,7 +120,7 @@ def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
         return torch.empty(entry.shape, dtype=dtype)
     tensor = torch.frombuffer(data, dtype=dtype).view(entry.shape)
     pieces = tensor.view(-1).split(_PIECE)  # or there would be some copies of it in float32
-    if dtype.is_floating_point and not all(bool(torch.isfinite(piece.float()).all()) for piece in pieces):
+    if dtype.is_floating_point and not all(is_finite(piece) for piece in pieces):
         raise CheckpointError(f"{path}: {key!r} has NaN or infinite values")
     return tensor
 

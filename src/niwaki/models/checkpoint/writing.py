@@ -21,6 +21,7 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, first_line
 from niwaki.files import output_errors, set_usual_mode, write_json
+from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
 
@@ -175,7 +176,7 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
 
 
 def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
-    if not torch.isfinite(tensor.float()).all():
+    if not is_finite(tensor):
         raise OutputError(f"{path}: {key!r} has NaN or infinite values")
     count = tensor.numel() - int(tensor.count_nonzero())
     if count != zeros:
