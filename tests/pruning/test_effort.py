@@ -355,7 +355,7 @@ def test_efforts_in_words() -> None:
     names = {name: described(describe(make_effort(name))) for name in EFFORTS}
     assert names == {
         "fast": "fast",
-        "balanced": "balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.4)",
+        "balanced": "balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.3)",
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
     }
     other = describe(make_effort("best:epochs=3"))

@@ -91,16 +91,19 @@ def _generated(
     return text.cpu()
 
 
+def device_memory(device: torch.device) -> int:
+    """Bytes of it, and not how many are free, so that the same run on the same machine draws the same text."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total
+
+
 def at_a_time(model: StreamedModel, length: int, budget: int | None, most: int) -> int:
     """How many sequences of ``length`` tokens to draw together, up to ``most``; 0 where the model does not fit.
 
-    In ``budget`` bytes, by default the device's memory: not by how much of it is free, so that the same run on the same
-    machine draws the same text.
+    In ``budget`` bytes, by default the device's memory.
     """
-    if budget is None and model.device.type == "cuda":
-        budget = torch.cuda.get_device_properties(model.device).total_memory
-    elif budget is None:
-        budget = psutil.virtual_memory().total
+    budget = device_memory(model.device) if budget is None else budget
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -24,7 +24,8 @@ class Effort:
             weights are chosen: a power, from 0 (not at all) to 1 (in full), for patterns in which rows compete.
         pilot: The share of the calibration text used for these two, at least one sample per process.
         synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they
-            are added, see :mod:`.own_text`; none, with a note, where the whole model does not fit in memory.
+            are added, see :mod:`.own_text`; none, with a note, where the whole model does not fit in half of the
+            memory, or cannot write.
         dense_targets: How far targets go from the original weights' outputs on the pruned model's inputs (0) to the
             dense model's outputs (1), see :mod:`niwaki.layer.dense_targets`. Experts keep to their original weights.
         epochs: Passes over the calibration text in which the remaining weights of a block are fitted to the outputs
@@ -74,7 +75,7 @@ class Effort:
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
-    "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.4),
+    "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.3),
     "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1),
 }
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError
-from niwaki.models.generation import at_a_time, continued
+from niwaki.models.generation import at_a_time, continued, device_memory
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
@@ -26,7 +26,8 @@ def synthesize(
     2023, arXiv 2305.17888), and after the end of a text another one follows. They are short, and joined to windows. All
     processes have the same.
 
-    The whole model with its keys and values takes up to ``budget`` bytes of each process, by default the device's.
+    The whole model with its keys and values takes up to ``budget`` bytes of each process, by default half of the
+    device's, because the usual effort does this unasked.
 
     Cost: a pass of the whole model for each position of a text and each batch of texts, a step for ``progress``.
 
@@ -36,7 +37,7 @@ def synthesize(
 
     Raises UnsupportedModelError where the model does not fit or transformers cannot generate text with it.
     """
-    short = min(length, _LONGEST)
+    short, budget = min(length, _LONGEST), device_memory(model.device) // 2 if budget is None else budget
     drawing = torch.Generator().manual_seed(0)
     known = model.config.get_text_config().vocab_size
     first = torch.randint(known, (math.ceil(count * length / short), 1), generator=drawing)
