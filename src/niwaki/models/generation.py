@@ -95,7 +95,7 @@ def device_memory(device: torch.device) -> int:
     """Bytes of it, and not how many are free, so that the same run on the same machine draws the same text."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return psutil.virtual_memory().total
+    return int(psutil.virtual_memory().total)
 
 
 def at_a_time(model: StreamedModel, length: int, budget: int | None, most: int) -> int:
