@@ -198,7 +198,7 @@ def test_lines_that_stay(clock: Clock, terminal: bool) -> None:
         "wanda",
         "calibration: 4 x 16 tokens of some.txt, on cpu (2 threads) in float32",
         "solving: 3.2 Tflop",
-        "effort: balanced (allocation loss, importance 0.5, epochs 0.4)",
+        "effort: balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.3)",
         "note: noted before",
         "note: damping raised from 0.1 to 0.2",
     ):
