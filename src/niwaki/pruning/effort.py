@@ -100,6 +100,6 @@ def describe(effort: Effort) -> dict[str, Any]:
 
 
 def described(effort: dict[str, Any]) -> str:
-    """A record's effort in words: "balanced (allocation loss, epochs 0.4)", without what is as in the plain one."""
+    """A record's effort in words: "balanced (allocation loss, epochs 0.3)", without what is as in the plain one."""
     plain = parameters(Effort())
     return in_words({key: value for key, value in effort.items() if key not in plain or value != plain[key]})
