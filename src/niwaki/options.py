@@ -123,7 +123,7 @@ class Measurement(_Options):
         check_fields(self)
         text = _name_of(self.text)
         if isinstance(text, tuple) and not all(isinstance(name, str) for name in text):
-            raise UsageError(f"several texts are given by their names; got {shown(text)}")
+            raise UsageError(f"several texts are given by their names; got {shown(list(text))}")
         object.__setattr__(self, "text", text)
         check_count("samples", self.samples, 0)
         check_count("the length of windows", self.length, 2)
