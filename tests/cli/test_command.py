@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import torch
 
 import niwaki
 from niwaki import Calibration
+from niwaki.cli import main
 from niwaki.evaluation import bench as measuring
 from niwaki.evaluation.compare import compare
 from niwaki.layer.solvers import SOLVERS
@@ -270,6 +272,14 @@ MORE_STREAMS = [
 def test_streams_that_are_closed_or_full(script: str, code: int, err: str) -> None:
     ran = ended(script)
     assert (ran.returncode, without_sign_of_life(ran.stderr)) == (code, without_sign_of_life(err))
+
+
+def test_nobody_reads_the_end_of_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich ends the command by itself where nobody reads the beginning; what comes behind it raises."""
+    silenced: list[object] = []
+    monkeypatch.setattr("niwaki.cli.common.silence", silenced.append)
+    assert main._ending(BrokenPipeError(errno.EPIPE, "Broken pipe"), signal.SIGINT) == (1, "")
+    assert silenced == [sys.stdout]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")

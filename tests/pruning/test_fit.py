@@ -161,7 +161,7 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
     model = stream_of(directory)
     block, states, targets = prepared(model, 18)  # of which two are held out
     before = weights(model)
-    effort = Effort(epochs=epochs)
+    effort = Effort(epochs=epochs, rate=0.02)
     expected = loop(model, directory, states, targets, effort)
     kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
     steps: list[None] = []
@@ -169,7 +169,7 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
     found = fit.run()
     assert len(steps) == fit.batches == round(16 * epochs) + 2 * (1 + math.ceil(epochs))
     assert (found.block, found.epochs) == (0, epochs)
-    assert expected.errors[-1] == min(expected.errors) < 0.98 * expected.errors[0]
+    assert expected.errors[-1] == min(expected.errors) < 0.95 * expected.errors[0]
     assert found.before == pytest.approx(expected.errors[0], rel=1e-4)
     assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
     close(weights(model), expected.weights[-1])
@@ -295,10 +295,10 @@ def test_one_batch_is_held_out_and_fitted_to(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     model = stream_of(directory)
     block, states, targets = prepared(model, 1)
-    expected = loop(model, directory, states, targets, Effort(epochs=5))
-    found = fitted(block, states, targets, epochs=5)
+    expected = loop(model, directory, states, targets, Effort(epochs=5, rate=0.02))
+    found = fitted(block, states, targets, epochs=5, rate=0.02)
     assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
-    assert found.after < 0.95 * found.before
+    assert found.after < 0.9 * found.before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,17 @@ def test_memory(tmp_path: Path) -> None:
     assert len(watch.stages) == 1
 
 
+def test_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stream_of(save_model(tmp_path / "model"))
+    for halves, fits in ((3, True), (1, False)):
+        total = halves * (2**29 + model.size + 2**20)
+        monkeypatch.setattr("psutil.virtual_memory", lambda total=total: SimpleNamespace(total=total))
+        if fits:
+            write(model, 1)
+        else:
+            assert "do not fit in memory" in message(lambda: write(model, 1), UnsupportedModelError)
+
+
 def test_windows_of_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two and a half each; the last half of a text is left."""
     monkeypatch.setattr("niwaki.pruning.own_text._LONGEST", 10)
@@ -179,7 +191,10 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     record = run(directory, tmp_path / "out", memory=1)
     assert record.calibration["synthetic"] == 0
-    assert any("wrote no text" in note and "do not fit in memory" in note for note in record.notes)
+    said = [note for note in record.notes if "wrote no text" in note]
+    assert len(said) == 1
+    assert "do not fit in memory" in said[0]
+    assert "more --samples" in said[0]
     run(directory, tmp_path / "without", "fast")
     for key, value in tensors(tmp_path / "out").items():
         assert torch.equal(value, tensors(tmp_path / "without")[key])

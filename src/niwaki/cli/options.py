@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
 _CALIBRATION = (
     f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki. May be given several times, for "
-    r"equal shares. \[default: c4]"
+    "equal shares."
 )
 _ANSWERS = "Where the (first) text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
 
@@ -37,7 +37,7 @@ Length = Annotated[int | None, _LENGTH]
 #: The options of each object: field to the option's parameter and what typer is to know of it.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     Calibration: {
-        "text": ("calibration", Annotated[list[str], Option(help=_CALIBRATION, show_default=False)]),
+        "text": ("calibration", Annotated[list[str], Option(help=_CALIBRATION)]),
         "samples": ("samples", Annotated[int, Option(help="Windows of calibration text.")]),
         "length": ("length", Length),
         "order": ("windows", Annotated[Order, Option(help="The first windows of the text, or random ones.")]),

@@ -37,7 +37,8 @@ def synthesize(
 
     Raises UnsupportedModelError where the model does not fit or transformers cannot generate text with it.
     """
-    short, budget = min(length, _LONGEST), device_memory(model.device) // 2 if budget is None else budget
+    budget = device_memory(model.device) // 2 if budget is None else budget
+    short = min(length, _LONGEST)
     drawing = torch.Generator().manual_seed(0)
     known = model.config.get_text_config().vocab_size
     first = torch.randint(known, (math.ceil(count * length / short), 1), generator=drawing)
