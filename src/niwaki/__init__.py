@@ -9,6 +9,7 @@ _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
     "niwaki.pruning.effort": ("Effort",),
+    "niwaki.pruning.healing.heal": ("heal",),
     "niwaki.pruning.prune": ("prune",),
     "niwaki.pruning.structured.shrink": ("shrink",),
     "niwaki.evaluation.bench": ("bench",),
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import pack as pack, unpack as unpack
     from niwaki.pruning.effort import Effort as Effort
+    from niwaki.pruning.healing.heal import heal as heal
     from niwaki.pruning.prune import prune as prune
     from niwaki.pruning.structured.shrink import shrink as shrink
     from niwaki.records.comparison import Comparison as Comparison

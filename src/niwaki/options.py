@@ -25,6 +25,8 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
+#: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
+HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.
 OWN_ANSWERS = "answers"
 #: Which windows of a text.
@@ -242,6 +244,14 @@ def parse_size(text: str) -> int:
         raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def parse_number(text: str) -> int:
+    """The number that "2M", "500k" or "300000" stand for; UsageError where it is not one."""
+    match = re.fullmatch(rf"{_NUMBER}([kmg]?)", text.lower().replace(" ", "").replace(",", ""))
+    if match is None:
+        raise UsageError(f"invalid number {shown(text)}; try 2M or 500k")
+    return int(float(match[1]) * 1000 ** " kmg".index(match[2] or " "))
 
 
 def parse_time(text: str) -> float:

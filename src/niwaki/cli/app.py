@@ -10,6 +10,7 @@ from niwaki.cli.common import out
 from niwaki.cli.compare import compare, demo
 from niwaki.cli.evaluate import evaluate
 from niwaki.cli.generate import generate
+from niwaki.cli.heal import heal
 from niwaki.cli.inspect import inspect
 from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
@@ -25,7 +26,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order in which `niwaki --help` lists them.
-_COMMANDS = (prune, shrink, evaluate, export, pack, unpack, generate, bench, report, inspect, solvers, compare, demo)
+_COMMANDS = (
+    prune,
+    shrink,
+    heal,
+    evaluate,
+    export,
+    pack,
+    unpack,
+    generate,
+    bench,
+    report,
+    inspect,
+    solvers,
+    compare,
+    demo,
+)
 for _command in _COMMANDS:
     app.command("eval" if _command is evaluate else None)(_command)
 

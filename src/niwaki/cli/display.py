@@ -13,7 +13,7 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_tables, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
-from niwaki.records.record import MatrixRecord, Record
+from niwaki.records.record import HealingPoint, HealingRecord, MatrixRecord, Record
 from niwaki.records.wording import counted, duration, in_words, kind, operations, short, text_in_words
 
 #: Stages that are a walk over all blocks before or after that which prunes.
@@ -50,6 +50,8 @@ class Display(Screen):
         self._planning, self._detail = False, ""
         self._solved: list[MatrixRecord] = []
         self._names: list[str] = []
+        self._healed: HealingPoint | None = None  # the last one
+        self._at: tuple[str, float, str] | None = None  # where healing is
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -63,7 +65,8 @@ class Display(Screen):
         if record.effort:
             self.line(f"effort: {described(record.effort)}")
         self.line(f"calibration: {text_in_words(record.calibration)}, on {record.device} in {record.dtype}")
-        self.line(f"solving: {operations(record.flops)}")
+        if record.flops:
+            self.line(f"solving: {operations(record.flops)}")
         for note in record.notes:
             self.note(note)
         self._blocks, self._began = blocks, time.monotonic()
@@ -94,7 +97,24 @@ class Display(Screen):
         self._detail = f"{matrix.name} error {matrix.error:.3g}"
         self._solved.append(matrix)
 
+    def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
+        point = record.points[-1]
+        if self._healed is None:
+            self.line("KL from the dense model, in nats a token:")
+            self.line("   tokens  minutes  held out  trained on")
+        if self._healed != point:
+            self._healed = point
+            self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {point.error:8.4f}  {point.loss:10.4f}")
+        left = f"{duration(seconds * (1 - share) / share)} left" if share else ""
+        self._at = "healing", share, left
+        self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")
+
     def stopped(self, done: int, blocks: int) -> None:
+        if self._healed:
+            self.last_words(
+                f"{self._healed.tokens:,} tokens are done and kept; repeat the command to resume after them"
+            )
+            return
         self.last_words(f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them")
 
     def end(self, record: Record) -> None:
@@ -135,6 +155,8 @@ class Display(Screen):
 
     def _where(self) -> tuple[str, float, str]:
         """Where the run is, how much of it is done, and the time left."""
+        if self._at:
+            return self._at
         part = min(1.0, self._done / max(1, self._steps))
         if self._planning:
             of_all = self._stage in ("sensitivity", "synthesis")

@@ -137,3 +137,10 @@ class HiddenStates:
             size = max(1, tokens // batch.shape[1])
             pieces += [(i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
         return pieces
+
+
+def pieces(rows: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Corresponding views of ``values`` (samples, length, ..), each of so many tokens: whole samples if possible."""
+    samples = max(1, rows // values[0].shape[1])
+    for some in zip(*(value.split(samples) for value in values), strict=True):
+        yield from zip(*(value.split(rows, dim=1) for value in some), strict=True)

@@ -34,6 +34,12 @@ class Journal:
         return len(self.digests)
 
     @property
+    def extent(self) -> str:
+        """How much is done, in words."""
+        healing = Record.from_json(self.record).healing if self.record else None
+        return f"{healing.points[-1].tokens:,} tokens" if healing else f"{self.blocks} blocks"
+
+    @property
     def complete(self) -> bool:
         """Whether all is written and checked, and only the move into place is missing."""
         return bool(self.files)
@@ -72,17 +78,22 @@ class Journal:
 
 def digests(directory: Path, sync: bool = False) -> dict[str, str]:
     """SHA-256 of each file below ``directory``, by its path there; with ``sync`` they are on disk at the return."""
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            with path.open("r+b" if sync else "rb") as file:
-                digest = hashlib.sha256()
-                while piece := file.read(_PIECE):
-                    digest.update(piece)
-                if sync:
-                    os.fsync(file.fileno())
-            found[path.relative_to(directory).as_posix()] = digest.hexdigest()
-    return found
+    return {
+        path.relative_to(directory).as_posix(): digest(path, sync)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def digest(path: Path, sync: bool = False) -> str:
+    """SHA-256 of a file; with ``sync`` it is on disk at the return."""
+    value = hashlib.sha256()
+    with path.open("r+b" if sync else "rb") as file:
+        while piece := file.read(_PIECE):
+            value.update(piece)
+        if sync:
+            os.fsync(file.fileno())
+    return value.hexdigest()
 
 
 def _in_words(there: Any, here: Any) -> str:

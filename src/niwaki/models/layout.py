@@ -7,7 +7,7 @@ one tensor at a time, so that a block can be read without the rest.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,14 @@ class Layout:
             value = self.checkpoint.read(piece.key)
             whole[piece.expert, piece.start : piece.start + len(value)] = value
         return whole
+
+    def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(key, tensor) of all that :meth:`read` makes the parameter ``name`` from, where it is to be ``value``."""
+        for piece in self._pieces[name]:
+            part = value
+            if piece.expert is not None:
+                part = value[piece.expert, piece.start : piece.start + self.checkpoint.entries[piece.key].shape[0]]
+            yield piece.key, part
 
     def matrices(self, index: int, prefix: str, block: nn.Module) -> list[Matrix]:
         """What can be pruned in block ``index``, whose parameters' names start with ``prefix``."""

@@ -75,6 +75,8 @@ class Workplace:
         self.directory, self._path = _places(out)
         #: Where the plan is kept until the run is done, see :mod:`niwaki.pruning.plan`.
         self.plan = self._path.with_name(f"{self.directory.name}.plan.safetensors")
+        #: A folder for what else a run keeps until it is done.
+        self.scratch = self._path.with_name(f"{self.directory.name}.scratch")
         self._out, self.journal = out, Journal(fingerprint)
 
     def resume(self, restart: bool | None) -> None:
@@ -103,7 +105,7 @@ class Workplace:
             if differing:
                 same = f"ask for the same to resume it, {hint}" if hint else "choose another place, or "
                 raise UsageError(
-                    f"{self._out} has an unfinished run ({earlier.blocks} blocks done) that differs in "
+                    f"{self._out} has an unfinished run ({earlier.extent} done) that differs in "
                     f"{'; '.join(differing)}; {same}remove {self._path}"
                 )
             if earlier.complete and digests(self.directory) != earlier.files:
@@ -174,8 +176,9 @@ class Workplace:
             self.forget()
 
     def forget(self) -> None:
-        """Removes the plan and the journal."""
+        """Removes the plan, the scratch folder and the journal."""
         self.plan.unlink(missing_ok=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self._path.unlink(missing_ok=True)
 
 

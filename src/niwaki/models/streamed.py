@@ -72,7 +72,7 @@ class StreamedModel:
         self.path, self.blocks = _find_blocks(self.model, kind)
         decoder = self.model.get_decoder()
         #: Without the head: LLaMA 4 says that the whole model is its decoder.
-        self._decoder = decoder if decoder is not self.model else self.model.get_submodule(self.path.rpartition(".")[0])
+        self.decoder = decoder if decoder is not self.model else self.model.get_submodule(self.path.rpartition(".")[0])
         self.layout = Layout(self.model, checkpoint)
         self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
         if not all(self._matrices):
@@ -143,22 +143,22 @@ class StreamedModel:
 
             return forward
 
-        with self._outer_weights():
-            if self._answers_tuple is None:
-                self._try_first(tokens[:1, :1])
-            with self._replaced_blocks(record):
-                for batch in states.tokens:
-                    self._decoder(input_ids=batch.to(self.device), use_cache=False)
-                    states.hidden.append(seen[0])
-                    seen.clear()
-                pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
-                for samples in {rows.stop - rows.start for _, rows in pieces}:
-                    self._decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
+        self._try_first()
+        with self._outer_weights(), self._replaced_blocks(record):
+            for batch in states.tokens:
+                self.decoder(input_ids=batch.to(self.device), use_cache=False)
+                states.hidden.append(seen[0])
+                seen.clear()
+            pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
+            for samples in {rows.stop - rows.start for _, rows in pieces}:
+                self.decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
-    def _try_first(self, tokens: Tensor) -> None:
+    def _try_first(self) -> None:
         """Finds out whether blocks answer with a tuple around their hidden states, as those of some families do."""
-        block = self.blocks[0]
+        if self._answers_tuple is not None:
+            return
+        block, token = self.blocks[0], torch.zeros(1, 1, dtype=torch.int64, device=self.device)
 
         def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             answer = type(block).forward(block, hidden, *args, **kwargs)
@@ -166,8 +166,12 @@ class StreamedModel:
             return answer
 
         try:
-            with _holding(block, self._read(0)), self._replaced_blocks(lambda i: self._answer if i else first):
-                self._decoder(input_ids=tokens.to(self.device), use_cache=False)
+            with (
+                self._outer_weights(),
+                _holding(block, self._read(0)),
+                self._replaced_blocks(lambda i: self._answer if i else first),
+            ):
+                self.decoder(input_ids=token, use_cache=False)
         except Exception as error:
             if isinstance(error, NiwakiError):
                 raise
@@ -212,6 +216,7 @@ class StreamedModel:
                 values: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
             return values
 
+        self._try_first()
         with self._outer_weights(dtype):
             yield logits
 

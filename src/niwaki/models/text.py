@@ -224,13 +224,19 @@ class Texts:
 
     @classmethod
     def read(
-        cls, model: StreamedModel, calibration: Calibration, measurement: Measurement, usual: int | None = None
+        cls,
+        model: StreamedModel,
+        calibration: Calibration,
+        measurement: Measurement,
+        usual: int | None = None,
+        fewer: bool = False,
     ) -> Texts:
         """Reads them with the tokenizer of ``model``, and checks that it takes them.
 
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
-        where it does not say. Without, they are all of the text, or as many as the measurement says. Errors are as of
-        :func:`read_heldout`; also UsageError where a text has nothing after the calibration windows.
+        where it does not say. Without, they are all of the text, or as many as the measurement says. With ``fewer`` the
+        calibration may have fewer windows than it says too. Errors are as of :func:`read_heldout`; also UsageError
+        where a text has nothing after the calibration windows.
         """
         count = usual if measurement.samples is None else measurement.samples
         texts = () if count == 0 else measurement.texts
@@ -238,7 +244,7 @@ class Texts:
         after = [each is None or (isinstance(each, str) and each in names) for each in texts]
         parts = [None if isinstance(text, str) else _given_windows(model, text) for text in calibration.texts]
         given = [part for part in parts if part]
-        length = model.window_length(calibration.length or (given[0].tokens.shape[1] if given else None))
+        length = model.window_length(given[0].tokens.shape[1] if given else calibration.length)
         tokenizer = load_tokenizer(model.checkpoint.path) if names else None
         notes = [note for part in given for note in part.notes]
         if names and not given:
@@ -253,7 +259,9 @@ class Texts:
         for i, (text, samples) in enumerate(zip(calibration.texts, calibration.shares, strict=True)):
             if tokenizer and isinstance(text, str):
                 order, seed = calibration.order, calibration.seed
-                windows = read_windows(text, tokenizer, length, samples, spare=spare, order=order, seed=seed)
+                needed = 1 if fewer else samples
+                more = spare + samples - needed
+                windows = read_windows(text, tokenizer, length, needed, spare=more, order=order, seed=seed)
                 model.check(windows.tokens)
                 source = f"the text after the calibration windows of {text}"
                 rests[text] = Windows(windows.tokens[samples:], source, order)

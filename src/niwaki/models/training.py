@@ -1,6 +1,7 @@
 """Gradients through a decoder block, and training of its weights."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -74,6 +75,18 @@ def smallest_weight(block: DecoderBlock) -> float:
     """A magnitude that is not rounded to 0 in the dtype of the block, nor in that of the checkpoint."""
     dtypes = {block.dtype, *(block.stored_dtype(matrix) for matrix in block.matrices)}
     return max(torch.finfo(dtype).tiny for dtype in dtypes)
+
+
+def root_mean_square(value: Tensor) -> float:
+    """Of what is not zero."""
+    squares = float(value.detach().square().sum(dtype=torch.float64))
+    return math.sqrt(squares / max(1, int(value.count_nonzero())))
+
+
+def off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:
+    """``value`` with weights on the mask no smaller than ``smallest``: rounded to 0 they would count as pruned."""
+    close = mask & (value.abs() < smallest)
+    return value.masked_scatter_(close, torch.full_like(value[close], smallest).copysign(value[close]))
 
 
 @torch.enable_grad()

@@ -48,6 +48,12 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
             f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
         )
+    elif record.healing:
+        title = f"{100 * record.sparsity:.4g} % sparse, healed" if record.sparsity else "healed"
+        about = (
+            f"{shown}, a pruned model, whose remaining weights niwaki trained towards the predictions of the dense "
+            "model. Zeros are stored as such, so this loads wherever the dense model does."
+        )
     else:
         title = f"{100 * record.sparsity:.4g} % sparse{where}"
         about = (
@@ -60,6 +66,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "effort": record.effort and described(record.effort),
         "removed" if structure else "pattern": record.pattern,
         "parameters": structure,
+        "healed": record.healing,
         "mask from": record.mask_from,
         "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
         "grid of the weights": record.rounding,

@@ -13,7 +13,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.training import projected, smallest_weight, trainable
+from niwaki.models.training import off_zero, projected, root_mean_square, smallest_weight, trainable
 from niwaki.pruning.effort import Effort
 from niwaki.records.record import FitRecord
 
@@ -68,7 +68,7 @@ class Fit:
         order = torch.Generator().manual_seed(block.index)
         with trainable(block) as parameters:
             masks = [value != 0 for value in parameters]
-            optimizer = _optimizer(parameters, masks, self.effort.rate)
+            optimizer = _optimizer(parameters, self.effort.rate)
             best = before = self._error()
             kept, at = [value.detach().clone() for value in parameters], 0.0
             for step in range(steps):
@@ -93,7 +93,7 @@ class Fit:
                     for old, value in zip(kept, parameters, strict=True):
                         old.copy_(value.detach())
             for old, value, mask in zip(kept, parameters, masks, strict=True):
-                value.data = _off_zero(old, mask, smallest_weight(block))
+                value.data = off_zero(old, mask, smallest_weight(block))
             with projected(block, self.on_grid):
                 rounded = [value.data for value in parameters]
             for value, data in zip(parameters, rounded, strict=True):
@@ -126,12 +126,9 @@ class Fit:
         return error
 
 
-def _optimizer(parameters: list[nn.Parameter], masks: list[Tensor], rate: float) -> torch.optim.Adam:
+def _optimizer(parameters: list[nn.Parameter], rate: float) -> torch.optim.Adam:
     """Each parameter with its own "rate"."""
-    groups = []
-    for value, mask in zip(parameters, masks, strict=True):
-        mean_square = float(value.detach().square().sum(dtype=torch.float64)) / max(1, int(mask.count_nonzero()))
-        groups.append({"params": [value], "rate": rate * math.sqrt(mean_square)})
+    groups = [{"params": [value], "rate": rate * root_mean_square(value)} for value in parameters]
     # Relative errors of large blocks have gradients far below the usual epsilon, 1e-8.
     return torch.optim.Adam(groups, lr=0.0, eps=1e-16, fused=True)
 
@@ -145,9 +142,3 @@ def _gradient(value: nn.Parameter) -> Tensor:
     if value.grad is None:  # experts that none of these tokens went to
         value.grad = torch.zeros_like(value)
     return value.grad
-
-
-def _off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:
-    """``value`` with weights on the mask no smaller than ``smallest``: rounded to 0 they would count as pruned."""
-    close = mask & (value.abs() < smallest)
-    return value.masked_scatter_(close, torch.full_like(value[close], smallest).copysign(value[close]))

@@ -1,7 +1,7 @@
 """How much a model's loss depends on the outputs of each of its matrices."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.block import DecoderBlock
-from niwaki.models.hidden_states import HiddenStates, SpillList
+from niwaki.models.hidden_states import HiddenStates, SpillList, pieces
 from niwaki.models.processes import World
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
 from niwaki.models.training import input_gradient
@@ -92,19 +92,12 @@ def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[in
         for i, drawn in enumerate(draws.split([len(batch) for batch in states.tokens])):
             hidden = states.hidden[i]
             gradient = torch.empty(hidden.shape, device=hidden.device)
-            for *inputs, out in _pieces(rows, hidden, states.tokens[i], drawn, gradient):
+            for *inputs, out in pieces(rows, hidden, states.tokens[i], drawn, gradient):
                 out.copy_(_gradient(head, *inputs))
             gradient, exponent = _normalised(gradient, "the model's outputs")
             states.hidden[i] = gradient.to(hidden.dtype)
             exponents.append(exponent)
     return exponents
-
-
-def _pieces(rows: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Corresponding views of ``values`` (samples, length, ..), each of so many tokens: whole samples if possible."""
-    samples = max(1, rows // values[0].shape[1])
-    for some in zip(*(value.split(samples) for value in values), strict=True):
-        yield from zip(*(value.split(rows, dim=1) for value in some), strict=True)
 
 
 @torch.enable_grad()

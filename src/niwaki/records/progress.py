@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.record import MatrixRecord, Record
+from niwaki.records.record import HealingRecord, MatrixRecord, Record
 
 
 class Progress:
@@ -44,6 +44,9 @@ class Progress:
 
     def end(self, record: Record) -> None:
         """The output is in place."""
+
+    def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
+        """``share`` of a training is done after ``seconds``; ``record`` may have a new point."""
 
     # Of a comparison, which also calls those of its runs.
 

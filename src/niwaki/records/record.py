@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 FORMAT = 2
 #: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
 LARGEST_TABLE = 50_000
+#: Points of a training, likewise.
+LARGEST_CURVE = 10_000
 #: What `niwaki report` and `niwaki bench` write into a directory: about it, and not about what is made from it.
 FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
 
@@ -207,6 +209,65 @@ class StructureRecord:
         return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
 
 
+@dataclass(frozen=True)
+class HealingPoint:
+    """A moment of a training: after so many ``tokens``, ``steps`` and ``seconds``.
+
+    Attributes:
+        error: The mean KL of the dense from the pruned model on what is held out, in nats a token; of weights as files
+            have them.
+        loss: The same on what was trained on since the last point.
+    """
+
+    tokens: Count
+    steps: Count
+    seconds: Seconds
+    error: Amount
+    loss: Finite
+
+
+@dataclass
+class HealingRecord:
+    """A training of a pruned model's weights, see :mod:`niwaki.pruning.healing.heal`.
+
+    Attributes:
+        teacher: The dense model, as it was given.
+        tokens: How many were to be trained on, at most.
+        limit: The seconds that it was given; None for no limit.
+        rate: The learning rate, relative to the root mean square of each parameter's weights.
+        batch: Tokens in a step.
+        halved: How often the rate was halved, after outputs that were not finite.
+        points: From the pruned model as it came to the end.
+        best: The number of the point with the lowest error, whose weights are the result.
+        pruned: The perplexity of the pruned model as it came, where measured.
+    """
+
+    teacher: Name
+    tokens: Positive
+    limit: Seconds | None
+    rate: Amount
+    batch: Positive
+    halved: Count = 0
+    points: list[HealingPoint] = field(default_factory=list)
+    best: Count = 0
+    pruned: Perplexity | None = None
+
+    def __post_init__(self) -> None:
+        if self.points and self.best >= len(self.points):
+            raise UsageError(f"the best of {len(self.points)} points cannot be number {self.best}")
+        if len(self.points) > LARGEST_CURVE:
+            raise UsageError(f"a training has {len(self.points):,} points, too many to show")
+
+    def __str__(self) -> str:
+        if not self.points:
+            return f"0 tokens towards {self.teacher}"
+        first, best = self.points[0], self.points[self.best]
+        return (
+            f"{best.tokens:,} tokens towards {self.teacher}; KL from it on held-out text {first.error:.4g} to "
+            f"{best.error:.4g} nats a token"
+        )
+
+
 class CalibrationRecord(TypedDict, total=False):
     """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written."""
 
@@ -244,6 +305,7 @@ class Record(JsonFile):
         tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
         structure: What structured pruning removed; None where weights became zeros.
         quantization: The grid that weights are on, such as "int4:128"; None for none.
+        healing: How the weights were trained after pruning; None where they were not.
     """
 
     command: str
@@ -270,6 +332,7 @@ class Record(JsonFile):
     effort: dict[str, Any] = field(default_factory=dict)
     structure: StructureRecord | None = None
     quantization: str | None = None
+    healing: HealingRecord | None = None
 
     def __post_init__(self) -> None:
         check_plain(self.solver, "the solver")

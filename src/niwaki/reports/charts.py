@@ -220,6 +220,22 @@ def pairs(width: int, rows: Sequence[Row], y: str) -> Any:
     return (line + dots).properties(width=width, height=240)
 
 
+@_drawn_twice
+def curves(width: int, rows: Sequence[Row], x: str, y: str) -> Any:
+    """A line for each "name" of rows with "x", "value" and "label"; the last of these names in the front."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    low, high = _span(rows)
+    scale = alt.Scale(domain=[low - 0.05 * (high - low), high + 0.05 * (high - low)], nice=False, zero=False)
+    colours = alt.Scale(domain=names, range=[colour(index) for index in range(len(names))])
+    base = _chart(rows).encode(
+        alt.X("x:Q", title=x, axis=alt.Axis(format="~s", labelOverlap=True, grid=False)),
+        alt.Y("value:Q", title=y, scale=scale),
+        alt.Color("name:N", scale=colours, sort=names, legend=_legend(width, names)),
+    )
+    dots = base.mark_point(size=40, filled=True, opacity=1).encode(description="label:N")
+    return (base.mark_line(strokeWidth=2, aria=False) + dots).properties(width=width, height=240)
+
+
 def _blocks(order: list[int]) -> alt.X:
     return alt.X("block:O", title="block", sort=order, axis=alt.Axis(labelAngle=0, labelOverlap=True, grid=False))
 

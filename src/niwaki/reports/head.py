@@ -22,6 +22,8 @@ def title(material: Material) -> str:
         return f"{material.name}, {counted(len(material.methods), 'method')} compared"
     if record.structure:
         return f"{material.name}, {record.structure.share} smaller"
+    if record.healing:
+        return f"{material.name}, healed"
     return f"{material.name}, {100 * record.sparsity:.4g} % sparse{_part(record)}"
 
 
@@ -87,6 +89,13 @@ def _removed_tiles(record: Record) -> list[Tile]:
         stay = "{after:,} of {before:,} stay".format(**structure.parameters)
         of = f"of the blocks' parameters: {record.pattern}"
         return [("fewer parameters", structure.share, stay), ("removed", f"{100 * structure.removed:.1f} %", of)]
+    if (healing := record.healing) and healing.points:
+        first, best = healing.points[0].error, healing.points[healing.best].error
+        gain = f"of {first:.4g} before, in nats a token on held-out text"
+        return [
+            ("zeros", f"{100 * record.sparsity:.4g} %", "as before"),
+            ("KL from the dense model", f"{best:.4g}", gain),
+        ]
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{_part(record)}, {weights / 1e6:,.4g} M weights"
     return [("zeros", f"{100 * record.sparsity:.4g} %", of)]
@@ -118,6 +127,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "effort": described(record.effort) if record.effort else "",
         "pattern": "" if structure else record.pattern,
         "blocks removed": f"{removed}, counted from 0" if removed else "",
+        "teacher": record.healing.teacher if record.healing else "",
         "mask from": record.mask_from,
         "grid": record.rounding,
         "own text": record.own_text,

@@ -27,6 +27,8 @@ STAGES = {
     "solve": "choosing and changing weights",
     "fit": "fitting blocks to the dense ones",
     "advance": "running pruned blocks for the next ones' inputs",
+    "teach": "asking the dense model about the text",
+    "heal": "training",
     "write": "writing",
     "perplexity": "measuring perplexity",
     "check": "reading back what was written",
@@ -36,7 +38,7 @@ STAGES = {
 def sections(material: Material, reference: bool = False) -> list[Section]:
     """All that there is something to show in; with published results if ``reference``."""
     made = [frontier(material), published(material) if reference else None]
-    made += [make(material) for make in (errors, allocation, fits, time, speed)]
+    made += [make(material) for make in (healing, errors, allocation, fits, time, speed)]
     return [section for section in made if section is not None]
 
 
@@ -258,6 +260,27 @@ def fits(material: Material) -> Section | None:
     )
     exhibit = Exhibit(figures, table, label="errors of blocks before and after fitting")
     return Section("fits", "Fitting blocks to the dense ones", why, [exhibit])
+
+
+def healing(material: Material) -> Section | None:
+    """The errors of a model while it was trained."""
+    if material.record is None or not (record := material.record.healing) or not record.points:
+        return None
+    points, rows = [], []
+    for i, point in enumerate(record.points):
+        error = Cell(f"{point.error:.4g}", best=i == record.best)
+        rows.append([Cell(f"{point.tokens:,}"), Cell(f"{point.seconds:.0f}"), error, Cell(f"{point.loss:.4g}")])
+        for name, value in (("trained on", point.loss), ("held out", point.error)):
+            label = f"{name}, after {point.tokens:,} tokens: {value:.4g} nats"
+            points.append({"name": name, "x": point.tokens, "value": value, "label": label})
+    figures = [charts.curves(points, "tokens", "nats a token")] if len(record.points) > 1 else []
+    why = (
+        "The KL divergence of the dense model's predictions from this one's, on text that was held out and on text "
+        "that was trained on since the point before. The result has the weights of the point with the lowest value on "
+        "what was held out."
+    )
+    exhibit = Exhibit(figures, Table(["tokens", "seconds", "held out", "trained on"], rows), label="KL while healing")
+    return Section("healing", "Healing", why, [exhibit])
 
 
 def time(material: Material) -> Section | None:

@@ -1,0 +1,60 @@
+"""``niwaki heal``."""
+
+from typing import Annotated
+
+from typer import Argument, Option
+
+from niwaki.cli.common import in_session, written
+from niwaki.cli.display import Display
+from niwaki.cli.options import TEXT, Output, Restart, spread
+from niwaki.options import HEALING_LENGTH, HEALING_TOKENS, Calibration, Compute, Measurement
+
+PRUNED = Argument(metavar="PRUNED", help="The pruned model: a directory or a hub id.")
+TEACHER = Option(metavar="DENSE", help="The dense model that it was pruned from.")
+TOKENS = Option(metavar="N", help="How many tokens to train on, such as 500k or 2M.")
+TIME = Option(help="A limit for all of it, such as 90m or 2h.")
+RATE = Option(help="The learning rate, relative to the size of the weights.")
+BATCH = Option(metavar="TOKENS", help="Tokens in a step.")
+TRAINED = Option(help=f"What to train on. {TEXT} May be given several times, for equal shares.")
+LENGTH = Option(
+    "--seqlen", help=rf"Tokens in a window. \[default: {HEALING_LENGTH}, or the model's positions if fewer]"
+)
+
+
+@spread(
+    without=("samples", "tf32"),
+    calibration=Annotated[list[str], TRAINED],
+    length=Annotated[int | None, LENGTH],
+)
+def heal(
+    pruned: Annotated[str, PRUNED],
+    output: Output,
+    teacher: Annotated[str, TEACHER],
+    tokens: Annotated[str, TOKENS] = HEALING_TOKENS,
+    time: Annotated[str | None, TIME] = None,
+    rate: Annotated[float, RATE] = 0.004,
+    batch: Annotated[int, BATCH] = 512,
+    calibration: Calibration = Calibration(),
+    measurement: Measurement = Measurement(samples=16),
+    compute: Compute = Compute(),
+    restart: Restart = False,
+) -> None:
+    """Train what is left of PRUNED towards the dense model; all zeros stay. Write the result to OUT."""
+    with Display(f"healing {pruned}") as display, in_session():
+        from niwaki.pruning.healing.heal import heal as run
+
+        run(
+            pruned,
+            output,
+            teacher,
+            tokens=tokens,
+            time=time,
+            rate=rate,
+            batch=batch,
+            calibration=calibration,
+            measurement=measurement,
+            compute=compute,
+            restart=restart,
+            progress=display,
+        )
+    written(output)

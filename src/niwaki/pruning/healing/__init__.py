@@ -1,0 +1,1 @@
+"""Healing: training what is left of a pruned model."""

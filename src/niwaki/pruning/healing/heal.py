@@ -1,0 +1,315 @@
+"""Healing: what is left of a pruned model is trained towards the dense model's predictions."""
+
+import contextlib
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from niwaki.arguments import checked
+from niwaki.errors import CalibrationError, NiwakiError, OutputError, UnsupportedModelError, UsageError
+from niwaki.layer.tf32 import products
+from niwaki.models.answers import with_answers
+from niwaki.models.carried import CarriedFiles, find_carried
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.writing import CheckpointWriter, verify
+from niwaki.models.device import peak_memory
+from niwaki.models.generation import device_memory
+from niwaki.models.journal import digest
+from niwaki.models.output import Workplace, check_output, workplace, write_config
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import Texts, Windows, load_tokenizer
+from niwaki.options import (
+    HEALING_LENGTH,
+    HEALING_TOKENS,
+    Calibration,
+    Compute,
+    Measurement,
+    Text,
+    parse_number,
+    parse_time,
+)
+from niwaki.pruning import card
+from niwaki.pruning.healing.student import Student
+from niwaki.pruning.healing.teacher import Lessons, teach
+from niwaki.pruning.healing.training import Training, point_file
+from niwaki.pruning.prune import USUAL_WINDOWS
+from niwaki.pruning.request import begin_record
+from niwaki.records.progress import Progress
+from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
+
+#: Tokens that are held out: enough for an error that means something, and few of those that are trained on, because
+#: they are measured at each point.
+_HELD, _SHARE_HELD = 8192, 1 / 50
+#: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.
+_BYTES = 4 + 8 + 4
+#: By how much the fraction of zeros may differ from what a record says.
+_OFF = 1e-3
+
+
+@checked
+def heal(
+    pruned: str | Path,
+    out: str | Path,
+    teacher: str | Path,
+    *,
+    tokens: int | str = HEALING_TOKENS,
+    time: float | str | None = None,
+    rate: float = 0.004,
+    batch: int = 512,
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Trains the weights of a pruned model that are not zero, and writes the result to directory ``out``.
+
+    Its predictions of the next token come near those of the dense model (:class:`.training.Training`). For anything
+    that was pruned, by niwaki or others, with zeros or to a smaller shape: all zeros stay. The dense model is asked a
+    block at a time, the pruned one is in memory as a whole, with three more float32 numbers for each weight.
+
+    Args:
+        pruned: The pruned model: a directory with config.json and safetensors, or a Hugging Face hub id.
+        out: A directory that does not exist or is empty. It appears when all is written and checked.
+        teacher: The dense model, likewise; one of the same vocabulary will do.
+        tokens: How many to train on, such as "2M". Where the text has fewer, it is used again.
+        time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the same
+            bytes, the same time does not.
+        rate: The learning rate, relative to the root mean square of each parameter's weights.
+        batch: Tokens in a step, at least one window.
+        calibration: The text to train on, alone or as a :class:`~niwaki.options.Calibration`, whose ``samples`` are
+            not used; by default in windows of 512 tokens.
+        measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
+        compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32.
+        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
+        progress: Receives how it goes.
+
+    Returns:
+        The record, which is also in ``out/niwaki.json``; that of the pruned model is in ``out/niwaki.base.json``.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
+    """
+    clock, progress, began = Clock(), progress or Progress(), monotonic()
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text("heal")
+    calibration.only("heal", "text", "length", "order", "seed", "answers")
+    compute.only("heal", "device", "dtype", "memory")
+    count = parse_number(tokens) if isinstance(tokens, str) else tokens
+    limit = parse_time(time) if isinstance(time, str) else time
+    for name, value in (("tokens", count), ("time", limit), ("rate", rate), ("batch", batch)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} must be above 0; got {value}")
+    source = locate_model(str(pruned))
+    target = check_output(source, out)
+    progress.status(f"reading {pruned}")
+    checkpoint = Checkpoint(source)
+    if checkpoint.pruning.quantization:
+        raise UnsupportedModelError(f"the weights of {pruned} are on a grid; heal the model first and round it then")
+    carried = find_carried(checkpoint, target, checkpoint.size)
+    dense = StreamedModel(Checkpoint(locate_model(str(teacher))), compute.device, compute.dtype)
+    student = StreamedModel(checkpoint, compute.device, "float32")
+    _check_memory(student, compute.budget)
+    _check_vocabulary(student, dense)
+    _check_zeros(student)
+    progress.status("reading the text to train on")
+    length = min(HEALING_LENGTH, student.window_length(None)) if calibration.length is None else calibration.length
+    samples = math.ceil(count / length) + _held(count, length)
+    asked = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
+    written = with_answers(dense, asked, compute.budget, World(), progress)
+    texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
+    student.check(texts.calibration.tokens)
+    record = begin_record(
+        str(pruned),
+        dense,
+        texts,
+        calibration,
+        method="heal",
+        solver={"name": "heal", "rate": rate, "batch": batch},
+        pattern=f"as in {pruned}",
+        mask_from=None,
+        healing=HealingRecord(str(teacher), count, limit, rate, batch),
+    )
+    fingerprint = {
+        "model": checkpoint.fingerprint(),
+        "teacher": dense.checkpoint.fingerprint(),
+        "calibration": texts.calibration.fingerprint(),
+        "text": texts.only and texts.only.fingerprint(),
+        "tokens": count,
+        "time": limit,
+        "rate": rate,
+        "batch": batch,
+        "device": dense.device.type,
+        "dtype": record.dtype,
+        "versions": record.versions,
+    }
+    clock.lap("prepare")
+    with products(tf32=False), workplace(target, fingerprint, restart) as place:
+        if place.journal.complete:
+            record = place.finished_record
+        else:
+            try:
+                run = _Run(dense, student, record, clock, progress, place, began)
+                run.write(texts, measurement.before, carried)
+            except BaseException:
+                if place.has_more_to_come:
+                    progress.stopped(0, 0)
+                raise
+            record = run.record
+        place.move()
+    progress.end(record)
+    return record
+
+
+@dataclass
+class _Run:
+    dense: StreamedModel
+    student: StreamedModel
+    record: Record
+    clock: Clock
+    progress: Progress
+    place: Workplace
+    began: float
+    measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
+
+    def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
+        """Trains, and writes everything; then it only has to be moved into place."""
+        place, student, clock = self.place, self.student, self.clock
+        heldout = texts.only
+        if place.journal.blocks:
+            self._resume()
+        self.progress.begin(self.record, len(student.blocks), len(student.matrices()))
+        healing = self.record.healing
+        assert healing
+        if heldout and not healing.points:
+            if measure_before:
+                self.record.perplexity["before"] = self._perplexity(self.dense, heldout)
+            healing.pruned = self._perplexity(student, heldout)
+        checkpoint, zeros = student.checkpoint, Counter[str]()
+        place.clear([])
+        trained = self._trained(texts.calibration, healing)
+        carried.copy(place.directory)
+        self.record.notes += carried.notes
+        with CheckpointWriter(checkpoint, place.directory) as writer:
+            for key, value in trained:
+                writer.write(key, value)
+                if value.ndim > 1:
+                    zeros[key] = value.numel() - int(value.count_nonzero())
+        self.record.sparsity = sum(zeros.values()) / sum(matrix.size for matrix in student.matrices())
+        write_config(place.directory, checkpoint.config, self.record)
+        verify(place.directory, checkpoint, zeros)
+        clock.lap("write")
+        if heldout:
+            healed = StreamedModel(Checkpoint(place.directory), str(self.dense.device), self.record.dtype)
+            self.record.perplexity["after"] = self._perplexity(healed, heldout)
+        self.record.peak_memory = peak_memory(self.dense.device)
+        base = place.directory / "niwaki.json"
+        if base.exists():
+            base.replace(base.with_name("niwaki.base.json"))
+        card.finish(place, self.record, clock)
+
+    def _resume(self) -> None:
+        earlier = Record.from_json(self.place.journal.record)
+        assert earlier.healing
+        point = earlier.healing.points[-1]
+        self.record = replace(earlier, command=self.record.command, device=self.record.device)
+        self.record.resumed.append(point.steps)
+        self.clock.add(earlier.seconds)
+        self.progress.note(f"resuming after {point.tokens:,} tokens, where an earlier run was interrupted")
+
+    def _perplexity(self, model: StreamedModel, heldout: Windows) -> Perplexity:
+        began = monotonic()
+        measured = model.perplexity(heldout, lambda i, _: self.progress.stage(i - 1, "perplexity", 1))
+        self.measuring = monotonic() - began
+        self.clock.lap("perplexity")
+        return measured
+
+    def _trained(self, windows: Windows, healing: HealingRecord) -> list[tuple[str, Tensor]]:
+        """(key, tensor) of the checkpoint, for all that is trained."""
+        place, length = self.place, windows.tokens.shape[1]
+        held = min(_held(healing.tokens, length), len(windows.tokens) // 2)
+        if not held:
+            raise CalibrationError(f"the text to train on has one window of {length} tokens, and some are held out")
+        student = Student(self.student, half=self.dense.dtype != torch.float32)
+        lessons = Lessons(place.scratch, windows.tokens, student.head.weight.shape[1])
+
+        def ask(asked: range) -> None:
+            self.clock.lap("heal")
+            teach(self.dense, student.head, lessons, asked, self.progress)
+            self.clock.lap("teach")
+
+        def saved(file: Path) -> None:
+            self.clock.lap("heal")
+            self.record.seconds = dict(self.clock.seconds)
+            place.save(digests=[digest(file)], record=self.record.to_json())
+
+        file = place.scratch / point_file(healing)
+        if healing.points and not (file.is_file() and digest(file) in place.journal.digests):
+            raise OutputError(f"{file} is missing or damaged; start over with --restart")
+        limit = math.inf
+        if healing.limit is not None:
+            limit = max(1.0, healing.limit - (monotonic() - self.began) - self.measuring)
+        training = Training(student, lessons, held, healing, limit, ask, place.scratch, saved, self.progress)
+        trained = list(student.tensors(training.run()))
+        self.clock.lap("heal")
+        return trained
+
+
+def _check_memory(model: StreamedModel, budget: int | None) -> None:
+    """UnsupportedModelError where the weights do not fit in memory with all that training needs."""
+    there = device_memory(model.device) if budget is None else budget
+    needed = model.size + _BYTES * sum(matrix.size for matrix in model.matrices())
+    if needed > there:
+        raise UnsupportedModelError(
+            f"healing {model.checkpoint.path} takes {needed / 2**30:,.1f} GiB of memory for its weights, their "
+            f"gradients and moments, and there are {there / 2**30:,.1f}"
+        )
+
+
+def _check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
+    """UsageError where the two do not mean the same by a token."""
+    sizes = [each.config.vocab_size for each in (model, teacher)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{teacher.checkpoint.path} has a vocabulary of {sizes[1]:,} tokens and {model.checkpoint.path} one of "
+            f"{sizes[0]:,}; give the model that it was pruned from"
+        )
+    with contextlib.suppress(CalibrationError):  # a model may come without one
+        own, other = (load_tokenizer(each.checkpoint.path).get_vocab() for each in (model, teacher))
+        if own != other:
+            raise UsageError(
+                f"{teacher.checkpoint.path} and {model.checkpoint.path} have vocabularies of the same size and with "
+                "other words; give the model that it was pruned from"
+            )
+
+
+def _check_zeros(model: StreamedModel) -> None:
+    """UsageError where the model has not the zeros that its own record says."""
+    file = model.checkpoint.path / "niwaki.json"
+    if not file.is_file():
+        return
+    try:
+        record = Record.load(file)
+    except NiwakiError:  # whatever it is, it is not needed
+        return
+    pruned = {(matrix.block, matrix.name) for matrix in record.matrices if not record.structure}
+    matrices = [matrix for matrix in model.matrices() if (matrix.block, matrix.name) in pruned]
+    if matrices:
+        zeros = sum(int((matrix.read(model.checkpoint) == 0).sum()) for matrix in matrices)
+        sparsity = zeros / sum(matrix.size for matrix in matrices)
+        if abs(sparsity - record.sparsity) > _OFF:
+            raise UsageError(
+                f"{file} says that {100 * record.sparsity:.2f} % of the weights are zero, and {100 * sparsity:.2f} % "
+                "are; was the model trained without its mask? Prune it again, or remove that file"
+            )
+
+
+def _held(tokens: int, length: int) -> int:
+    """Windows to hold out of so many tokens to train on."""
+    return max(1, min(_HELD, int(tokens * _SHARE_HELD)) // length)

@@ -1,0 +1,78 @@
+"""A pruned model in memory, whose remaining weights can be trained."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.errors import NumericalError
+from niwaki.layer.linalg import is_finite
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.training import off_zero
+from niwaki.pruning.healing.objective import Head, head_scale
+
+
+class Student:
+    """The pruned model, as a whole and in float32; with ``half`` it computes in bfloat16.
+
+    Trained are the matrices of its blocks, where they are not zero, and the vectors of blocks and of the last norm.
+    Embeddings, routers and the head stay.
+    """
+
+    def __init__(self, stream: StreamedModel, half: bool = False) -> None:
+        scale = head_scale(stream)
+        matrices = {f"{stream.path}.{matrix.block}.{matrix.parameter}" for matrix in stream.matrices()}
+        self.device, self._layout, self._half = stream.device, stream.layout, half
+        model = stream.load().eval().requires_grad_(False)
+        self._decoder = stream.decoder
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        outside = {id(value) for end in ends for value in end.parameters()}
+        bias = getattr(ends[1], "bias", None)
+        self.head = Head(ends[1].weight.detach(), None if bias is None else bias.detach(), scale)
+        self.parameters: dict[str, nn.Parameter] = {
+            name: value
+            for name, value in model.named_parameters()
+            if (name in matrices or value.ndim == 1) and id(value) not in outside
+        }
+        for value in self.parameters.values():
+            value.requires_grad_(True)
+        #: Which weights of each matrix are not pruned.
+        self.masks = {name: value.detach() != 0 for name, value in self.parameters.items() if name in matrices}
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """(tokens, width): after the last norm, for ``tokens`` (windows, length)."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
+            states: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        return states.flatten(0, 1)
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        """All that is trained as files are to have it: on the CPU, in their dtype, with the same weights zero."""
+        stored = {}
+        for name, value in self.parameters.items():
+            dtype = self._layout.checkpoint.dtype(self._layout.keys(name)[0])
+            kept = value.detach().clone()
+            if name in self.masks:
+                off_zero(kept, self.masks[name], torch.finfo(dtype).tiny)
+            stored[name] = kept.to(dtype).cpu().add_(0.0)  # which makes -0.0 what sparse kernels expect
+            if not is_finite(stored[name]):
+                raise NumericalError(f"{name}: a trained weight is too large for {dtype}")
+        return stored
+
+    @contextlib.contextmanager
+    def holding(self, stored: dict[str, Tensor]) -> Iterator[None]:
+        """The model as it would be read from a file with ``stored``."""
+        trained = {name: value.data for name, value in self.parameters.items()}
+        try:
+            for name, value in self.parameters.items():
+                value.data = stored[name].to(value.device, value.dtype)
+            yield
+        finally:
+            for name, data in trained.items():
+                self.parameters[name].data = data
+
+    def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(key, tensor) of the checkpoint, for all of ``stored``."""
+        for name, value in stored.items():
+            yield from self._layout.split(name, value)

@@ -1,0 +1,93 @@
+"""What the dense model says of each token of a text, computed once and kept on disk."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from niwaki.errors import NumericalError
+from niwaki.files import check_space, output_errors
+from niwaki.layer.linalg import is_finite
+from niwaki.models.hidden_states import pieces
+from niwaki.models.streamed import StreamedModel
+from niwaki.pruning.healing.objective import LOGITS, Head
+from niwaki.records.progress import Progress
+
+_HINT = "what the dense model says of the text is kept there; give fewer --tokens"
+
+
+class Lessons:
+    """What :meth:`Head.targets` gives for each token of ``tokens`` (windows, length) int64, in files of ``directory``.
+
+    They are those of an earlier run, if there are any, else there is space for them: OutputError where there is not.
+
+    Attributes:
+        c: (windows, length, width) float16.
+        s: (windows, length) float32.
+    """
+
+    def __init__(self, directory: Path, tokens: Tensor, width: int) -> None:
+        self.tokens = tokens
+        count, length = tokens.shape
+        with output_errors(directory, _HINT):
+            directory.mkdir(exist_ok=True)
+            self._files = [
+                _file(directory / "c", np.float16, count, length, width),
+                _file(directory / "s", np.float32, count, length),
+                _file(directory / "there", np.uint8, count),
+            ]
+        self.c, self.s, self._there = map(torch.from_numpy, self._files)
+
+    def of(self, windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, c, s) of some ``windows``, by their numbers: (windows, length), (tokens, width), (tokens,)."""
+        c, s = self.c[windows].flatten(0, 1), self.s[windows].flatten()
+        return self.tokens[windows].to(device), c.to(device, torch.float32), s.to(device)
+
+    def has(self, windows: range) -> bool:
+        """Whether all of these are there."""
+        return bool(self._there[windows.start : windows.stop].all())
+
+    def keep(self, windows: range) -> None:
+        """Says that these are there, once they are on disk."""
+        for file in self._files:
+            file.flush()
+        self._there[windows.start : windows.stop] = 1
+
+
+def _file(path: Path, dtype: type, *shape: int) -> np.memmap[Any, Any]:
+    """The array in a file, which is made if it is not there."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not path.exists():
+        check_space(path, size)
+        with path.open("wb") as file:
+            file.truncate(size)
+    return np.memmap(path, dtype, "r+", shape=shape)
+
+
+@torch.no_grad()
+def teach(model: StreamedModel, head: Head, lessons: Lessons, windows: range, progress: Progress) -> None:
+    """Writes into ``lessons`` what the dense ``model`` says of some ``windows``; ``head`` is the pruned model's.
+
+    The models may differ in all but the vocabulary. One block is in memory at a time; hidden states may take the
+    model's budget. NumericalError where the model's predictions are not finite.
+    """
+    with model.budget.lent() as budget:
+        states = model.embed(lessons.tokens[windows.start : windows.stop], budget=budget)
+        for block in model.stream():
+            progress.status("asking the dense model, block", block.index + 1, len(model.blocks))
+            block.advance(states)
+        first, rows = windows.start, max(1, LOGITS // len(head.weight))
+        with model.head() as logits:
+            for i, batch in enumerate(states.tokens):
+                these = slice(first, first + len(batch))
+                first += len(batch)
+                for hidden, tokens, c, s in pieces(rows, states.hidden[i], batch, lessons.c[these], lessons.s[these]):
+                    said = logits(hidden, tokens)
+                    wanted = head.targets(said.flatten(0, 1))
+                    if not is_finite(wanted[0]):
+                        raise NumericalError("the dense model's outputs are NaN or infinite; try dtype float32")
+                    c.copy_(wanted[0].view(c.shape))
+                    s.copy_(wanted[1].view(s.shape))

@@ -1,0 +1,388 @@
+"""Pruned models that are trained towards the dense model, against whole models of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import niwaki
+from niwaki.errors import CalibrationError, NumericalError, OutputError, UnsupportedModelError
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.journal import Journal
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Calibration
+from niwaki.pruning.healing.objective import Head, head_scale
+from niwaki.pruning.healing.student import Student
+from niwaki.pruning.healing.teacher import Lessons, teach
+from niwaki.records.progress import Progress
+from niwaki.records.record import HealingPoint, HealingRecord, Record
+from support.models import (
+    COMMON,
+    EACH_CASE,
+    edit_json,
+    message,
+    random_tokens,
+    reference,
+    save_model,
+)
+from support.runs import files, tensors, zeros
+
+LENGTH = 16
+TOKENS = random_tokens(40, LENGTH)
+#: Their logits are no multiples of the head's products.
+CAPPED = {"gemma2"}
+
+
+class Notes(Progress):
+    """Keeps what is said, and stops at a point."""
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.notes: list[str] = []
+        self.points: list[HealingPoint] = []
+        self._stop_at = stop_at
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
+        self.points = record.points
+        if len(record.points) == self._stop_at:
+            raise KeyboardInterrupt
+
+
+def pruned_model(tmp_path: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
+    """(a dense model, the same with every other weight of its matrices zero)."""
+    dense = save_model(tmp_path / "dense", case, dtype=dtype)
+    pruned = tmp_path / "pruned"
+    niwaki.prune(dense, pruned, 0.5, solver="magnitude", calibration=TOKENS[:4], measurement=None, compute="cpu")
+    return dense, pruned
+
+
+def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "tokens": 1000,
+        "rate": 0.01,
+        "batch": 64,
+        "calibration": TOKENS,
+        "measurement": None,
+        "compute": "cpu",
+        **changes,
+    }
+    return niwaki.heal(pruned, out, teacher, **options)
+
+
+def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
+    """KL in nats a token, by transformers in float64."""
+    with torch.no_grad():
+        p, q = (reference(path)(tokens).logits.double().log_softmax(-1) for path in (dense, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
+    assert record.healing
+    return tokens[: max(1, record.healing.tokens // 50 // LENGTH)]
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
+def test_the_objective(tmp_path: Path, case: str) -> None:
+    """What is said of the dense model gives the KL divergence and its gradient; caps are refused."""
+    dense, pruned = save_model(tmp_path / "dense", case), save_model(tmp_path / "pruned", case, seed=1)
+    teacher, model = (StreamedModel(Checkpoint(path), "cpu", "float32") for path in (dense, pruned))
+    if case.split()[0] in CAPPED:
+        assert "logits are not products of the head" in message(lambda: head_scale(model), UnsupportedModelError)
+        return
+    student = Student(model)
+    tokens = TOKENS[:4]
+    lessons = Lessons(tmp_path / "lessons", tokens, student.head.weight.shape[1])
+    teach(teacher, student.head, lessons, range(4), Progress())
+    lessons.keep(range(4))
+    assert lessons.has(range(4))
+    with torch.no_grad():
+        states = student.states(tokens)
+    losses, gradient = student.head.divergence(states, *lessons.of(torch.arange(4), torch.device("cpu"))[1:])
+    assert float(losses.mean()) == pytest.approx(divergence(dense, pruned, tokens), rel=2e-3)
+
+    with torch.no_grad():
+        log_p = reference(dense)(tokens).logits.flatten(0, 1).double().log_softmax(-1)
+    h, head = states.double().requires_grad_(), student.head
+    bias = None if head.bias is None else head.bias.double()
+    log_q = (nn.functional.linear(h, head.weight.double(), bias) * head.scale).log_softmax(-1)
+    exact = (log_p.exp() * (log_p - log_q)).sum(-1)
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-2, atol=2e-3 * float(exact.detach().mean()))
+    (wanted,) = torch.autograd.grad(exact.sum(), h)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-2, atol=2e-3 * float(wanted.abs().max()))
+
+
+def test_a_head_with_a_bias_and_a_scale() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(50, 8, generator=generator), torch.randn(50, generator=generator)
+    dense, h = torch.randn(6, 50, generator=generator), torch.randn(6, 8, generator=generator)
+    losses, _ = (head := Head(weight, bias, 0.25)).divergence(h, *head.targets(dense))
+    q = (0.25 * (h @ weight.T + bias)).log_softmax(1)
+    torch.testing.assert_close(
+        losses, nn.functional.kl_div(q, dense.log_softmax(1), reduction="none", log_target=True).sum(1)
+    )
+
+
+@pytest.mark.parametrize("case", COMMON)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    """Nearer to the dense model by transformers' own account, with the same zeros and everything else as it was."""
+    dense, pruned = pruned_model(tmp_path, case, dtype)
+    record = heal(pruned, tmp_path / "out", dense, tokens=2000)
+    assert record.healing
+    points = record.healing.points
+    best = points[record.healing.best]
+    assert best.error == min(point.error for point in points) < 0.9 * points[0].error
+    for point, directory in ((points[0], pruned), (best, tmp_path / "out")):
+        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.02)
+    before, after = tensors(pruned), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    model = StreamedModel(Checkpoint(pruned), "cpu")
+    keys = {matrix.key for matrix in model.matrices()}
+    for key, value in after.items():
+        assert value.dtype == before[key].dtype
+        if key in keys:
+            assert torch.equal(value == 0, before[key] == 0)
+            assert not torch.equal(value, before[key])
+        elif value.ndim > 1:  # embeddings, routers, the head
+            assert torch.equal(value, before[key])
+    assert record.sparsity == 0.5
+    assert json.loads((tmp_path / "out" / "niwaki.json").read_text()) == json.loads(record.to_json())
+    assert (tmp_path / "out" / "niwaki.base.json").read_bytes() == (pruned / "niwaki.json").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_steps(tmp_path: Path) -> None:
+    """The same as a plain loop over whole models of transformers."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    tokens, batch = 40 * LENGTH, 2
+    record = heal(pruned, tmp_path / "out", dense, tokens=tokens, batch=batch * LENGTH, rate=0.002)
+    teacher, model = reference(dense), reference(pruned)
+    trained = {
+        name: value
+        for name, value in model.named_parameters()
+        if name.startswith("model.layers") or name == "model.norm.weight"
+    }
+    masks = {name: value != 0 for name, value in trained.items()}
+    groups = []
+    for name, value in trained.items():
+        value.requires_grad_(True)
+        size = float(value.detach()[masks[name]].square().mean().sqrt())
+        groups.append({"params": [value], "size": size})
+    adam = torch.optim.Adam(groups, eps=1e-16)
+    for value in trained.values():
+        value.grad = torch.zeros_like(value)
+    adam.step()
+    rest = TOKENS[len(held(record)) :]
+    drawing, before = (
+        torch.Generator().manual_seed(0),
+        {name: value.detach().clone() for name, value in trained.items()},
+    )
+    steps = seen = 0
+    while seen < tokens:
+        for chosen in torch.randperm(len(rest), generator=drawing).split(batch):
+            share = seen / tokens
+            if share >= 1:
+                break
+            seen += len(chosen) * LENGTH
+            log_p = teacher(rest[chosen]).logits.log_softmax(-1)
+            log_q = model(rest[chosen]).logits.log_softmax(-1)
+            loss = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+            adam.zero_grad()
+            loss.backward()
+            for name, value in trained.items():
+                assert value.grad is not None
+                value.grad.mul_(masks[name])
+            for group in adam.param_groups:
+                group["lr"] = 0.002 * min(1, (share + 1e-3) / 0.02) * (1 - share) * group["size"]
+            adam.step()
+            steps += 1
+    assert record.healing
+    assert record.healing.points[-1].steps == steps
+    assert record.healing.best == len(record.healing.points) - 1
+    found = tensors(tmp_path / "out")
+    for name, value in trained.items():
+        change, wanted = found[name] - before[name], value.detach() - before[name]
+        assert float((change - wanted).norm()) < 0.05 * float(wanted.norm()), name
+
+
+def test_stopped_at_each_point(tmp_path: Path) -> None:
+    """The same bytes as in one go."""
+    dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
+    heal(pruned, tmp_path / "whole", dense)
+    for stop_at in (1, 2, 9, 16):
+        with pytest.raises(KeyboardInterrupt):
+            heal(pruned, tmp_path / "out", dense, progress=Notes(stop_at))
+        assert not (tmp_path / "out").exists()
+    again = Notes()
+    record = heal(pruned, tmp_path / "out", dense, progress=again)
+    assert record.resumed == sorted(record.resumed)
+    assert len(record.resumed) == 4
+    assert any("resuming after" in note for note in again.notes)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_another_request_does_not_resume(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    with pytest.raises(KeyboardInterrupt):
+        heal(pruned, tmp_path / "out", dense, progress=Notes(5))
+    text = message(lambda: heal(pruned, tmp_path / "out", dense, rate=0.02))
+    assert "tokens done) that differs in rate (0.01 there, 0.02 here)" in text
+    heal(pruned, tmp_path / "out", dense, rate=0.02, restart=True)
+
+
+def test_a_damaged_point(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    with pytest.raises(KeyboardInterrupt):
+        heal(pruned, tmp_path / "out", dense, progress=Notes(5))
+    assert Journal.read(tmp_path / ".out.partial.json").extent.endswith(" tokens")
+    (point,) = (tmp_path / ".out.partial.scratch").glob("point-*")
+    point.write_bytes(b"\0" + point.read_bytes()[1:])
+    text = message(lambda: heal(pruned, tmp_path / "out", dense), OutputError)
+    assert "is missing or damaged; start over with --restart" in text
+
+
+def test_what_is_not_finite_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    own, calls = Head.divergence, 0
+
+    def odd(self: Head, *given: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        losses, gradient = own(self, *given)
+        return (losses * math.nan, gradient) if calls == 12 else (losses, gradient)
+
+    monkeypatch.setattr(Head, "divergence", odd)
+    notes = Notes()
+    record = heal(pruned, tmp_path / "out", dense, progress=notes)
+    assert record.healing
+    assert record.healing.halved == 1
+    assert any("with half the learning rate" in note for note in notes.notes)
+    assert record.healing.points[record.healing.best].error < record.healing.points[0].error
+
+
+def test_never_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda _: torch.tensor(math.inf))
+    text = message(lambda: heal(pruned, tmp_path / "out", dense), NumericalError)
+    assert "become NaN or infinite" in text
+
+
+def test_never_worse(tmp_path: Path) -> None:
+    """Where training only does harm the model stays as it was."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    record = heal(pruned, tmp_path / "out", dense, rate=1e3, tokens=100)
+    assert record.healing
+    assert record.healing.best == 0
+    before, after = tensors(pruned), tensors(tmp_path / "out")
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_without_a_record(tmp_path: Path) -> None:
+    """Another pruner's model: no record, and zeros with a sign."""
+    dense = save_model(tmp_path / "dense", "llama")
+    whole = reference(dense)
+    for value in whole.model.layers.parameters():
+        if value.ndim == 2:
+            value.data[:, ::2] = -0.0
+    whole.save_pretrained(tmp_path / "pruned")
+    record = heal(tmp_path / "pruned", tmp_path / "out", dense)
+    assert record.sparsity == 0.5
+    for key, value in tensors(tmp_path / "out").items():
+        if "layers" in key and value.ndim == 2:
+            assert zeros(value) == value.numel() // 2
+            assert not bool((value[:, ::2].signbit()).any())
+
+
+def test_smaller(tmp_path: Path) -> None:
+    """A model without a block and some neurons."""
+    dense = save_model(tmp_path / "dense", "llama grouped")
+    small = tmp_path / "small"
+    niwaki.shrink(dense, small, blocks=1, neurons=0.25, calibration=TOKENS[:8], measurement=None, compute="cpu")
+    record = heal(small, tmp_path / "out", dense)
+    assert record.healing
+    assert record.sparsity == 0
+    assert record.healing.points[record.healing.best].error < 0.8 * record.healing.points[0].error
+
+
+def test_perplexities(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    record = heal(pruned, tmp_path / "out", dense, measurement=TOKENS[:8])
+    assert record.healing
+    assert record.healing.pruned
+    for measured, directory in (
+        (record.perplexity["before"], dense),
+        (record.healing.pruned, pruned),
+        (record.perplexity["after"], tmp_path / "out"),
+    ):
+        assert measured.value == pytest.approx(niwaki.evaluate(directory, TOKENS[:8], compute="cpu").value, rel=1e-5)
+
+
+def test_a_time(tmp_path: Path) -> None:
+    """It ends, whatever the tokens."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    record = heal(pruned, tmp_path / "out", dense, tokens="1M", time="2s")
+    assert record.healing
+    assert record.healing.limit == 2
+    assert record.healing.points[-1].tokens < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": 0}, "tokens must be above 0"),
+        ({"tokens": "many"}, "invalid number 'many'; try 2M or 500k"),
+        ({"time": "soon"}, "invalid time 'soon'"),
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"batch": -1}, "batch must be above 0"),
+        ({"calibration": Calibration(TOKENS, samples=3)}, "heal does not use samples"),
+    ],
+    ids=["tokens", "words", "time", "rate", "batch", "samples"],
+)
+def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    assert reason in message(lambda: heal(pruned, tmp_path / "out", dense, **changes))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_another_vocabulary(tmp_path: Path) -> None:
+    _, pruned = pruned_model(tmp_path, "llama")
+    text = message(lambda: heal(pruned, tmp_path / "out", Path("demo")))
+    assert "has a vocabulary of 4,096 tokens" in text
+
+
+def test_a_mask_that_the_files_contradict(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    shutil.copyfile(dense / "model.safetensors", pruned / "model.safetensors")
+    text = message(lambda: heal(pruned, tmp_path / "out", dense))
+    assert "50.00 % of the weights are zero, and 0.00 % are" in text
+
+
+def test_a_grid(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    config = json.loads((pruned / "config.json").read_text())["pruning_config"]
+    edit_json(pruned / "config.json", pruning_config={**config, "quantization": "int8"})
+    text = message(lambda: heal(pruned, tmp_path / "out", dense), UnsupportedModelError)
+    assert "are on a grid" in text
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    compute = niwaki.Compute("cpu", memory="1KB")
+    text = message(lambda: heal(pruned, tmp_path / "out", dense, compute=compute), UnsupportedModelError)
+    assert "GiB of memory for its weights" in text
+
+
+def test_one_window(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    text = message(lambda: heal(pruned, tmp_path / "out", dense, calibration=TOKENS[:1]), CalibrationError)
+    assert "one window of 16 tokens" in text
