@@ -107,6 +107,17 @@ def check_space(path: Path, needed: int) -> None:
         raise _no_space(path, f"the output needs {needed / 2**30:.2f} GiB")
 
 
+def reserve(file: BinaryIO, size: int) -> None:
+    """Makes the file ``size`` bytes long, on disk and not only in name where the system can do that."""
+    if hasattr(os, "posix_fallocate") and size:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    file.truncate(size)
+
+
 def _no_space(path: Path, hint: str) -> OutputError:
     return OutputError(f"no space left on disk for {path} ({_free(path) / 2**30:.2f} GiB are free); {hint}")
 

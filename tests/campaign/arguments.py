@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from campaign.home import SMALL, contents, furnish
+from campaign.home import HEALING, SMALL, contents, furnish
 from niwaki.cli.app import app
 from support.forks import command, refused
 
@@ -36,6 +36,7 @@ _PLACES = ("model", "pruned", "packed", "text.txt")  # of the home
 _COMMANDS: list[tuple[str, ...]] = [
     *[("prune", "model", "out", "--sparsity", "0.5", *SMALL, "--solver", "wanda")] * 5,
     *[("shrink", "model", "out", "--neurons", "0.25", *SMALL)] * 3,
+    *[("heal", "pruned", "out", "--teacher", "model", *HEALING)] * 3,
     *[("eval", "model", "--text", "demo-held", "--seqlen", "32", "--text-samples", "2")] * 3,
     ("eval", "packed", "--tasks", "which-follows", "--limit", "2"),
     *[("generate", "packed", "The trees", "--tokens", "3")] * 2,

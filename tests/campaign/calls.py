@@ -78,6 +78,8 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     texts: dict[str, Any] = {"calibration": _TEXT, "measurement": _MEASURED, "compute": niwaki.Compute()}
     pruning = {"solver": "wanda", "effort": None, "mask_from": None, "grid": None, "blocks": None}
     common: dict[str, Any] = {"restart": False, "progress": None}
+    training: dict[str, Any] = {"tokens": 200, "time": None, "rate": 0.01, "batch": 32}
+    lesson = niwaki.Calibration("demo", length=32)
     comparing = {"effort": "fast", "keep": False, "budget": None, "progress": None}
     held = {"measurement": niwaki.Measurement("demo-held", samples=1, length=32)}
     options = {"compute": "cpu", "progress": None}
@@ -93,6 +95,10 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "shrink": (
             niwaki.shrink,
             {"model": model, "out": out, "blocks": 1, "neurons": 0.25, "heads": 0.0, **texts, **common},
+        ),
+        "heal": (
+            niwaki.heal,
+            {"pruned": pruned, "out": out, "teacher": model, **training, **texts, "calibration": lesson, **common},
         ),
         "compare": (
             niwaki.compare,

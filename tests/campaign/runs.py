@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from campaign.home import SMALL, furnish
+from campaign.home import HEALING, SMALL, furnish
 from support import faults
 from support.forks import Ended, command
 
@@ -23,6 +23,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "2:4": (*_PRUNE, "--pattern", "2:4", "--record", "runs/record.json"),
     "a block": (*_PRUNE, "--sparsity", "0.5", "--blocks", "1:2", "--effort", "balanced"),
     "shrink": ("shrink", "model", "out", "--neurons", "0.25", "--blocks", "1", *SMALL),
+    "heal": ("heal", "pruned", "out", "--teacher", "TEACHER", *HEALING),
     "pack": ("pack", "pruned", "out"),
     "unpack": ("unpack", "packed", "out"),
     "export": ("export", "on grid", "out"),
@@ -88,7 +89,7 @@ class Run:
             (self.place / "out").mkdir()
 
     def __call__(self, before: Callable[[], None] = lambda: None) -> Ended:
-        arguments = _COMMANDS[self.name]
+        arguments = [str(self.runs.home / "model") if each == "TEACHER" else each for each in _COMMANDS[self.name]]
         read = str(self.runs.home / arguments[1])
         return command([arguments[0], read, *arguments[2:]], self.place, before)
 

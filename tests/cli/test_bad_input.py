@@ -255,6 +255,7 @@ def test_broken_files_beside_the_weights(model: Path, niwaki_: Command) -> None:
             "report PATH",
         ),
         *("prune demo PATH --sparsity 0.5", "shrink demo PATH --blocks 1", "pack demo PATH", "compare demo -o PATH"),
+        *("heal PATH out --teacher demo", "heal demo out --teacher PATH", "heal demo PATH --teacher demo"),
         *("eval demo --text demo --record PATH", "demo --record PATH", "bench demo --record PATH"),
         *("prune demo out --sparsity 0.5 --calibration PATH", "eval demo --text PATH"),
         *("prune demo out --sparsity 0.5 --mask-from PATH", "prune demo out --sparsity 0.5 --record PATH"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import niwaki
-from niwaki.errors import CalibrationError, NumericalError, OutputError, UnsupportedModelError
+from niwaki.errors import CalibrationError, OutputError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.journal import Journal
 from niwaki.models.streamed import StreamedModel
@@ -88,6 +89,11 @@ def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
 def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
     assert record.healing
     return tokens[: max(1, record.healing.tokens // 50 // LENGTH)]
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    before, after = tensors(one), tensors(other)
+    return all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 @pytest.mark.parametrize("case", EACH_CASE)
@@ -202,7 +208,7 @@ def test_the_steps(tmp_path: Path) -> None:
                 assert value.grad is not None
                 value.grad.mul_(masks[name])
             for group in adam.param_groups:
-                group["lr"] = 0.002 * min(1, (share + 1e-3) / 0.02) * (1 - share) * group["size"]
+                group["lr"] = 0.002 * min(1, (share + 1e-3) / 0.1) * (1 - share) * group["size"]
             adam.step()
             steps += 1
     assert record.healing
@@ -217,7 +223,7 @@ def test_the_steps(tmp_path: Path) -> None:
 def test_stopped_at_each_point(tmp_path: Path) -> None:
     """The same bytes as in one go."""
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
-    heal(pruned, tmp_path / "whole", dense)
+    whole = heal(pruned, tmp_path / "whole", dense)
     for stop_at in (1, 2, 9, 16):
         with pytest.raises(KeyboardInterrupt):
             heal(pruned, tmp_path / "out", dense, progress=Notes(stop_at))
@@ -228,6 +234,12 @@ def test_stopped_at_each_point(tmp_path: Path) -> None:
     assert len(record.resumed) == 4
     assert any("resuming after" in note for note in again.notes)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert record.healing
+    assert whole.healing
+    curves = [
+        [dataclasses.replace(p, seconds=0) for p in healing.points] for healing in (record.healing, whole.healing)
+    ]
+    assert curves[0] == curves[1]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -271,10 +283,58 @@ def test_what_is_not_finite_goes_back(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_never_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the best that there was."""
     dense, pruned = pruned_model(tmp_path, "llama")
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda _: torch.tensor(math.inf))
-    text = message(lambda: heal(pruned, tmp_path / "out", dense), NumericalError)
-    assert "become NaN or infinite" in text
+    notes = Notes()
+    record = heal(pruned, tmp_path / "out", dense, progress=notes)
+    assert any("it ends here; try a lower --rate" in note for note in notes.notes)
+    assert "the weights are those of the pruned model: no step was made" in record.notes
+    assert same_tensors(pruned, tmp_path / "out")
+
+
+def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
+    """From the best point, and not from one that it has destroyed."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    record = heal(pruned, tmp_path / "out", dense, rate=1e14)
+    assert record.healing
+    assert record.healing.halved > 1
+    assert record.healing.points[record.healing.best].error <= record.healing.points[0].error
+
+
+def test_lessons_that_are_lost_or_damaged(tmp_path: Path) -> None:
+    """The dense model is asked again."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    heal(pruned, tmp_path / "whole", dense)
+    for damage in ("c", "s", ""):
+        with pytest.raises(KeyboardInterrupt):
+            heal(pruned, tmp_path / "out", dense, progress=Notes(6))
+        scratch = tmp_path / ".out.partial.scratch"
+        if damage:
+            (scratch / damage).unlink()
+        else:
+            content = bytearray((scratch / "c").read_bytes())
+            content[5000] ^= 64
+            (scratch / "c").write_bytes(content)
+        heal(pruned, tmp_path / "out", dense)
+        assert files(tmp_path / "out") == files(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_healed_twice(tmp_path: Path) -> None:
+    """The record of how it was pruned stays."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    first = heal(pruned, tmp_path / "once", dense)
+    second = heal(tmp_path / "once", tmp_path / "twice", dense)
+    assert first.pattern == second.pattern == "unstructured:0.5"
+    assert (tmp_path / "twice" / "niwaki.base.json").read_bytes() == (pruned / "niwaki.json").read_bytes()
+    assert "stopped" not in second.to_json()
+
+
+def test_a_short_text(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    record = heal(pruned, tmp_path / "out", dense, calibration=TOKENS[:9])
+    assert "the text has 128 tokens to train on, each of which is used 7.81 times" in record.notes
 
 
 def test_never_worse(tmp_path: Path) -> None:
@@ -283,8 +343,7 @@ def test_never_worse(tmp_path: Path) -> None:
     record = heal(pruned, tmp_path / "out", dense, rate=1e3, tokens=100)
     assert record.healing
     assert record.healing.best == 0
-    before, after = tensors(pruned), tensors(tmp_path / "out")
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert same_tensors(pruned, tmp_path / "out")
 
 
 def test_without_a_record(tmp_path: Path) -> None:
@@ -339,14 +398,15 @@ def test_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tokens": 0}, "tokens must be above 0"),
+        ({"tokens": 0}, "tokens must be above 0 and below 2^50"),
+        ({"batch": 1 << 63}, "batch must be above 0 and below 2^50"),
         ({"tokens": "many"}, "invalid number 'many'; try 2M or 500k"),
         ({"time": "soon"}, "invalid time 'soon'"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"batch": -1}, "batch must be above 0"),
         ({"calibration": Calibration(TOKENS, samples=3)}, "heal does not use samples"),
     ],
-    ids=["tokens", "words", "time", "rate", "batch", "samples"],
+    ids=["tokens", "too many", "words", "time", "rate", "batch", "samples"],
 )
 def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -364,7 +424,7 @@ def test_a_mask_that_the_files_contradict(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     shutil.copyfile(dense / "model.safetensors", pruned / "model.safetensors")
     text = message(lambda: heal(pruned, tmp_path / "out", dense))
-    assert "50.00 % of the weights are zero, and 0.00 % are" in text
+    assert "has 0.00 % zeros and its record says 50.00 %" in text
 
 
 def test_a_grid(tmp_path: Path) -> None:
@@ -379,7 +439,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     compute = niwaki.Compute("cpu", memory="1KB")
     text = message(lambda: heal(pruned, tmp_path / "out", dense, compute=compute), UnsupportedModelError)
-    assert "GiB of memory for its weights" in text
+    assert "of memory for its weights" in text
 
 
 def test_one_window(tmp_path: Path) -> None:

@@ -110,10 +110,9 @@ class Display(Screen):
         self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")
 
     def stopped(self, done: int, blocks: int) -> None:
-        if self._healed:
-            self.last_words(
-                f"{self._healed.tokens:,} tokens are done and kept; repeat the command to resume after them"
-            )
+        if not blocks:  # of a healing
+            tokens = f"{self._healed.tokens:,} tokens are done and" if self._healed else "what is done is"
+            self.last_words(f"{tokens} kept; repeat the command to resume after them")
             return
         self.last_words(f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them")
 

@@ -18,7 +18,7 @@ _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf"
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", PACKED_INDEX, *FINDINGS}
 #: What niwaki writes beside the model's files.
-_OWN_FILES = {"README.base.md", "niwaki.json"}
+_OWN_FILES = {"README.base.md", "niwaki.json", "niwaki.base.json"}
 #: Folders in each other; making and removing them takes the stack of Python.
 _DEEPEST = 100
 #: Bytes for what niwaki writes about the model.

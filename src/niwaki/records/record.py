@@ -261,10 +261,11 @@ class HealingRecord:
     def __str__(self) -> str:
         if not self.points:
             return f"0 tokens towards {self.teacher}"
-        first, best = self.points[0], self.points[self.best]
+        first, best, last = self.points[0], self.points[self.best], self.points[-1]
+        after = "" if best == last else f" after {best.tokens:,}"
         return (
-            f"{best.tokens:,} tokens towards {self.teacher}; KL from it on held-out text {first.error:.4g} to "
-            f"{best.error:.4g} nats a token"
+            f"{last.tokens:,} tokens towards {self.teacher}; KL from it on held-out text {first.error:.4g} to "
+            f"{best.error:.4g} nats a token{after}"
         )
 
 
@@ -300,7 +301,7 @@ class Record(JsonFile):
         seconds: By stage, and in "total".
         peak_memory: Bytes: the greatest resident size of the process; on a GPU also that of its allocator.
         notes: What a careful reader should know: damping raised, text left out, files not carried over.
-        resumed: After which numbers of blocks the run was stopped and resumed.
+        resumed: After which numbers of blocks, or of a healing steps, the run was stopped and resumed.
         blocks: The first block that was pruned and the first one after them; None for all blocks.
         tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
         structure: What structured pruning removed; None where weights became zeros.

@@ -48,7 +48,8 @@ def notes_of(record: Record) -> list[str]:
     """What a careful reader should know of a run."""
     if not record.resumed:
         return record.notes
-    return [*record.notes, f"stopped and resumed after block {', '.join(map(str, record.resumed))}"]
+    what = "step" if record.healing else "block"
+    return [*record.notes, f"stopped and resumed after {what} {', '.join(map(str, record.resumed))}"]
 
 
 def tiles(material: Material) -> list[Tile]:

@@ -5,7 +5,6 @@ copy of the shard can be filled in in any order, with one tensor in memory at a 
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, first_line
-from niwaki.files import output_errors, set_usual_mode, write_json
+from niwaki.files import output_errors, reserve, set_usual_mode, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
@@ -66,7 +65,7 @@ class CheckpointWriter:
         file = self._files[shard] = self._stack.enter_context(
             path.open("r+b" if self._resume and path.exists() else "w+b")
         )
-        _reserve(file, size)
+        reserve(file, size)
         file.write(header)
 
     def write(self, key: str, tensor: Tensor, index: int | None = None) -> None:
@@ -136,17 +135,6 @@ class CheckpointWriter:
         self.sync()
 
 
-def _reserve(file: BinaryIO, size: int) -> None:
-    """Makes the file ``size`` bytes long, on disk and not only in name where the system can do that."""
-    if hasattr(os, "posix_fallocate") and size:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-    file.truncate(size)
-
-
 def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
     read.seek(entry.offset)
     write.seek(entry.offset)
@@ -185,6 +173,20 @@ def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
         raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a safetensors file, which is on disk at the return; OutputError where it cannot be."""
+    with output_errors(path.parent):
+        try:
+            save_file(tensors, path, {"format": "pt"})
+        except SafetensorError as error:
+            if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            raise OutputError(f"cannot write {path}: {error}") from error
+        set_usual_mode(path, 0o666)  # the library makes it private
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+
+
 class Shards:
     """Writes tensors to several safetensors files in ``directory``, and their index; OutputError where it cannot."""
 
@@ -195,17 +197,7 @@ class Shards:
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Writes the file ``name``."""
-        path = self._directory / name
-        with output_errors(self._directory):
-            try:
-                save_file(tensors, path, {"format": "pt"})
-            except SafetensorError as error:
-                if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
-                    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-                raise OutputError(f"cannot write {path}: {error}") from error
-            set_usual_mode(path, 0o666)  # the library makes it private
-            with path.open("r+b") as file:
-                os.fsync(file.fileno())
+        write_tensors(self._directory / name, tensors)
         self._size += sum(value.nbytes for value in tensors.values())
         self._shards |= dict.fromkeys(tensors, name)
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from niwaki.arguments import checked
 from niwaki.errors import CalibrationError, NiwakiError, OutputError, UnsupportedModelError, UsageError
+from niwaki.files import check_space, output_errors
 from niwaki.layer.tf32 import products
 from niwaki.models.answers import with_answers
 from niwaki.models.carried import CarriedFiles, find_carried
@@ -42,12 +44,19 @@ from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
+from niwaki.records.wording import size
 
 #: Tokens that are held out: enough for an error that means something, and few of those that are trained on, because
 #: they are measured at each point.
 _HELD, _SHARE_HELD = 8192, 1 / 50
 #: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.
 _BYTES = 4 + 8 + 4
+#: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
+_POINT = 4 + 8 + 4
+#: The pruned model's own record, in the output.
+_BASE = "niwaki.base.json"
+#: Above any number that makes sense, and below what a record can have.
+_LIMIT = 1 << 50
 #: By how much the fraction of zeros may differ from what a record says.
 _OFF = 1e-3
 
@@ -96,7 +105,7 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
-    clock, progress, began = Clock(), progress or Progress(), monotonic()
+    clock, progress = Clock(), progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("heal")
     calibration.only("heal", "text", "length", "order", "seed", "answers")
@@ -104,8 +113,8 @@ def heal(
     count = parse_number(tokens) if isinstance(tokens, str) else tokens
     limit = parse_time(time) if isinstance(time, str) else time
     for name, value in (("tokens", count), ("time", limit), ("rate", rate), ("batch", batch)):
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name} must be above 0; got {value}")
+        if value is not None and not 0 < value < _LIMIT:
+            raise UsageError(f"{name} must be above 0 and below 2^50; got {value}")
     source = locate_model(str(pruned))
     target = check_output(source, out)
     progress.status(f"reading {pruned}")
@@ -117,7 +126,8 @@ def heal(
     student = StreamedModel(checkpoint, compute.device, "float32")
     _check_memory(student, compute.budget)
     _check_vocabulary(student, dense)
-    _check_zeros(student)
+    base = _base_record(checkpoint.path)
+    _check_zeros(student, base)
     progress.status("reading the text to train on")
     length = min(HEALING_LENGTH, student.window_length(None)) if calibration.length is None else calibration.length
     samples = math.ceil(count / length) + _held(count, length)
@@ -132,8 +142,9 @@ def heal(
         calibration,
         method="heal",
         solver={"name": "heal", "rate": rate, "batch": batch},
-        pattern=f"as in {pruned}",
+        pattern=base.pattern if base else "as it came",
         mask_from=None,
+        blocks=base.blocks if base else None,
         healing=HealingRecord(str(teacher), count, limit, rate, batch),
     )
     fingerprint = {
@@ -142,7 +153,6 @@ def heal(
         "calibration": texts.calibration.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         "tokens": count,
-        "time": limit,
         "rate": rate,
         "batch": batch,
         "device": dense.device.type,
@@ -155,7 +165,7 @@ def heal(
             record = place.finished_record
         else:
             try:
-                run = _Run(dense, student, record, clock, progress, place, began)
+                run = _Run(dense, student, record, clock, progress, place)
                 run.write(texts, measurement.before, carried)
             except BaseException:
                 if place.has_more_to_come:
@@ -175,49 +185,57 @@ class _Run:
     clock: Clock
     progress: Progress
     place: Workplace
-    began: float
     measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
 
     def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
         """Trains, and writes everything; then it only has to be moved into place."""
-        place, student, clock = self.place, self.student, self.clock
-        heldout = texts.only
+        place, student, clock, heldout = self.place, self.student, self.clock, texts.only
         if place.journal.blocks:
             self._resume()
         self.progress.begin(self.record, len(student.blocks), len(student.matrices()))
-        healing = self.record.healing
+        healing, checkpoint = self.record.healing, student.checkpoint
         assert healing
         if heldout and not healing.points:
             if measure_before:
                 self.record.perplexity["before"] = self._perplexity(self.dense, heldout)
-            healing.pruned = self._perplexity(student, heldout)
-        checkpoint, zeros = student.checkpoint, Counter[str]()
+            healing.pruned = self._perplexity(self._opened(checkpoint.path), heldout)
         place.clear([])
         trained = self._trained(texts.calibration, healing)
         carried.copy(place.directory)
-        self.record.notes += carried.notes
+        self._note(carried.notes)
+        zeros = Counter[str]()
         with CheckpointWriter(checkpoint, place.directory) as writer:
             for key, value in trained:
                 writer.write(key, value)
                 if value.ndim > 1:
-                    zeros[key] = value.numel() - int(value.count_nonzero())
+                    zeros[key] += value.numel() - int(value.count_nonzero())
         self.record.sparsity = sum(zeros.values()) / sum(matrix.size for matrix in student.matrices())
         write_config(place.directory, checkpoint.config, self.record)
         verify(place.directory, checkpoint, zeros)
         clock.lap("write")
         if heldout:
-            healed = StreamedModel(Checkpoint(place.directory), str(self.dense.device), self.record.dtype)
-            self.record.perplexity["after"] = self._perplexity(healed, heldout)
+            self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
         self.record.peak_memory = peak_memory(self.dense.device)
-        base = place.directory / "niwaki.json"
-        if base.exists():
-            base.replace(base.with_name("niwaki.base.json"))
+        own, base = place.directory / "niwaki.json", place.directory / _BASE
+        with output_errors(place.directory):
+            if own.exists() and not base.exists():
+                own.replace(base)
         card.finish(place, self.record, clock)
+
+    def _opened(self, path: Path) -> StreamedModel:
+        return StreamedModel(Checkpoint(path), str(self.dense.device), self.record.dtype)
+
+    def _note(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self.record.notes.append(note)
+            self.progress.note(note)
 
     def _resume(self) -> None:
         earlier = Record.from_json(self.place.journal.record)
         assert earlier.healing
         point = earlier.healing.points[-1]
+        assert self.record.healing
+        earlier.healing.limit = self.record.healing.limit  # another one may be given
         self.record = replace(earlier, command=self.record.command, device=self.record.device)
         self.record.resumed.append(point.steps)
         self.clock.add(earlier.seconds)
@@ -237,7 +255,16 @@ class _Run:
         if not held:
             raise CalibrationError(f"the text to train on has one window of {length} tokens, and some are held out")
         student = Student(self.student, half=self.dense.dtype != torch.float32)
-        lessons = Lessons(place.scratch, windows.tokens, student.head.weight.shape[1])
+        width, weights = student.head.weight.shape[1], sum(value.numel() for value in student.parameters.values())
+        check_space(
+            place.scratch, 0 if healing.points else 2 * _POINT * weights
+        )  # while there is a new one and the last
+        lessons = Lessons(place.scratch, windows.tokens, width)
+        there = (len(windows.tokens) - held) * length
+        if there < healing.tokens and not healing.points:
+            self._note(
+                [f"the text has {there:,} tokens to train on, each of which is used {healing.tokens / there:.3g} times"]
+            )
 
         def ask(asked: range) -> None:
             self.clock.lap("heal")
@@ -252,13 +279,27 @@ class _Run:
         file = place.scratch / point_file(healing)
         if healing.points and not (file.is_file() and digest(file) in place.journal.digests):
             raise OutputError(f"{file} is missing or damaged; start over with --restart")
+        self.clock.lap("prepare")
         limit = math.inf
         if healing.limit is not None:
-            limit = max(1.0, healing.limit - (monotonic() - self.began) - self.measuring)
+            others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
+            limit = max(1.0, healing.limit - others - self.measuring)
         training = Training(student, lessons, held, healing, limit, ask, place.scratch, saved, self.progress)
         trained = list(student.tensors(training.run()))
         self.clock.lap("heal")
+        if healing.best == 0:
+            why = "no step was made" if not healing.points[-1].steps else "no point was better on what was held out"
+            self._note([f"the weights are those of the pruned model: {why}"])
         return trained
+
+
+def _base_record(path: Path) -> Record | None:
+    """How a model was pruned, where niwaki did that; of a healed one how it was before."""
+    for name in (_BASE, "niwaki.json"):
+        with contextlib.suppress(NiwakiError):
+            if (path / name).is_file():
+                return Record.load(path / name)
+    return None
 
 
 def _check_memory(model: StreamedModel, budget: int | None) -> None:
@@ -267,8 +308,8 @@ def _check_memory(model: StreamedModel, budget: int | None) -> None:
     needed = model.size + _BYTES * sum(matrix.size for matrix in model.matrices())
     if needed > there:
         raise UnsupportedModelError(
-            f"healing {model.checkpoint.path} takes {needed / 2**30:,.1f} GiB of memory for its weights, their "
-            f"gradients and moments, and there are {there / 2**30:,.1f}"
+            f"healing {model.checkpoint.path} takes {size(needed)} of memory for its weights, their gradients and "
+            f"moments, and there are {size(there)}"
         )
 
 
@@ -289,24 +330,20 @@ def _check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
             )
 
 
-def _check_zeros(model: StreamedModel) -> None:
-    """UsageError where the model has not the zeros that its own record says."""
-    file = model.checkpoint.path / "niwaki.json"
-    if not file.is_file():
+def _check_zeros(model: StreamedModel, record: Record | None) -> None:
+    """UsageError where the model has not the zeros that ``record``, of how it was pruned, says."""
+    if record is None or record.structure:
         return
-    try:
-        record = Record.load(file)
-    except NiwakiError:  # whatever it is, it is not needed
-        return
-    pruned = {(matrix.block, matrix.name) for matrix in record.matrices if not record.structure}
+    pruned = {(matrix.block, matrix.name) for matrix in record.matrices}
     matrices = [matrix for matrix in model.matrices() if (matrix.block, matrix.name) in pruned]
     if matrices:
         zeros = sum(int((matrix.read(model.checkpoint) == 0).sum()) for matrix in matrices)
         sparsity = zeros / sum(matrix.size for matrix in matrices)
         if abs(sparsity - record.sparsity) > _OFF:
+            path = model.checkpoint.path
             raise UsageError(
-                f"{file} says that {100 * record.sparsity:.2f} % of the weights are zero, and {100 * sparsity:.2f} % "
-                "are; was the model trained without its mask? Prune it again, or remove that file"
+                f"{path} has {100 * sparsity:.2f} % zeros and its record says {100 * record.sparsity:.2f} %; was it "
+                "trained without its mask? Prune it again, or remove the record, niwaki.json"
             )
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import is_finite
+from niwaki.models.families import ROUTERS
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.training import off_zero
 from niwaki.pruning.healing.objective import Head, head_scale
 
 
@@ -27,13 +27,13 @@ class Student:
         model = stream.load().eval().requires_grad_(False)
         self._decoder = stream.decoder
         ends = model.get_input_embeddings(), model.get_output_embeddings()
-        outside = {id(value) for end in ends for value in end.parameters()}
+        inside = {id(value) for value in self._decoder.parameters()} - {id(end.weight) for end in ends}
         bias = getattr(ends[1], "bias", None)
         self.head = Head(ends[1].weight.detach(), None if bias is None else bias.detach(), scale)
         self.parameters: dict[str, nn.Parameter] = {
             name: value
             for name, value in model.named_parameters()
-            if (name in matrices or value.ndim == 1) and id(value) not in outside
+            if id(value) in inside and (name in matrices or (value.ndim == 1 and ROUTERS.isdisjoint(name.split("."))))
         }
         for value in self.parameters.values():
             value.requires_grad_(True)
@@ -52,10 +52,11 @@ class Student:
         stored = {}
         for name, value in self.parameters.items():
             dtype = self._layout.checkpoint.dtype(self._layout.keys(name)[0])
-            kept = value.detach().clone()
+            rounded = value.detach().to(dtype, copy=True).add_(0.0)  # -0.0 is not what sparse kernels expect
             if name in self.masks:
-                off_zero(kept, self.masks[name], torch.finfo(dtype).tiny)
-            stored[name] = kept.to(dtype).cpu().add_(0.0)  # which makes -0.0 what sparse kernels expect
+                lost = self.masks[name] & (rounded == 0)
+                rounded[lost] = torch.full_like(rounded[lost], torch.finfo(dtype).tiny).copysign(value[lost].to(dtype))
+            stored[name] = rounded.cpu()
             if not is_finite(stored[name]):
                 raise NumericalError(f"{name}: a trained weight is too large for {dtype}")
         return stored

@@ -1,15 +1,15 @@
 """What the dense model says of each token of a text, computed once and kept on disk."""
 
 import math
+import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.files import check_space, output_errors
+from niwaki.files import output_errors, reserve
 from niwaki.layer.linalg import is_finite
 from niwaki.models.hidden_states import pieces
 from niwaki.models.streamed import StreamedModel
@@ -32,14 +32,22 @@ class Lessons:
     def __init__(self, directory: Path, tokens: Tensor, width: int) -> None:
         self.tokens = tokens
         count, length = tokens.shape
+        parts: dict[str, tuple[type, tuple[int, ...]]] = {
+            "c": (np.float16, (count, length, width)),
+            "s": (np.float32, (count, length)),
+            "sums": (np.int64, (count,)),  # of each window, a checksum; 0 where it is not there
+        }
+        sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in parts.items()}
         with output_errors(directory, _HINT):
             directory.mkdir(exist_ok=True)
+            if any(not _has_size(directory / name, size) for name, size in sizes.items()):
+                for name, size in sizes.items():
+                    with (directory / name).open("wb") as file:
+                        reserve(file, size)
             self._files = [
-                _file(directory / "c", np.float16, count, length, width),
-                _file(directory / "s", np.float32, count, length),
-                _file(directory / "there", np.uint8, count),
+                np.memmap(directory / name, dtype, "r+", shape=shape) for name, (dtype, shape) in parts.items()
             ]
-        self.c, self.s, self._there = map(torch.from_numpy, self._files)
+        self.c, self.s, self._sums = map(torch.from_numpy, self._files)
 
     def of(self, windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens, c, s) of some ``windows``, by their numbers: (windows, length), (tokens, width), (tokens,)."""
@@ -47,24 +55,23 @@ class Lessons:
         return self.tokens[windows].to(device), c.to(device, torch.float32), s.to(device)
 
     def has(self, windows: range) -> bool:
-        """Whether all of these are there."""
-        return bool(self._there[windows.start : windows.stop].all())
+        """Whether all of these are there, and as they were written."""
+        return all(int(self._sums[window]) == self._sum(window) for window in windows)
 
     def keep(self, windows: range) -> None:
         """Says that these are there, once they are on disk."""
         for file in self._files:
             file.flush()
-        self._there[windows.start : windows.stop] = 1
+        for window in windows:
+            self._sums[window] = self._sum(window)
+
+    def _sum(self, window: int) -> int:
+        c, s, _ = self._files
+        return zlib.crc32(s[window].data, zlib.crc32(c[window].data)) or 1
 
 
-def _file(path: Path, dtype: type, *shape: int) -> np.memmap[Any, Any]:
-    """The array in a file, which is made if it is not there."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if not path.exists():
-        check_space(path, size)
-        with path.open("wb") as file:
-            file.truncate(size)
-    return np.memmap(path, dtype, "r+", shape=shape)
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 @torch.no_grad()

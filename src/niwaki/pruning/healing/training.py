@@ -2,18 +2,17 @@
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.files import output_errors
+from niwaki.models.checkpoint.writing import write_tensors
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.models.training import root_mean_square
 from niwaki.pruning.healing.student import Student
@@ -22,12 +21,16 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import HealingPoint, HealingRecord
 
 #: The share of a training in which the learning rate rises.
-_WARMUP = 0.02
+_WARMUP = 0.1
 #: How many times in a training what is held out is measured, and all is saved.
 _POINTS = 20
 #: Tokens of the first round of lessons; each further one has twice as many, up to bytes of hidden states.
 _ROUND, _STATES = 1 << 15, 1 << 30
-#: How often the rate may be halved: where that does not help, something else is wrong.
+#: The share of the time that is left that a round may take, where there is a limit.
+_ROUND_TIME = 0.1
+#: Likewise the share of the time since the last point that a point may take.
+_POINT_TIME = 0.1
+#: How often the rate may be halved: where that does not help, training ends.
 _HALVED = 8
 
 
@@ -40,7 +43,7 @@ class Training:
     where there are fewer than ``tokens``. Steps are relative to the root mean square of each parameter's weights, so
     that one rate suits all of them; it rises for a short time and then falls to 0 with the share that is left of
     ``tokens``, or of ``seconds`` where that is less. No weight becomes zero, and none that is zero changes. After
-    predictions or gradients that are not finite training goes back to the last point, with half the rate.
+    predictions or gradients that are not finite training goes on from the best point, with half the rate.
 
     The result has the weights with the lowest error of all points, rounded as files have them. The first point is the
     pruned model as it came, so the result is never worse than that on what is held out.
@@ -69,45 +72,62 @@ class Training:
         for value in values:  # a step of nothing, so that all of Adam's state is there
             value.grad = torch.zeros_like(value)
         self._adam.step()
+        self._adam.zero_grad()
         self._length = self.lessons.tokens.shape[1]
         self._steps = self._trained = 0
         self._began = time.monotonic()
+        self._measuring = 0.0  # seconds that the last point took
+        self._pace = 0.0  # seconds for the lessons of a token, as far as it is known
 
     def run(self) -> dict[str, Tensor]:
         """What is trained, as files are to have it; it resumes where ``record`` has points.
 
-        NumericalError where the model's predictions are not finite, whatever the rate.
+        NumericalError where the pruned model's predictions are not finite as it came.
         """
+        self._ask(range(self.held))
         if self.record.points:
             self._return()
             self._began -= self.record.points[-1].seconds
         else:
-            self._ask(range(self.held))
             self._point()
         while not self._train():
             self.record.halved += 1
             if self.record.halved > _HALVED:
-                raise NumericalError("the model's outputs or gradients become NaN or infinite; try dtype float32")
-            point = self.record.points[-1]
-            self.progress.note(
-                f"healing became NaN or infinite after {self._trained:,} tokens; it goes back to {point.tokens:,}, "
-                "with half the learning rate"
-            )
-            self._return()
+                self._say("it ends here; try a lower --rate")
+                break
+            self._say("it goes on from the best point, with half the learning rate")
+            self._restart()
         return self._best
+
+    def _say(self, what: str) -> None:
+        self.progress.note(f"healing became NaN or infinite after {self._trained:,} tokens; {what}")
 
     def _train(self) -> bool:
         """Trains to the end; False where it arrives at something that is not finite."""
         for windows in itertools.islice(self._batches(), self._steps, None):
-            share = max(self._trained / self.record.tokens, self._spent() / self.seconds)
-            if share * _POINTS >= len(self.record.points):
-                self._point()
+            last = self.record.points[-1]
+            share = self._share(self._trained, self._spent())
+            measured = math.floor(_POINTS * self._share(last.tokens, last.seconds))
+            if self._steps > last.steps and math.floor(_POINTS * share) > measured and self._is_worth_it(share):
+                try:
+                    self._point()
+                except NumericalError:
+                    return False
             if share >= 1:
                 break
             self.progress.healing(self.record, share, self._spent())
             if not self._step(windows, share):
                 return False
         return True
+
+    def _is_worth_it(self, share: float) -> bool:
+        """Whether a point takes little of the time, where that is limited; the last one always is."""
+        since = self._spent() - self.record.points[-1].seconds
+        return share >= 1 or math.isinf(self.seconds) or self._measuring < _POINT_TIME * since
+
+    def _share(self, tokens: int, seconds: float) -> float:
+        """How much of what the training may take these are, up to 1."""
+        return min(1.0, max(tokens / self.record.tokens, seconds / self.seconds))
 
     def _spent(self) -> float:
         return time.monotonic() - self._began
@@ -116,19 +136,29 @@ class Training:
         """The numbers of the windows of each step, without end."""
         drawing, count = torch.Generator().manual_seed(0), len(self.lessons.tokens)
         together, start = max(1, self.record.batch // self._length), self.held
-        size, most = _ROUND // self._length, _STATES // (4 * self.lessons.c.shape[2] * self._length)
+        size = max(1, _ROUND // self._length)
+        most = _STATES // (4 * self.lessons.c.shape[2] * self._length)
         while start < count:
-            windows = range(start, min(count, start + max(together, min(size, most))))
+            windows = range(start, min(count, start + max(together, min(size, most, self._affordable))))
             self._ask(windows)
             yield from (start + torch.randperm(len(windows), generator=drawing)).split(together)
             start, size = windows.stop, 2 * size
         while True:
             yield from (self.held + torch.randperm(count - self.held, generator=drawing)).split(together)
 
+    @property
+    def _affordable(self) -> int:
+        """Windows whose lessons do not take too much of the time that is left; without a limit any number."""
+        if math.isinf(self.seconds) or not self._pace:
+            return len(self.lessons.tokens)
+        return int(_ROUND_TIME * max(0.0, self.seconds - self._spent()) / (self._pace * self._length))
+
     def _ask(self, windows: range) -> None:
         if not self.lessons.has(windows):
+            began = time.monotonic()
             self.teach(windows)
             self.lessons.keep(windows)
+            self._pace = (time.monotonic() - began) / (len(windows) * self._length)
 
     def _step(self, windows: Tensor, share: float) -> bool:
         """A step, unless the model's predictions or their gradients are not finite."""
@@ -156,6 +186,7 @@ class Training:
 
     def _point(self) -> None:
         """Measures what is held out, and keeps all that a stopped run needs."""
+        began = time.monotonic()
         stored = self.student.stored()
         with self.student.holding(stored):
             error = self._error()
@@ -166,12 +197,13 @@ class Training:
         points.append(HealingPoint(self._trained, self._steps, self._spent(), error, loss))
         self._losses = []
         file = self.directory / point_file(self.record)
-        self._save(file)
+        write_tensors(file, {name: value.cpu().contiguous() for name, value in self._kept().items()})
         self.saved(file)
         for older in self.directory.glob("point-*.safetensors"):
             if older != file:
                 older.unlink()
-        self.progress.healing(self.record, self._trained / self.record.tokens, self._spent())
+        self._measuring = time.monotonic() - began
+        self.progress.healing(self.record, self._share(self._trained, self._spent()), self._spent())
 
     def _error(self) -> float:
         """The mean KL of what is held out, in nats a token."""
@@ -193,12 +225,6 @@ class Training:
             tensors |= {f"{key}.{name}": each for key, each in self._adam.state[value].items()}
         return tensors
 
-    def _save(self, file: Path) -> None:
-        with output_errors(self.directory, "what a stopped run resumes from is kept there"):
-            save_file({name: value.cpu().contiguous() for name, value in self._kept().items()}, file)
-            with file.open("r+b") as written:
-                os.fsync(written.fileno())
-
     def _return(self) -> None:
         """To the last point."""
         saved = load_file(self.directory / point_file(self.record))
@@ -206,8 +232,15 @@ class Training:
         for name, value in self._kept().items():
             if name in saved:
                 value.copy_(saved[name])
-        self._losses = []
         self._trained, self._steps = self.record.points[-1].tokens, self.record.points[-1].steps
+
+    def _restart(self) -> None:
+        """Where the best point was, with all of Adam's state as at the start; what was trained on counts."""
+        for name, value in self.student.parameters.items():
+            value.data.copy_(self._best[name])
+            for each in self._adam.state[value].values():
+                each.zero_()
+        self._losses = []
 
 
 def point_file(record: HealingRecord) -> str:
