@@ -114,6 +114,8 @@ class Run:
                 found[name] = "a folder"
             elif path.suffix in (".csv", ".md") and self.name == "compare":
                 found[name] = "a table"
+            elif ".partial" in name:  # half of a file, perhaps
+                found[name] = "unfinished"
             elif path.suffix == ".json" and (
                 path.stem in ("niwaki", "compare", "eval") or path.parent.name in ("records", "runs")
             ):

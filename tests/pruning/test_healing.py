@@ -279,6 +279,7 @@ def test_what_is_not_finite_goes_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert record.healing
     assert record.healing.halved == 1
     assert any("with half the learning rate" in note for note in notes.notes)
+    assert "healing became NaN or infinite, and its learning rate was halved, 1 time" in record.notes
     assert record.healing.points[record.healing.best].error < record.healing.points[0].error
 
 

@@ -44,7 +44,7 @@ from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
-from niwaki.records.wording import size
+from niwaki.records.wording import counted, size
 
 #: Tokens that are held out: enough for an error that means something, and few of those that are trained on, because
 #: they are measured at each point.
@@ -274,7 +274,8 @@ class _Run:
         def saved(file: Path) -> None:
             self.clock.lap("heal")
             self.record.seconds = dict(self.clock.seconds)
-            place.save(digests=[digest(file)], record=self.record.to_json())
+            with output_errors(place.directory):
+                place.save(digests=[digest(file)], record=self.record.to_json())
 
         file = place.scratch / point_file(healing)
         if healing.points and not (file.is_file() and digest(file) in place.journal.digests):
@@ -287,6 +288,9 @@ class _Run:
         training = Training(student, lessons, held, healing, limit, ask, place.scratch, saved, self.progress)
         trained = list(student.tensors(training.run()))
         self.clock.lap("heal")
+        if healing.halved:
+            how_often = counted(healing.halved, "time")
+            self.record.notes.append(f"healing became NaN or infinite, and its learning rate was halved, {how_often}")
         if healing.best == 0:
             why = "no step was made" if not healing.points[-1].steps else "no point was better on what was held out"
             self._note([f"the weights are those of the pruned model: {why}"])

@@ -30,7 +30,7 @@ class Lessons:
     """
 
     def __init__(self, directory: Path, tokens: Tensor, width: int) -> None:
-        self.tokens = tokens
+        self._directory, self.tokens = directory, tokens
         count, length = tokens.shape
         parts: dict[str, tuple[type, tuple[int, ...]]] = {
             "c": (np.float16, (count, length, width)),
@@ -60,8 +60,9 @@ class Lessons:
 
     def keep(self, windows: range) -> None:
         """Says that these are there, once they are on disk."""
-        for file in self._files:
-            file.flush()
+        with output_errors(self._directory, _HINT):
+            for file in self._files:
+                file.flush()
         for window in windows:
             self._sums[window] = self._sum(window)
 

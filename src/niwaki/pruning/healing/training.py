@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from niwaki.errors import NumericalError
+from niwaki.files import output_errors
 from niwaki.models.checkpoint.writing import write_tensors
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.models.training import root_mean_square
@@ -199,9 +200,10 @@ class Training:
         file = self.directory / point_file(self.record)
         write_tensors(file, {name: value.cpu().contiguous() for name, value in self._kept().items()})
         self.saved(file)
-        for older in self.directory.glob("point-*.safetensors"):
-            if older != file:
-                older.unlink()
+        with output_errors(self.directory):
+            for older in self.directory.glob("point-*.safetensors"):
+                if older != file:
+                    older.unlink()
         self._measuring = time.monotonic() - began
         self.progress.healing(self.record, self._share(self._trained, self._spent()), self._spent())
 
@@ -227,7 +229,8 @@ class Training:
 
     def _return(self) -> None:
         """To the last point."""
-        saved = load_file(self.directory / point_file(self.record))
+        with output_errors(self.directory):
+            saved = load_file(self.directory / point_file(self.record))
         self._best = {key.removeprefix("best."): saved.pop(key) for key in [*saved] if key.startswith("best.")}
         for name, value in self._kept().items():
             if name in saved:
