@@ -32,7 +32,7 @@ def heal(
     teacher: Annotated[str, TEACHER],
     tokens: Annotated[str, TOKENS] = HEALING_TOKENS,
     time: Annotated[str | None, TIME] = None,
-    rate: Annotated[float, RATE] = 0.004,
+    rate: Annotated[float, RATE] = 0.0007,
     batch: Annotated[int, BATCH] = 512,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),

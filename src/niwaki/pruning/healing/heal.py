@@ -69,7 +69,7 @@ def heal(
     *,
     tokens: int | str = HEALING_TOKENS,
     time: float | str | None = None,
-    rate: float = 0.004,
+    rate: float = 0.0007,
     batch: int = 512,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
