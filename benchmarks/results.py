@@ -328,14 +328,18 @@ def _default_solver(made: Any) -> str:
     below = above = count = 0
     for pair in losses.values():
         if {"continuation", "admm-grad"} <= pair.keys():
-            differences = [a - b for a, b in zip(pair["continuation"], pair["admm-grad"], strict=True)]
-            clear = 2 * stdev(differences) / len(differences) ** 0.5
-            below, above = below + (fmean(differences) < -clear), above + (fmean(differences) > clear)
-            count += 1
+            difference, error = _paired(pair["continuation"], pair["admm-grad"])
+            below, above, count = below + (difference < -2 * error), above + (difference > 2 * error), count + 1
     return (
         f"Window by window, continuation is below ADMM-Grad by more than two standard errors on {below} of {count} "
         f"pairs of texts and patterns, and above it on {above}."
     )
+
+
+def _paired(mine: list[float], theirs: list[float]) -> tuple[float, float]:
+    """The mean difference of windows' losses, and its standard error."""
+    differences = [a - b for a, b in zip(mine, theirs, strict=True)]
+    return fmean(differences), stdev(differences) / len(differences) ** 0.5
 
 
 def real_at_half() -> list[str]:
@@ -371,10 +375,8 @@ def _above_dense(made: Any) -> tuple[list[str], list[list[str]]]:
         row, above = [calibration, pattern, method], []
         for text in texts:
             measured = cell["perplexity"][text]
-            losses = zip(measured["losses"], dense[calibration][text]["losses"], strict=True)
-            differences = [mine - theirs for mine, theirs in losses]
-            above.append(fmean(differences))
-            error = stdev(differences) / len(differences) ** 0.5
+            difference, error = _paired(measured["losses"], dense[calibration][text]["losses"])
+            above.append(difference)
             row.append(f"{measured['value']:.2f} ({above[-1]:.3f} ±{error:.3f})")
         gaps[calibration, pattern, method] = fmean(above)
         rows.append(row)

@@ -27,6 +27,8 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 DEFAULT_SOLVER = "continuation"
 #: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
+#: Its learning rate, relative to the size of the weights, and tokens in a step; see docs/healing.md.
+HEALING_RATE, HEALING_BATCH = 0.0007, 512
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.
 OWN_ANSWERS = "answers"
 #: Which windows of a text.

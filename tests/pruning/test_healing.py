@@ -104,7 +104,7 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     if case.split()[0] in CAPPED:
         assert "logits are not products of the head" in message(lambda: head_scale(model), UnsupportedModelError)
         return
-    student = Student(model)
+    student = Student(model, head_scale(model))
     tokens = TOKENS[:4]
     lessons = Lessons(tmp_path / "lessons", tokens, student.head.weight.shape[1])
     teach(teacher, student.head, lessons, range(4), Progress())

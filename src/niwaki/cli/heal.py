@@ -7,7 +7,15 @@ from typer import Argument, Option
 from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import TEXT, Output, Restart, spread
-from niwaki.options import HEALING_LENGTH, HEALING_TOKENS, Calibration, Compute, Measurement
+from niwaki.options import (
+    HEALING_BATCH,
+    HEALING_LENGTH,
+    HEALING_RATE,
+    HEALING_TOKENS,
+    Calibration,
+    Compute,
+    Measurement,
+)
 
 PRUNED = Argument(metavar="PRUNED", help="The pruned model: a directory or a hub id.")
 TEACHER = Option(metavar="DENSE", help="The dense model that it was pruned from.")
@@ -32,8 +40,8 @@ def heal(
     teacher: Annotated[str, TEACHER],
     tokens: Annotated[str, TOKENS] = HEALING_TOKENS,
     time: Annotated[str | None, TIME] = None,
-    rate: Annotated[float, RATE] = 0.0007,
-    batch: Annotated[int, BATCH] = 512,
+    rate: Annotated[float, RATE] = HEALING_RATE,
+    batch: Annotated[int, BATCH] = HEALING_BATCH,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),

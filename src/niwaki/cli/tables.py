@@ -35,13 +35,13 @@ def summary(record: Record) -> Table:
     table = Table(Column(style="bold"), Column(), show_header=False, box=None, pad_edge=False)
     sparsities = [100 * matrix.sparsity for matrix in record.matrices] or [0.0]
     low, high = min(sparsities), max(sparsities)
-    spread = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
+    between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
     if record.structure:
         table.add_row("removed", record.pattern)
         table.add_row("parameters", str(record.structure))
     else:
         number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
-        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{spread}")
+        table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
     if record.healing:
         table.add_row("healed", str(record.healing))
     if record.matrices:
@@ -53,8 +53,10 @@ def summary(record: Record) -> Table:
     if record.fits:
         before, after = (fmean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
-    between = {"pruned": record.healing.pruned} if record.healing and record.healing.pruned else {}
-    for when, measured in {**record.perplexity, **between}.items():
+    perplexity = dict(record.perplexity)
+    if record.healing and record.healing.pruned:
+        perplexity["pruned"] = record.healing.pruned
+    for when, measured in perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
     if len(record.perplexity) == 2:
         gap = record.perplexity["after"].above(record.perplexity["before"])

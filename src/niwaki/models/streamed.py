@@ -143,19 +143,23 @@ class StreamedModel:
 
             return forward
 
-        self._try_first()
-        with self._outer_weights(), self._replaced_blocks(record):
-            for batch in states.tokens:
-                self.decoder(input_ids=batch.to(self.device), use_cache=False)
-                states.hidden.append(seen[0])
-                seen.clear()
-            pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
-            for samples in {rows.stop - rows.start for _, rows in pieces}:
-                self.decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
+        with self._outer_weights():
+            self._try_first()
+            with self._replaced_blocks(record):
+                for batch in states.tokens:
+                    self.decoder(input_ids=batch.to(self.device), use_cache=False)
+                    states.hidden.append(seen[0])
+                    seen.clear()
+                pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
+                for samples in {rows.stop - rows.start for _, rows in pieces}:
+                    self.decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
     def _try_first(self) -> None:
-        """Finds out whether blocks answer with a tuple around their hidden states, as those of some families do."""
+        """Finds out whether blocks answer with a tuple around their hidden states, as those of some families do.
+
+        The weights outside the blocks are there.
+        """
         if self._answers_tuple is not None:
             return
         block, token = self.blocks[0], torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -166,11 +170,7 @@ class StreamedModel:
             return answer
 
         try:
-            with (
-                self._outer_weights(),
-                _holding(block, self._read(0)),
-                self._replaced_blocks(lambda i: self._answer if i else first),
-            ):
+            with _holding(block, self._read(0)), self._replaced_blocks(lambda i: self._answer if i else first):
                 self.decoder(input_ids=token, use_cache=False)
         except Exception as error:
             if isinstance(error, NiwakiError):
@@ -216,7 +216,9 @@ class StreamedModel:
                 values: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
             return values
 
-        self._try_first()
+        if self._answers_tuple is None:  # in the model's own dtype
+            with self._outer_weights():
+                self._try_first()
         with self._outer_weights(dtype):
             yield logits
 

@@ -244,7 +244,7 @@ class Texts:
         after = [each is None or (isinstance(each, str) and each in names) for each in texts]
         parts = [None if isinstance(text, str) else _given_windows(model, text) for text in calibration.texts]
         given = [part for part in parts if part]
-        length = model.window_length(given[0].tokens.shape[1] if given else calibration.length)
+        length = model.window_length(calibration.length or (given[0].tokens.shape[1] if given else None))
         tokenizer = load_tokenizer(model.checkpoint.path) if names else None
         notes = [note for part in given for note in part.notes]
         if names and not given:

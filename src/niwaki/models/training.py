@@ -83,12 +83,6 @@ def root_mean_square(value: Tensor) -> float:
     return math.sqrt(squares / max(1, int(value.count_nonzero())))
 
 
-def off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:
-    """``value`` with weights on the mask no smaller than ``smallest``: rounded to 0 they would count as pruned."""
-    close = mask & (value.abs() < smallest)
-    return value.masked_scatter_(close, torch.full_like(value[close], smallest).copysign(value[close]))
-
-
 @torch.enable_grad()
 def input_gradient(
     block: DecoderBlock, hidden: Tensor, gradient: Tensor, states: HiddenStates, on_input: OnProduct, on_out: OnProduct

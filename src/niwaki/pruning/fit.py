@@ -13,7 +13,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
-from niwaki.models.training import off_zero, projected, root_mean_square, smallest_weight, trainable
+from niwaki.models.training import projected, root_mean_square, smallest_weight, trainable
 from niwaki.pruning.effort import Effort
 from niwaki.records.record import FitRecord
 
@@ -93,7 +93,7 @@ class Fit:
                     for old, value in zip(kept, parameters, strict=True):
                         old.copy_(value.detach())
             for old, value, mask in zip(kept, parameters, masks, strict=True):
-                value.data = off_zero(old, mask, smallest_weight(block))
+                value.data = _off_zero(old, mask, smallest_weight(block))
             with projected(block, self.on_grid):
                 rounded = [value.data for value in parameters]
             for value, data in zip(parameters, rounded, strict=True):
@@ -142,3 +142,9 @@ def _gradient(value: nn.Parameter) -> Tensor:
     if value.grad is None:  # experts that none of these tokens went to
         value.grad = torch.zeros_like(value)
     return value.grad
+
+
+def _off_zero(value: Tensor, mask: Tensor, smallest: float) -> Tensor:
+    """``value`` with weights on the mask no smaller than ``smallest``: rounded to 0 they would count as pruned."""
+    close = mask & (value.abs() < smallest)
+    return value.masked_scatter_(close, torch.full_like(value[close], smallest).copysign(value[close]))

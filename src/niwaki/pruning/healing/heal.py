@@ -27,7 +27,9 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows, load_tokenizer
 from niwaki.options import (
+    HEALING_BATCH,
     HEALING_LENGTH,
+    HEALING_RATE,
     HEALING_TOKENS,
     Calibration,
     Compute,
@@ -37,6 +39,7 @@ from niwaki.options import (
     parse_time,
 )
 from niwaki.pruning import card
+from niwaki.pruning.healing.objective import head_scale
 from niwaki.pruning.healing.student import Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.pruning.healing.training import Training, point_file
@@ -69,8 +72,8 @@ def heal(
     *,
     tokens: int | str = HEALING_TOKENS,
     time: float | str | None = None,
-    rate: float = 0.0007,
-    batch: int = 512,
+    rate: float = HEALING_RATE,
+    batch: int = HEALING_BATCH,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -128,13 +131,21 @@ def heal(
     _check_vocabulary(student, dense)
     base = _base_record(checkpoint.path)
     _check_zeros(student, base)
+    scale = head_scale(student)
     progress.status("reading the text to train on")
-    length = min(HEALING_LENGTH, student.window_length(None)) if calibration.length is None else calibration.length
-    samples = math.ceil(count / length) + _held(count, length)
+    length = calibration.length
+    if length is None and all(isinstance(text, str) for text in calibration.texts):  # and no windows, which have theirs
+        length = min(HEALING_LENGTH, student.window_length(None))
+    usual = length or HEALING_LENGTH
+    samples = math.ceil(count / usual) + _held(count, usual)
     asked = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
     written = with_answers(dense, asked, compute.budget, World(), progress)
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
     student.check(texts.calibration.tokens)
+    windows, length = texts.calibration.tokens.shape
+    held = min(_held(count, length), windows // 2)
+    if not held:
+        raise CalibrationError(f"the text to train on has one window of {length} tokens, and some are held out")
     record = begin_record(
         str(pruned),
         dense,
@@ -165,7 +176,7 @@ def heal(
             record = place.finished_record
         else:
             try:
-                run = _Run(dense, student, record, clock, progress, place)
+                run = _Run(dense, student, scale, held, record, clock, progress, place)
                 run.write(texts, measurement.before, carried)
             except BaseException:
                 if place.has_more_to_come:
@@ -181,6 +192,8 @@ def heal(
 class _Run:
     dense: StreamedModel
     student: StreamedModel
+    scale: float  # of its head
+    held: int  # windows
     record: Record
     clock: Clock
     progress: Progress
@@ -250,21 +263,16 @@ class _Run:
 
     def _trained(self, windows: Windows, healing: HealingRecord) -> list[tuple[str, Tensor]]:
         """(key, tensor) of the checkpoint, for all that is trained."""
-        place, length = self.place, windows.tokens.shape[1]
-        held = min(_held(healing.tokens, length), len(windows.tokens) // 2)
-        if not held:
-            raise CalibrationError(f"the text to train on has one window of {length} tokens, and some are held out")
-        student = Student(self.student, half=self.dense.dtype != torch.float32)
-        width, weights = student.head.weight.shape[1], sum(value.numel() for value in student.parameters.values())
-        check_space(
-            place.scratch, 0 if healing.points else 2 * _POINT * weights
-        )  # while there is a new one and the last
-        lessons = Lessons(place.scratch, windows.tokens, width)
-        there = (len(windows.tokens) - held) * length
-        if there < healing.tokens and not healing.points:
-            self._note(
-                [f"the text has {there:,} tokens to train on, each of which is used {healing.tokens / there:.3g} times"]
-            )
+        place, tokens = self.place, windows.tokens
+        student = Student(self.student, self.scale, half=self.dense.dtype != torch.float32)
+        if not healing.points:
+            weights = sum(value.numel() for value in student.parameters.values())
+            check_space(place.scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
+            there = tokens[self.held :].numel()
+            if there < healing.tokens:
+                times = f"{healing.tokens / there:.3g} times"
+                self._note([f"the text has {there:,} tokens to train on, each of which is used {times}"])
+        lessons = Lessons(place.scratch, tokens, student.head.weight.shape[1])
 
         def ask(asked: range) -> None:
             self.clock.lap("heal")
@@ -285,7 +293,7 @@ class _Run:
         if healing.limit is not None:
             others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
             limit = max(1.0, healing.limit - others - self.measuring)
-        training = Training(student, lessons, held, healing, limit, ask, place.scratch, saved, self.progress)
+        training = Training(student, lessons, self.held, healing, limit, ask, place.scratch, saved, self.progress)
         trained = list(student.tensors(training.run()))
         self.clock.lap("heal")
         if healing.halved:

@@ -10,18 +10,18 @@ from niwaki.errors import NumericalError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.families import ROUTERS
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.healing.objective import Head, head_scale
+from niwaki.pruning.healing.objective import Head
 
 
 class Student:
     """The pruned model, as a whole and in float32; with ``half`` it computes in bfloat16.
 
+    ``scale`` is that of its head, see :func:`.objective.head_scale`.
     Trained are the matrices of its blocks, where they are not zero, and the vectors of blocks and of the last norm.
     Embeddings, routers and the head stay.
     """
 
-    def __init__(self, stream: StreamedModel, half: bool = False) -> None:
-        scale = head_scale(stream)
+    def __init__(self, stream: StreamedModel, scale: float, half: bool = False) -> None:
         matrices = {f"{stream.path}.{matrix.block}.{matrix.parameter}" for matrix in stream.matrices()}
         self.device, self._layout, self._half = stream.device, stream.layout, half
         model = stream.load().eval().requires_grad_(False)
