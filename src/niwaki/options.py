@@ -29,6 +29,8 @@ DEFAULT_SOLVER = "continuation"
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: Its learning rate, relative to the size of the weights, and tokens in a step; see docs/healing.md.
 HEALING_RATE, HEALING_BATCH = 0.0007, 512
+#: What healing trains: all weights that are left, factors of low rank, norms and biases; "auto" is what memory is for.
+HealingMethod = Literal["auto", "full", "lora", "norms"]
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.
 OWN_ANSWERS = "answers"
 #: Which windows of a text.

@@ -20,7 +20,7 @@ from niwaki.models.journal import Journal
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration
 from niwaki.pruning.healing.objective import Head, head_scale
-from niwaki.pruning.healing.student import Student
+from niwaki.pruning.healing.student import LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.records.progress import Progress
 from niwaki.records.record import HealingPoint, HealingRecord, Record
@@ -164,6 +164,58 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     assert json.loads((tmp_path / "out" / "niwaki.json").read_text()) == json.loads(record.to_json())
     assert (tmp_path / "out" / "niwaki.base.json").read_bytes() == (pruned / "niwaki.json").read_bytes()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
+@pytest.mark.parametrize(("method", "rate"), [("lora", 0.01), ("norms", 0.005)], ids=["lora", "norms"])
+def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) -> None:
+    """What is measured while it trains is what the files say in the end; all else stays."""
+    if case.split()[0] in CAPPED:
+        return
+    dense, pruned = pruned_model(tmp_path, case, torch.bfloat16)
+    record = heal(pruned, tmp_path / "out", dense, tokens=3000, method=method, rate=rate)
+    assert record.healing
+    points, best = record.healing.points, record.healing.points[record.healing.best]
+    assert best.error < points[0].error
+    for point, directory in ((points[0], pruned), (best, tmp_path / "out")):
+        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.05)
+    before, after = tensors(pruned), tensors(tmp_path / "out")
+    model = StreamedModel(Checkpoint(pruned), "cpu")
+    matrices = {matrix.key for matrix in model.matrices()}
+    changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
+    assert all(torch.equal(after[key] == 0, before[key] == 0) for key in matrices)
+    assert changed & matrices == (matrices if method == "lora" else set())
+    assert all(after[key].ndim == 1 for key in changed - matrices)
+    assert changed - matrices
+
+
+def test_lora_is_a_product_of_low_rank(tmp_path: Path) -> None:
+    """And its gradient is that of a plain one, by float64."""
+    _, pruned = pruned_model(tmp_path, "llama")
+    stream = StreamedModel(Checkpoint(pruned), "cpu", "float32")
+    student = LowRankStudent(stream, 1.0, rank=2)
+    generator = torch.Generator().manual_seed(0)
+    for value in student.parameters.values():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    student.states(TOKENS[:2]).square().sum().backward()
+
+    model = reference(pruned).double()
+    plain = {name: value.detach().double().requires_grad_() for name, value in student.parameters.items()}
+    changed: dict[str, Tensor] = {}
+    for name, value in model.named_parameters():
+        if f"{name}.up" in plain:
+            changed[name] = value + (value != 0) * (plain[f"{name}.up"] @ plain[f"{name}.down"])
+        elif name in plain:
+            changed[name] = plain[name]
+    states = torch.func.functional_call(model, changed, (TOKENS[:2],), {"output_hidden_states": True}).hidden_states[-1]
+    states.square().sum().backward()
+    for name, trained in student.parameters.items():
+        assert trained.grad is not None
+        torch.testing.assert_close(trained.grad.double(), plain[name].grad, rtol=1e-3, atol=1e-4)
+    merged = dict(student.tensors(student.stored()))
+    assert merged.keys() == changed.keys()
+    for key, result in merged.items():
+        torch.testing.assert_close(result.double(), changed[key].detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_steps(tmp_path: Path) -> None:
@@ -439,8 +491,21 @@ def test_a_grid(tmp_path: Path) -> None:
 def test_too_little_memory(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     compute = niwaki.Compute("cpu", memory="1KB")
-    text = message(lambda: heal(pruned, tmp_path / "out", dense, compute=compute), UnsupportedModelError)
-    assert "of memory for its weights" in text
+    for method in ("auto", "full", "norms"):
+        asked = {"compute": compute, "method": method}
+        text = message(lambda: heal(pruned, tmp_path / "out", dense, **asked), UnsupportedModelError)  # noqa: B023
+        assert "of memory, and there are 0.98 KiB" in text
+
+
+def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("niwaki.pruning.healing.heal.RANK", 1)  # or that of such a small model takes more
+    dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
+    model = StreamedModel(Checkpoint(pruned), "cpu", "float32")
+    enough = model.size + 16 * sum(matrix.size for matrix in model.matrices())
+    record = heal(pruned, tmp_path / "out", dense, compute=niwaki.Compute("cpu", memory=str(enough - 1)))
+    assert record.healing
+    assert record.healing.method == "lora"
+    assert any("lora instead" in note for note in record.notes)
 
 
 def test_one_window(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from niwaki.options import (
     HEALING_TOKENS,
     Calibration,
     Compute,
+    HealingMethod,
     Measurement,
 )
 
 PRUNED = Argument(metavar="PRUNED", help="The pruned model: a directory or a hub id.")
 TEACHER = Option(metavar="DENSE", help="The dense model that it was pruned from.")
+METHOD = Option(help="What is trained: all weights (full), products of low rank (lora), or norms and biases.")
 TOKENS = Option(metavar="N", help="How many tokens to train on, such as 500k or 2M.")
 TIME = Option(help="A limit for all of it, such as 90m or 2h.")
 RATE = Option(help="The learning rate, relative to the size of the weights.")
@@ -38,6 +40,7 @@ def heal(
     pruned: Annotated[str, PRUNED],
     output: Output,
     teacher: Annotated[str, TEACHER],
+    method: Annotated[HealingMethod, METHOD] = "auto",
     tokens: Annotated[str, TOKENS] = HEALING_TOKENS,
     time: Annotated[str | None, TIME] = None,
     rate: Annotated[float, RATE] = HEALING_RATE,
@@ -55,6 +58,7 @@ def heal(
             pruned,
             output,
             teacher,
+            method=method,
             tokens=tokens,
             time=time,
             rate=rate,

@@ -119,12 +119,13 @@ class Layout:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
         return [piece.key for piece in self._pieces.get(name, ())]
 
-    def read(self, name: str) -> Tensor:
-        """The parameter or buffer called ``name`` in the model, on the CPU, in the dtype that the model has it in."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The parameter or buffer ``name`` of the model, on the CPU, in ``dtype``, by default what the model has."""
         like, pieces = self._parameters[name], self._pieces[name]
+        dtype = dtype or like.dtype
         if pieces[0].expert is None:
-            return self.checkpoint.read(pieces[0].key).to(like.dtype)
-        whole = torch.empty(like.shape, dtype=like.dtype)
+            return self.checkpoint.read(pieces[0].key).to(dtype)
+        whole = torch.empty(like.shape, dtype=dtype)
         for piece in pieces:
             value = self.checkpoint.read(piece.key)
             whole[piece.expert, piece.start : piece.start + len(value)] = value

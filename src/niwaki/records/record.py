@@ -232,6 +232,7 @@ class HealingRecord:
 
     Attributes:
         teacher: The dense model, as it was given.
+        method: What was trained: "full", "lora" or "norms".
         tokens: How many were to be trained on, at most.
         limit: The seconds that it was given; None for no limit.
         rate: The learning rate, relative to the root mean square of each parameter's weights.
@@ -243,6 +244,7 @@ class HealingRecord:
     """
 
     teacher: Name
+    method: Name
     tokens: Positive
     limit: Seconds | None
     rate: Amount

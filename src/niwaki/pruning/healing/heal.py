@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -33,6 +33,7 @@ from niwaki.options import (
     HEALING_TOKENS,
     Calibration,
     Compute,
+    HealingMethod,
     Measurement,
     Text,
     parse_number,
@@ -40,7 +41,7 @@ from niwaki.options import (
 )
 from niwaki.pruning import card
 from niwaki.pruning.healing.objective import head_scale
-from niwaki.pruning.healing.student import Student
+from niwaki.pruning.healing.student import RANK, LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.pruning.healing.training import Training, point_file
 from niwaki.pruning.prune import USUAL_WINDOWS
@@ -54,6 +55,8 @@ from niwaki.records.wording import counted, size
 _HELD, _SHARE_HELD = 8192, 1 / 50
 #: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.
 _BYTES = 4 + 8 + 4
+#: Bytes for each weight of a block whose changes are computed, and their gradients.
+_BLOCK_BYTES = 24
 #: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
 _POINT = 4 + 8 + 4
 #: The pruned model's own record, in the output.
@@ -70,6 +73,7 @@ def heal(
     out: str | Path,
     teacher: str | Path,
     *,
+    method: HealingMethod = "auto",
     tokens: int | str = HEALING_TOKENS,
     time: float | str | None = None,
     rate: float = HEALING_RATE,
@@ -90,6 +94,9 @@ def heal(
         pruned: The pruned model: a directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         teacher: The dense model, likewise; one of the same vocabulary will do.
+        method: "full" trains all weights that are left, with three more float32 numbers for each; "lora" adds products
+            of low rank to them, in little more memory than the weights take; "norms" trains norms and biases alone.
+            "auto" is "full" where memory is enough, else "lora".
         tokens: How many to train on, such as "2M". Where the text has fewer, it is used again.
         time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the same
             bytes, the same time does not.
@@ -126,8 +133,7 @@ def heal(
         raise UnsupportedModelError(f"the weights of {pruned} are on a grid; heal the model first and round it then")
     carried = find_carried(checkpoint, target, checkpoint.size)
     dense = StreamedModel(Checkpoint(locate_model(str(teacher))), compute.device, compute.dtype)
-    student = StreamedModel(checkpoint, compute.device, "float32")
-    _check_memory(student, compute.budget)
+    student, method, notes = _student(checkpoint, compute, dense.dtype != torch.float32, method)
     _check_vocabulary(student, dense)
     base = _base_record(checkpoint.path)
     _check_zeros(student, base)
@@ -152,17 +158,19 @@ def heal(
         texts,
         calibration,
         method="heal",
-        solver={"name": "heal", "rate": rate, "batch": batch},
+        solver={"name": "heal", "method": method, "rate": rate, "batch": batch},
         pattern=base.pattern if base else "as it came",
         mask_from=None,
         blocks=base.blocks if base else None,
-        healing=HealingRecord(str(teacher), count, limit, rate, batch),
+        healing=HealingRecord(str(teacher), method, count, limit, rate, batch),
     )
+    record.notes += notes
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),
         "calibration": texts.calibration.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
+        "method": method,
         "tokens": count,
         "rate": rate,
         "batch": batch,
@@ -261,10 +269,13 @@ class _Run:
         self.clock.lap("perplexity")
         return measured
 
-    def _trained(self, windows: Windows, healing: HealingRecord) -> list[tuple[str, Tensor]]:
+    def _trained(self, windows: Windows, healing: HealingRecord) -> Iterator[tuple[str, Tensor]]:
         """(key, tensor) of the checkpoint, for all that is trained."""
         place, tokens = self.place, windows.tokens
-        student = Student(self.student, self.scale, half=self.dense.dtype != torch.float32)
+        if healing.method == "full":
+            student = Student(self.student, self.scale, half=self.dense.dtype != torch.float32)
+        else:
+            student = LowRankStudent(self.student, self.scale, RANK if healing.method == "lora" else 0)
         if not healing.points:
             weights = sum(value.numel() for value in student.parameters.values())
             check_space(place.scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
@@ -294,7 +305,7 @@ class _Run:
             others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
             limit = max(1.0, healing.limit - others - self.measuring)
         training = Training(student, lessons, self.held, healing, limit, ask, place.scratch, saved, self.progress)
-        trained = list(student.tensors(training.run()))
+        trained = student.tensors(training.run())
         self.clock.lap("heal")
         if healing.halved:
             how_often = counted(healing.halved, "time")
@@ -314,15 +325,31 @@ def _base_record(path: Path) -> Record | None:
     return None
 
 
-def _check_memory(model: StreamedModel, budget: int | None) -> None:
-    """UnsupportedModelError where the weights do not fit in memory with all that training needs."""
-    there = device_memory(model.device) if budget is None else budget
-    needed = model.size + _BYTES * sum(matrix.size for matrix in model.matrices())
+def _student(
+    checkpoint: Checkpoint, compute: Compute, half: bool, asked: HealingMethod
+) -> tuple[StreamedModel, HealingMethod, list[str]]:
+    """The pruned model, what to train of it, and notes on that; UnsupportedModelError where memory is not enough."""
+    model = StreamedModel(checkpoint, compute.device, "float32")
+    there = device_memory(model.device) if compute.budget is None else compute.budget
+    full = needed = model.size + _BYTES * sum(matrix.size for matrix in model.matrices())
+    method, notes = asked, []
+    if asked == "auto":
+        method = "full" if full <= there else "lora"
+    if method != "full":
+        if half:
+            model = StreamedModel(checkpoint, compute.device, "bfloat16")
+        thin = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
+        head = model.model.get_output_embeddings().weight.numel()
+        block = model.block_size // model.dtype.itemsize
+        needed = model.size + 4 * head + (4 + _BYTES) * thin + _BLOCK_BYTES * block
+        if asked == "auto":
+            notes = [f"training all weights takes {size(full)} of memory, and there are {size(there)}: lora instead"]
     if needed > there:
         raise UnsupportedModelError(
-            f"healing {model.checkpoint.path} takes {size(needed)} of memory for its weights, their gradients and "
-            f"moments, and there are {size(there)}"
+            f"healing {checkpoint.path} with the method {method} takes {size(needed)} of memory, and there are "
+            f"{size(there)}" + ("; try the method lora" if method == "full" else "")
         )
+    return model, method, notes
 
 
 def _check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:

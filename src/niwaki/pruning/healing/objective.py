@@ -84,8 +84,8 @@ def head_scale(model: StreamedModel) -> float:
     hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))
     states = torch.randn(1, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     try:
-        with model.head() as head:
-            logits = head(states.to(model.device, model.dtype), torch.zeros(1, 4, dtype=torch.int64)).double()
+        with model.head(torch.float32) as head:
+            logits = head(states.to(model.device), torch.zeros(1, 4, dtype=torch.int64)).double()
     finally:
         hook.remove()
     product = seen[0].double() if seen else torch.zeros_like(logits)

@@ -1,16 +1,24 @@
-"""A pruned model in memory, whose remaining weights can be trained."""
+"""A pruned model in memory, of which something can be trained."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.families import ROUTERS
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.training import root_mean_square
 from niwaki.pruning.healing.objective import Head
+
+#: Of what the method lora adds to each matrix, see docs/healing.md.
+RANK = 16
 
 
 class Student:
@@ -19,31 +27,45 @@ class Student:
     ``scale`` is that of its head, see :func:`.objective.head_scale`.
     Trained are the matrices of its blocks, where they are not zero, and the vectors of blocks and of the last norm.
     Embeddings, routers and the head stay.
+
+    Attributes:
+        head: In float32.
+        parameters: What is trained, by name, in float32.
+        masks: Of those that are matrices, where weights are not pruned.
+        sizes: The magnitude that changes of each parameter are relative to.
     """
 
     def __init__(self, stream: StreamedModel, scale: float, half: bool = False) -> None:
-        matrices = {f"{stream.path}.{matrix.block}.{matrix.parameter}" for matrix in stream.matrices()}
-        self.device, self._layout, self._half = stream.device, stream.layout, half
+        self.device, self._stream, self._half = stream.device, stream, half
         model = stream.load().eval().requires_grad_(False)
-        self._decoder = stream.decoder
         ends = model.get_input_embeddings(), model.get_output_embeddings()
-        inside = {id(value) for value in self._decoder.parameters()} - {id(end.weight) for end in ends}
         bias = getattr(ends[1], "bias", None)
-        self.head = Head(ends[1].weight.detach(), None if bias is None else bias.detach(), scale)
-        self.parameters: dict[str, nn.Parameter] = {
-            name: value
-            for name, value in model.named_parameters()
-            if id(value) in inside and (name in matrices or (value.ndim == 1 and ROUTERS.isdisjoint(name.split("."))))
-        }
-        for value in self.parameters.values():
-            value.requires_grad_(True)
-        #: Which weights of each matrix are not pruned.
-        self.masks = {name: value.detach() != 0 for name, value in self.parameters.items() if name in matrices}
+        self.head = Head(ends[1].weight.detach().float(), None if bias is None else bias.detach().float(), scale)
+        inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends}
+        matrices = {f"{stream.path}.{matrix.block}.{matrix.parameter}" for matrix in stream.matrices()}
+        named = {name: value for name, value in model.named_parameters() if id(value) in inside}
+        vectors = {name for name, value in named.items() if value.ndim == 1 and ROUTERS.isdisjoint(name.split("."))}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.masks: dict[str, Tensor] = {}
+        self.sizes: dict[str, float] = {}
+        for name in named:
+            if name in matrices:
+                self._train_matrix(name, named[name])
+            elif name in vectors:
+                self._train_vector(name, named[name])
+
+    def _train_matrix(self, name: str, value: nn.Parameter) -> None:
+        self._train_vector(name, value)
+        self.masks[name] = value.detach() != 0
+
+    def _train_vector(self, name: str, value: nn.Parameter) -> None:
+        value.requires_grad_(True)
+        self.parameters[name], self.sizes[name] = value, root_mean_square(value)
 
     def states(self, tokens: Tensor) -> Tensor:
         """(tokens, width): after the last norm, for ``tokens`` (windows, length)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
-            states: Tensor = self._decoder(input_ids=tokens, use_cache=False).last_hidden_state
+            states: Tensor = self._stream.decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
     @torch.no_grad()
@@ -51,14 +73,8 @@ class Student:
         """All that is trained as files are to have it: on the CPU, in their dtype, with the same weights zero."""
         stored = {}
         for name, value in self.parameters.items():
-            dtype = self._layout.checkpoint.dtype(self._layout.keys(name)[0])
-            rounded = value.detach().to(dtype, copy=True).add_(0.0)  # -0.0 is not what sparse kernels expect
-            if name in self.masks:
-                lost = self.masks[name] & (rounded == 0)
-                rounded[lost] = torch.full_like(rounded[lost], torch.finfo(dtype).tiny).copysign(value[lost].to(dtype))
-            stored[name] = rounded.cpu()
-            if not is_finite(stored[name]):
-                raise NumericalError(f"{name}: a trained weight is too large for {dtype}")
+            stored[name] = rounded(value.detach(), self._dtype(name), self.masks.get(name)).cpu()
+            _check_finite(name, stored[name])
         return stored
 
     @contextlib.contextmanager
@@ -74,6 +90,124 @@ class Student:
                 self.parameters[name].data = data
 
     def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(key, tensor) of the checkpoint, for all of ``stored``."""
+        """(key, tensor) of the checkpoint, for all that ``stored`` changes."""
         for name, value in stored.items():
-            yield from self._layout.split(name, value)
+            yield from self._stream.layout.split(name, value)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """In the checkpoint."""
+        layout = self._stream.layout
+        return layout.checkpoint.dtype(layout.keys(name)[0])
+
+
+class LowRankStudent(Student):
+    """The pruned model in the dtype of ``stream``, with a product of two thin factors added to each matrix (LoRA).
+
+    The product, of rank ``rank``, is added only where weights are not pruned. Trained are the factors, and the vectors
+    of blocks, or with rank 0 these alone. It is for models that fit in memory without gradients and moments of all
+    weights: those of one block at a time are computed, and computed again in the backward pass.
+
+    Source: Hu et al. 2021, arXiv:2106.09685; masked: Zimmer et al. 2023, arXiv:2312.15230.
+    """
+
+    def __init__(self, stream: StreamedModel, scale: float, rank: int) -> None:
+        self._rank = rank
+        self._drawing = torch.Generator().manual_seed(0)
+        self._trained: list[dict[str, str]] = [{} for _ in stream.blocks]  # by path in each block: names in the model
+        super().__init__(stream, scale)
+        for block, trained in zip(stream.blocks, self._trained, strict=True):
+            block.forward = self._forward(block, trained)
+
+    def _train_matrix(self, name: str, value: nn.Parameter) -> None:
+        if not self._rank:
+            return
+        *experts, rows, columns = value.shape
+        rank = min(self._rank, rows, columns)
+        down = torch.randn(*experts, rank, columns, generator=self._drawing).div_(math.sqrt(rank))
+        self._add(f"{name}.up", torch.zeros(*experts, rows, rank), root_mean_square(value))  # the product is 0 at first
+        self._add(f"{name}.down", down, 1 / math.sqrt(rank))
+        self._is_in_block(name)
+
+    def _train_vector(self, name: str, value: nn.Parameter) -> None:
+        if self._is_in_block(name):
+            self._add(name, value.detach().float().clone(), root_mean_square(value))
+
+    def _add(self, name: str, value: Tensor, size: float) -> None:
+        self.parameters[name], self.sizes[name] = nn.Parameter(value.to(self.device)), size
+
+    def _is_in_block(self, name: str) -> bool:
+        """Whether it is; from now on the block computes with what has become of it."""
+        prefix = f"{self._stream.path}."
+        if not name.startswith(prefix):
+            return False
+        block, _, path = name.removeprefix(prefix).partition(".")
+        self._trained[int(block)][path] = name
+        return True
+
+    def _forward(self, block: nn.Module, trained: dict[str, str]) -> Callable[..., Any]:
+        """A forward pass with what is trained, of which only the inputs stay in memory."""
+        module, values = _Called(block), dict(block.named_parameters())
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            changed = {f"block.{path}": self._changed(name, values[path]) for path, name in trained.items()}
+            return functional_call(module, changed, args, kwargs)
+
+        return lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    def _changed(self, name: str, value: Tensor) -> Tensor:
+        """What has become of a parameter, as files have it and in the dtype of ``value``."""
+        changed = self.parameters[name] if name in self.parameters else self._sum(name, value, self.parameters)
+        return changed.to(self._dtype(name)).to(value.dtype)
+
+    @staticmethod
+    def _sum(name: str, value: Tensor, factors: "dict[str, nn.Parameter] | dict[str, Tensor]") -> Tensor:
+        """A matrix and, where it is not zero, the product of its factors, in the dtype of the matrix."""
+        up, down = (factors[f"{name}.{factor}"].to(value.dtype) for factor in ("up", "down"))
+        return (torch.addmm if value.ndim == 2 else torch.baddbmm)(value, up, down) * (value != 0)
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        """All that is trained, in float32 on the CPU."""
+        stored = {name: value.detach().cpu().clone() for name, value in self.parameters.items()}
+        for name, value in stored.items():
+            _check_finite(name, value)
+        return stored
+
+    @torch.no_grad()
+    def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(key, tensor) of the checkpoint, for all that ``stored`` changes, one after another."""
+        layout = self._stream.layout
+        for name in (name for trained in self._trained for name in trained.values()):
+            dtype = self._dtype(name)
+            value, mask = stored.get(name), None
+            if value is None:
+                before = layout.read(name, dtype)
+                value, mask = self._sum(name, before, stored), before != 0
+            value = rounded(value, dtype, mask)
+            _check_finite(name, value)
+            yield from layout.split(name, value)
+
+
+class _Called(nn.Module):
+    """A block's own forward pass, whatever is called in its place."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+
+def rounded(value: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+    """A copy of ``value`` in ``dtype``, in which nothing on the mask is zero, and no zero is -0.0."""
+    result = value.to(dtype, copy=True).add_(0.0)  # -0.0 is not what sparse kernels expect
+    if mask is not None:
+        lost = mask & (result == 0)
+        result[lost] = torch.full_like(result[lost], torch.finfo(dtype).tiny).copysign(value[lost].to(dtype))
+    return result
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if not is_finite(value):
+        raise NumericalError(f"{name}: a trained weight is too large for {value.dtype}")

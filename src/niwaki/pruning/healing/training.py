@@ -15,7 +15,6 @@ from niwaki.errors import NumericalError
 from niwaki.files import output_errors
 from niwaki.models.checkpoint.writing import write_tensors
 from niwaki.models.streamed import TOKENS_PER_BATCH
-from niwaki.models.training import root_mean_square
 from niwaki.pruning.healing.student import Student
 from niwaki.pruning.healing.teacher import Lessons
 from niwaki.records.progress import Progress
@@ -66,11 +65,11 @@ class Training:
     _losses: list[float] = field(default_factory=list)  # of the steps since the last point
 
     def __post_init__(self) -> None:
-        values = self.student.parameters.values()
-        groups = [{"params": [value], "size": root_mean_square(value)} for value in values]
+        parameters = self.student.parameters
+        groups = [{"params": [value], "size": self.student.sizes[name]} for name, value in parameters.items()]
         # Gradients of large models are far below the usual epsilon, 1e-8.
         self._adam = torch.optim.Adam(groups, lr=0.0, eps=1e-16, fused=True)
-        for value in values:  # a step of nothing, so that all of Adam's state is there
+        for value in parameters.values():  # a step of nothing, so that all of Adam's state is there
             value.grad = torch.zeros_like(value)
         self._adam.step()
         self._adam.zero_grad()
