@@ -14,6 +14,7 @@ prompts: how long its answers are, how many have not ended, and how many of thes
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name in ("model", "corpus", "work"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--effort", default="fast")
+    parser.add_argument("--efforts", nargs="+", default=["fast", "balanced"])
     parser.add_argument("--patterns", nargs="+", default=["50 %", "60 %"])
     parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
@@ -134,7 +135,7 @@ def main() -> None:
     console = Console(width=140, highlight=False, emoji=False)
     results = list(_measured(arguments, console))
     if arguments.record:
-        sizes = {name: getattr(arguments, name) for name in ("effort", "samples", "length", "prompts", "answer")}
+        sizes = {name: getattr(arguments, name) for name in ("samples", "length", "prompts", "answer")}
         common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
 
 
@@ -163,10 +164,10 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
         console.print(found)
         return found
 
-    yield result("dense", model, calibration="", pattern="")
-    for pattern in arguments.patterns:
+    yield result("dense", model, effort="", calibration="", pattern="")
+    for effort, pattern in itertools.product(arguments.efforts, arguments.patterns):
         for name in ("books", OWN_ANSWERS, f"{OWN_ANSWERS} + books"):
-            directory = work / "models" / f"{name} {pattern}".replace(" ", "-").replace(":", "-")
+            directory = work / "models" / f"{name} {pattern} {effort}".replace(" ", "-").replace(":", "-")
             if not (directory / "niwaki.json").exists():
                 sources = [
                     file
@@ -174,10 +175,8 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
                     for file in ([OWN_ANSWERS] if each == OWN_ANSWERS else texts.to_calibrate(each))
                 ]
                 calibration = Calibration(sources, samples=arguments.samples, length=arguments.length)
-                niwaki.prune(
-                    model, directory, pattern, effort=arguments.effort, calibration=calibration, measurement=None
-                )
-            yield result(directory.name, directory, calibration=name, pattern=pattern)
+                niwaki.prune(model, directory, pattern, effort=effort, calibration=calibration, measurement=None)
+            yield result(directory.name, directory, effort=effort, calibration=name, pattern=pattern)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,20 @@ def test_the_first_guess_may_cut_a_token(tokenizer: PreTrainedTokenizerBase, mon
         assert calibration._first_tokens(iter([text]), tokenizer, count) == expected[:count]
 
 
+@pytest.mark.parametrize(("at_once", "overlap"), [(777, 300), (3001, 1000), (60_000, 700)])
+def test_long_texts_become_tokens_in_parts(
+    text: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, at_once: int, overlap: int
+) -> None:
+    """The same tokens as at once, also of characters that are several tokens, and of text without a word."""
+    emoji = "".join(chr(0x1F300 + n % 700) + "é日" * (n % 3) for n in range(3000))
+    blanks = [" " * 9000 + text[:5000], text[:5000] + "\n" * 4000 + text[5000:9000]]
+    texts = [text, emoji, "x" * 9000, "ab" * 5000, *blanks]
+    whole = [encode(tokenizer, each) for each in texts]
+    monkeypatch.setattr(calibration, "_AT_ONCE", at_once)
+    monkeypatch.setattr(calibration, "_OVERLAP", overlap)
+    assert [encode(tokenizer, each) for each in texts] == whole
+
+
 def test_text_with_long_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     # More than 8 characters a token, which is the first guess.
     text = " nevertheless understanding circumstances" * 500

@@ -40,6 +40,10 @@ WINDOWS_AFTER = 256
 _CHARACTERS_PER_TOKEN = 8
 #: Characters of a text that all windows are taken of, where nobody says how many: its tokens take 50 times the memory.
 _LONGEST = 1 << 28
+#: Characters that become tokens at once, which takes about 300 bytes for each, and by how many two such parts overlap.
+_AT_ONCE, _OVERLAP = 1 << 18, 1 << 12
+#: Where this many tokens of both are the same, in the middle of the overlap, one part ends and the next begins.
+_SAME = 32
 #: Random windows of a data set are drawn from this many times as much text as they need.
 _RANDOM_POOL = 64
 
@@ -153,10 +157,39 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
     """The tokens of a text; CalibrationError where the tokenizer fails."""
     try:
         with panics_as_errors():
+            if len(text) > _AT_ONCE and not special and getattr(tokenizer, "is_fast", False):
+                return _encode_in_parts(tokenizer, text)
             ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
         raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
     return ids
+
+
+def _encode_in_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The same as at once, but for the memory that takes: what a token is depends only on the characters around it."""
+
+    def part(start: int) -> tuple[list[int], list[int]]:
+        """(tokens, where in ``text`` each one starts)."""
+        made = tokenizer(text[start : start + _AT_ONCE], add_special_tokens=False, return_offsets_mapping=True)
+        return made["input_ids"], [start + first for first, _ in made["offset_mapping"]]
+
+    ids: list[int] = []
+    these, starts = part(0)
+    for start in range(_AT_ONCE - _OVERLAP, len(text) - _OVERLAP, _AT_ONCE - _OVERLAP):
+        following, places = part(start)
+        first_at = {place: i for i, place in reversed([*enumerate(starts)])}
+        for j, place in enumerate(places):
+            i = first_at.get(place)
+            if place < start + _OVERLAP // 2 or i is None or places[j - 1] == place:
+                continue
+            if these[i : i + _SAME] == following[j : j + _SAME]:
+                ids += these[:i]
+                these, starts = following[j:], places[j:]
+                break
+        else:
+            whole: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+            return whole
+    return ids + these
 
 
 def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -> None:

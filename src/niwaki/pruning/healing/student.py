@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -126,23 +126,20 @@ class LowRankStudent(Student):
         down = torch.randn(*experts, rank, columns, generator=self._drawing).div_(math.sqrt(rank))
         self._add(f"{name}.up", torch.zeros(*experts, rows, rank), root_mean_square(value))  # the product is 0 at first
         self._add(f"{name}.down", down, 1 / math.sqrt(rank))
-        self._is_in_block(name)
+        self._computed_with(name)
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
-        if self._is_in_block(name):
+        if name.startswith(f"{self._stream.path}."):
             self._add(name, value.detach().float().clone(), root_mean_square(value))
+            self._computed_with(name)
 
     def _add(self, name: str, value: Tensor, size: float) -> None:
         self.parameters[name], self.sizes[name] = nn.Parameter(value.to(self.device)), size
 
-    def _is_in_block(self, name: str) -> bool:
-        """Whether it is; from now on the block computes with what has become of it."""
-        prefix = f"{self._stream.path}."
-        if not name.startswith(prefix):
-            return False
-        block, _, path = name.removeprefix(prefix).partition(".")
+    def _computed_with(self, name: str) -> None:
+        """From now on its block computes with what has become of this parameter."""
+        block, _, path = name.removeprefix(f"{self._stream.path}.").partition(".")
         self._trained[int(block)][path] = name
-        return True
 
     def _forward(self, block: nn.Module, trained: dict[str, str]) -> Callable[..., Any]:
         """A forward pass with what is trained, of which only the inputs stay in memory."""
@@ -160,7 +157,7 @@ class LowRankStudent(Student):
         return changed.to(self._dtype(name)).to(value.dtype)
 
     @staticmethod
-    def _sum(name: str, value: Tensor, factors: "dict[str, nn.Parameter] | dict[str, Tensor]") -> Tensor:
+    def _sum(name: str, value: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
         """A matrix and, where it is not zero, the product of its factors, in the dtype of the matrix."""
         up, down = (factors[f"{name}.{factor}"].to(value.dtype) for factor in ("up", "down"))
         return (torch.addmm if value.ndim == 2 else torch.baddbmm)(value, up, down) * (value != 0)

@@ -1,0 +1,100 @@
+"""A real model pruned and healed, for a time that is given: what is left of the distance from the dense model.
+
+    python scripts/smollm2.py MODEL
+    python benchmarks/heal.py MODEL CORPUS WORK --time 40m --record benchmarks/results/heal.json
+
+CORPUS is that of real.py. WORK keeps the models and what was measured of them: the same command goes on where it
+stopped, and one with more patterns, efforts or methods adds to it.
+
+Models are calibrated on books and healed on books and WikiText-2's validation text. They are measured on WikiText-2's
+test text, books by others, source code and the dense model's answers to prompts, see real.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+from real import MEASURED, Texts
+from rich.console import Console
+from transformers.utils import logging
+
+import niwaki
+from niwaki.options import Calibration, Compute, Measurement
+from niwaki.records.record import Record
+
+
+def main() -> None:
+    """Makes and measures what is not there yet, prints a line for each model and writes the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    for name in ("model", "corpus", "work"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--efforts", nargs="+", default=["balanced"])
+    parser.add_argument("--patterns", nargs="+", default=["50 %"])
+    parser.add_argument("--methods", nargs="+", default=["full"], help="of healing")
+    parser.add_argument("--time", default="40m", help="for each healing")
+    parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
+    parser.add_argument("--text-samples", type=int, default=16, help="windows of each text to measure on")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
+    parser.add_argument("--record", type=Path, help="write JSON there")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    console = Console(width=140, highlight=False, emoji=False)
+    results = list(_measured(arguments, console))
+    if arguments.record:
+        sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
+        common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
+
+
+def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    model, models = arguments.model, arguments.work / "models"
+    texts = Texts(model, arguments.corpus, arguments.work, arguments.samples, arguments.length)
+    measured = {name: texts.to_measure(name, arguments.text_samples) for name in MEASURED}
+
+    def result(directory: Path, **values: Any) -> dict[str, Any]:
+        file = models / f"{directory.name}.json"
+        if not file.exists():
+            console.print(f"measuring {directory.name}")
+            losses = {}
+            for name, text in measured.items():
+                measurement = Measurement(text, samples=arguments.text_samples, length=arguments.length)
+                losses[name] = niwaki.evaluate(directory, measurement, compute=Compute(dtype="float32")).losses
+            file.write_text(json.dumps(losses))
+        made = Record.load(directory / "niwaki.json") if directory != model else None
+        if made:
+            values["seconds"] = made.seconds["total"]
+            values["healing"] = made.healing and dataclasses.asdict(made.healing) | {"teacher": model.name}
+        return {**values, "losses": json.loads(file.read_text())}
+
+    models.mkdir(parents=True, exist_ok=True)
+    yield result(model, effort="dense")
+    for pattern in arguments.patterns:
+        for effort in arguments.efforts:
+            pruned = models / f"{effort} {pattern}".replace(" ", "-").replace(":", "-")
+            books = Calibration(texts.to_calibrate("books"), samples=arguments.samples, length=arguments.length)
+            if not (pruned / "niwaki.json").exists():
+                niwaki.prune(model, pruned, pattern, effort=effort, calibration=books, measurement=None)
+            yield result(pruned, effort=effort, pattern=pattern)
+            for method in arguments.methods:
+                healed = models / f"{pruned.name}-{method}-{arguments.time}"
+                if not (healed / "niwaki.json").exists():
+                    text = [*texts.to_calibrate("books"), *texts.to_calibrate("wikitext2")]
+                    niwaki.heal(
+                        pruned,
+                        healed,
+                        model,
+                        method=method,
+                        time=arguments.time,
+                        calibration=Calibration(text, length=arguments.length),
+                        measurement=None,
+                    )
+                yield result(healed, effort=effort, pattern=pattern, method=method, time=arguments.time)
+
+
+if __name__ == "__main__":
+    main()
