@@ -36,7 +36,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--efforts", nargs="+", default=["balanced"])
     parser.add_argument("--patterns", nargs="+", default=["50 %"])
-    parser.add_argument("--methods", nargs="+", default=["full"], help="of healing")
+    parser.add_argument("--methods", nargs="*", default=["full"], help="of healing")
     parser.add_argument("--time", default="40m", help="for each healing")
     parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
     parser.add_argument("--text-samples", type=int, default=16, help="windows of each text to measure on")

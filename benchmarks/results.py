@@ -431,9 +431,9 @@ def heal() -> list[str]:
         *markdown(["zeros", "", "tokens", *dense, "closed of the first two", "of all"], rows),
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books, healed on books and "
-        f"WikiText-2's validation text, measured on {made['text_samples']} x {made['length']} tokens of each text: nats "
-        "a token above the dense model, with the standard error of that difference; at the end the share of it that "
-        "healing has closed, in the mean of WikiText-2 and books, and of all four.",
+        "WikiText-2's validation text: nats a token above the dense model, with the standard error of that difference, "
+        f"on {made['text_samples']} x {made['length']} tokens of each text; at the end the share of it that healing "
+        "has closed, in the mean of WikiText-2 and books, and of all four.",
     ]
 
 

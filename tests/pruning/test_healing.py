@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import niwaki
-from niwaki.errors import CalibrationError, OutputError, UnsupportedModelError
+from niwaki.errors import CalibrationError, CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.journal import Journal
 from niwaki.models.streamed import StreamedModel
@@ -88,7 +88,7 @@ def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
 
 def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
     assert record.healing
-    return tokens[: max(1, record.healing.tokens // 50 // LENGTH)]
+    return tokens[-(record.healing.held // LENGTH) :]
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -187,6 +187,7 @@ def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) ->
     assert changed & matrices == (matrices if method == "lora" else set())
     assert all(after[key].ndim == 1 for key in changed - matrices)
     assert changed - matrices
+    assert record.sparsity == 0.5
 
 
 def test_lora_is_a_product_of_low_rank(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_the_steps(tmp_path: Path) -> None:
     for value in trained.values():
         value.grad = torch.zeros_like(value)
     adam.step()
-    rest = TOKENS[len(held(record)) :]
+    rest = TOKENS[: -len(held(record))]
     drawing, before = (
         torch.Generator().manual_seed(0),
         {name: value.detach().clone() for name, value in trained.items()},
@@ -420,7 +421,7 @@ def test_smaller(tmp_path: Path) -> None:
     dense = save_model(tmp_path / "dense", "llama grouped")
     small = tmp_path / "small"
     niwaki.shrink(dense, small, blocks=1, neurons=0.25, calibration=TOKENS[:8], measurement=None, compute="cpu")
-    record = heal(small, tmp_path / "out", dense)
+    record = heal(small, tmp_path / "out", dense, tokens=2000)
     assert record.healing
     assert record.sparsity == 0
     assert record.healing.points[record.healing.best].error < 0.8 * record.healing.points[0].error
@@ -430,10 +431,9 @@ def test_perplexities(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     record = heal(pruned, tmp_path / "out", dense, measurement=TOKENS[:8])
     assert record.healing
-    assert record.healing.pruned
     for measured, directory in (
         (record.perplexity["before"], dense),
-        (record.healing.pruned, pruned),
+        (record.perplexity["pruned"], pruned),
         (record.perplexity["after"], tmp_path / "out"),
     ):
         assert measured.value == pytest.approx(niwaki.evaluate(directory, TOKENS[:8], compute="cpu").value, rel=1e-5)
@@ -476,8 +476,29 @@ def test_another_vocabulary(tmp_path: Path) -> None:
 def test_a_mask_that_the_files_contradict(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     shutil.copyfile(dense / "model.safetensors", pruned / "model.safetensors")
-    text = message(lambda: heal(pruned, tmp_path / "out", dense))
+    text = message(lambda: heal(pruned, tmp_path / "out", dense), CheckpointError)
     assert "has 0.00 % zeros and its record says 50.00 %" in text
+
+
+def test_nothing_of_it_was_pruned(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    text = message(lambda: heal(dense, tmp_path / "out", pruned), UsageError)
+    assert "has no zeros and the shape of" in text
+
+
+def test_a_damaged_record(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    (pruned / "niwaki.json").write_text("{")
+    assert "niwaki.json" in message(lambda: heal(pruned, tmp_path / "out", dense), CheckpointError)
+
+
+def test_a_teacher_that_is_worse(tmp_path: Path) -> None:
+    _, pruned = pruned_model(tmp_path, "llama")
+    other = save_model(tmp_path / "other", "llama", seed=3)
+    for teacher, text in ((other, TOKENS[-4:]), (tmp_path / "dense", TOKENS[-8:-4])):
+        record = heal(pruned, tmp_path / f"out {teacher.name}", teacher, measurement=text)
+        before, came = (record.perplexity[when].value for when in ("before", "pruned"))
+        assert any("is it the right one?" in note for note in record.notes) == (before > came)
 
 
 def test_a_grid(tmp_path: Path) -> None:

@@ -53,14 +53,11 @@ def summary(record: Record) -> Table:
     if record.fits:
         before, after = (fmean(getattr(fit, when) for fit in record.fits) for when in ("before", "after"))
         table.add_row("fit", f"error of blocks' outputs {before:.4g} to {after:.4g} (mean, on held-out samples)")
-    perplexity = dict(record.perplexity)
-    if record.healing and record.healing.pruned:
-        perplexity["pruned"] = record.healing.pruned
-    for when, measured in perplexity.items():
+    for when, measured in record.perplexity.items():
         table.add_row(f"perplexity {when}", Text(str(measured)))  # Text: no markup in paths
-    if len(record.perplexity) == 2:
-        gap = record.perplexity["after"].above(record.perplexity["before"])
-        table.add_row("above before", f"{gap} nats a token")
+    for when, measured in record.perplexity.items():
+        if when != "after" and "after" in record.perplexity:
+            table.add_row(f"above {when}", f"{record.perplexity['after'].above(measured)} nats a token")
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")

@@ -237,10 +237,10 @@ class HealingRecord:
         limit: The seconds that it was given; None for no limit.
         rate: The learning rate, relative to the root mean square of each parameter's weights.
         batch: Tokens in a step.
+        held: Tokens that were held out.
         halved: How often the rate was halved, after outputs that were not finite.
         points: From the pruned model as it came to the end.
         best: The number of the point with the lowest error, whose weights are the result.
-        pruned: The perplexity of the pruned model as it came, where measured.
     """
 
     teacher: Name
@@ -249,10 +249,10 @@ class HealingRecord:
     limit: Seconds | None
     rate: Amount
     batch: Positive
+    held: Positive
     halved: Count = 0
     points: list[HealingPoint] = field(default_factory=list)
     best: Count = 0
-    pruned: Perplexity | None = None
 
     def __post_init__(self) -> None:
         if self.points and self.best >= len(self.points):
@@ -266,8 +266,8 @@ class HealingRecord:
         first, best, last = self.points[0], self.points[self.best], self.points[-1]
         after = "" if best == last else f" after {best.tokens:,}"
         return (
-            f"{last.tokens:,} tokens towards {self.teacher}; KL from it on held-out text {first.error:.4g} to "
-            f"{best.error:.4g} nats a token{after}"
+            f"{last.tokens:,} tokens towards {self.teacher}; KL from it on {self.held:,} held-out tokens "
+            f"{first.error:.4g} to {best.error:.4g} nats a token{after}"
         )
 
 
@@ -325,7 +325,9 @@ class Record(JsonFile):
     sparsity: Fraction = 0.0
     matrices: list[MatrixRecord] = field(default_factory=list)
     fits: list[FitRecord] = field(default_factory=list)
-    perplexity: dict[Annotated[str, msgspec.Meta(pattern="^(before|after)$")], Perplexity] = field(default_factory=dict)
+    perplexity: dict[Annotated[str, msgspec.Meta(pattern="^(before|pruned|after)$")], Perplexity] = field(
+        default_factory=dict
+    )
     seconds: Stages = field(default_factory=dict)
     peak_memory: Annotated[dict[str, Count], msgspec.Meta(max_length=100)] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -62,7 +62,9 @@ def tiles(material: Material) -> list[Tile]:
         if before := material.dense.get(text):
             gain = f"{100 * (after.value / before.value - 1):+.1f} % against dense"
             shown.append(("perplexity dense", with_error(before), where))
-            shown.append(("perplexity pruned", with_error(after), gain))
+            if pruned := record.perplexity.get("pruned"):
+                shown.append(("perplexity pruned", with_error(pruned), "as it came"))
+            shown.append((f"perplexity {'healed' if record.healing else 'pruned'}", with_error(after), gain))
         else:
             shown.append(("perplexity", with_error(after), where))
     if not material.texts:
@@ -92,7 +94,7 @@ def _removed_tiles(record: Record) -> list[Tile]:
         return [("fewer parameters", structure.share, stay), ("removed", f"{100 * structure.removed:.1f} %", of)]
     if (healing := record.healing) and healing.points:
         first, best = healing.points[0].error, healing.points[healing.best].error
-        gain = f"of {first:.4g} before, in nats a token on held-out text"
+        gain = f"of {first:.4g} before, in nats a token on {healing.held:,} held-out tokens"
         return [
             ("zeros", f"{100 * record.sparsity:.4g} %", "as before"),
             ("KL from the dense model", f"{best:.4g}", gain),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import checked
-from niwaki.errors import CalibrationError, NiwakiError, OutputError, UnsupportedModelError, UsageError
+from niwaki.errors import CalibrationError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import check_space, output_errors
 from niwaki.layer.tf32 import products
 from niwaki.models.answers import with_answers
@@ -22,6 +22,7 @@ from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import peak_memory
 from niwaki.models.generation import device_memory
 from niwaki.models.journal import digest
+from niwaki.models.layout import Matrix
 from niwaki.models.output import Workplace, check_output, workplace, write_config
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
@@ -50,9 +51,9 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
 from niwaki.records.wording import counted, size
 
-#: Tokens that are held out: enough for an error that means something, and few of those that are trained on, because
-#: they are measured at each point.
-_HELD, _SHARE_HELD = 8192, 1 / 50
+#: Tokens that are held out: enough for an error that means something, and, because they are measured at each point, no
+#: more than that share of those to train on, but for the smaller number.
+_LEAST_HELD, _MOST_HELD, _SHARE_HELD = 2048, 8192, 1 / 50
 #: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.
 _BYTES = 4 + 8 + 4
 #: Bytes for each weight of a block whose changes are computed, and their gradients.
@@ -136,7 +137,7 @@ def heal(
     student, method, notes = _student(checkpoint, compute, dense.dtype != torch.float32, method)
     _check_vocabulary(student, dense)
     base = _base_record(checkpoint.path)
-    _check_zeros(student, base)
+    _check_zeros(student, dense, base)
     scale = head_scale(student)
     progress.status("reading the text to train on")
     length = calibration.length
@@ -149,8 +150,8 @@ def heal(
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
     student.check(texts.calibration.tokens)
     windows, length = texts.calibration.tokens.shape
-    held = min(_held(count, length), windows // 2)
-    if not held:
+    held = min(_held(count, length), max(1, windows // 8))
+    if windows < 2:
         raise CalibrationError(f"the text to train on has one window of {length} tokens, and some are held out")
     record = begin_record(
         str(pruned),
@@ -162,7 +163,7 @@ def heal(
         pattern=base.pattern if base else "as it came",
         mask_from=None,
         blocks=base.blocks if base else None,
-        healing=HealingRecord(str(teacher), method, count, limit, rate, batch),
+        healing=HealingRecord(str(teacher), method, count, limit, rate, batch, held * length),
     )
     record.notes += notes
     fingerprint = {
@@ -219,17 +220,23 @@ class _Run:
         if heldout and not healing.points:
             if measure_before:
                 self.record.perplexity["before"] = self._perplexity(self.dense, heldout)
-            healing.pruned = self._perplexity(self._opened(checkpoint.path), heldout)
+            pruned = self.record.perplexity["pruned"] = self._perplexity(self._opened(checkpoint.path), heldout)
+            if measure_before and self.record.perplexity["before"].value > pruned.value:
+                self._note(["the dense model's perplexity is higher than the pruned model's; is it the right one?"])
         place.clear([])
         trained = self._trained(texts.calibration, healing)
         carried.copy(place.directory)
         self._note(carried.notes)
-        zeros = Counter[str]()
+        zeros, written = Counter[str](), set[str]()
         with CheckpointWriter(checkpoint, place.directory) as writer:
             for key, value in trained:
                 writer.write(key, value)
+                written.add(key)
                 if value.ndim > 1:
                     zeros[key] += value.numel() - int(value.count_nonzero())
+        for matrix in student.matrices():
+            if matrix.key not in written:  # it stays as it is
+                zeros[matrix.key] += _zeros(matrix, checkpoint)
         self.record.sparsity = sum(zeros.values()) / sum(matrix.size for matrix in student.matrices())
         write_config(place.directory, checkpoint.config, self.record)
         verify(place.directory, checkpoint, zeros)
@@ -271,7 +278,8 @@ class _Run:
 
     def _trained(self, windows: Windows, healing: HealingRecord) -> Iterator[tuple[str, Tensor]]:
         """(key, tensor) of the checkpoint, for all that is trained."""
-        place, tokens = self.place, windows.tokens
+        # What is held out is from the end of the text, because what the model was pruned on is often from its start.
+        place, tokens = self.place, windows.tokens.roll(self.held, 0)
         if healing.method == "full":
             student = Student(self.student, self.scale, half=self.dense.dtype != torch.float32)
         else:
@@ -280,7 +288,7 @@ class _Run:
             weights = sum(value.numel() for value in student.parameters.values())
             check_space(place.scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
             there = tokens[self.held :].numel()
-            if there < healing.tokens:
+            if there < healing.tokens and healing.limit is None:
                 times = f"{healing.tokens / there:.3g} times"
                 self._note([f"the text has {there:,} tokens to train on, each of which is used {times}"])
         lessons = Lessons(place.scratch, tokens, student.head.weight.shape[1])
@@ -319,9 +327,8 @@ class _Run:
 def _base_record(path: Path) -> Record | None:
     """How a model was pruned, where niwaki did that; of a healed one how it was before."""
     for name in (_BASE, "niwaki.json"):
-        with contextlib.suppress(NiwakiError):
-            if (path / name).is_file():
-                return Record.load(path / name)
+        if (path / name).is_file():
+            return Record.load(path / name)
     return None
 
 
@@ -369,23 +376,31 @@ def _check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
             )
 
 
-def _check_zeros(model: StreamedModel, record: Record | None) -> None:
-    """UsageError where the model has not the zeros that ``record``, of how it was pruned, says."""
-    if record is None or record.structure:
-        return
-    pruned = {(matrix.block, matrix.name) for matrix in record.matrices}
-    matrices = [matrix for matrix in model.matrices() if (matrix.block, matrix.name) in pruned]
-    if matrices:
-        zeros = sum(int((matrix.read(model.checkpoint) == 0).sum()) for matrix in matrices)
-        sparsity = zeros / sum(matrix.size for matrix in matrices)
+def _check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | None) -> None:
+    """UsageError where nothing of the model was pruned, or not what ``record``, of how it was pruned, says."""
+    path, matrices = model.checkpoint.path, model.matrices()
+    zeros = {matrix.place: _zeros(matrix, model.checkpoint) for matrix in matrices}
+    said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.structure else set()
+    pruned = [matrix for matrix in matrices if matrix.place in said]
+    if record and pruned:
+        sparsity = sum(zeros[matrix.place] for matrix in pruned) / sum(matrix.size for matrix in pruned)
         if abs(sparsity - record.sparsity) > _OFF:
-            path = model.checkpoint.path
             raise UsageError(
                 f"{path} has {100 * sparsity:.2f} % zeros and its record says {100 * record.sparsity:.2f} %; was it "
                 "trained without its mask? Prune it again, or remove the record, niwaki.json"
             )
+    is_smaller = [matrix.shape for matrix in matrices] != [matrix.shape for matrix in dense.matrices()]
+    if sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices) and not is_smaller:
+        raise UsageError(
+            f"{path} has no zeros and the shape of {dense.checkpoint.path}: nothing of it was pruned; the pruned model "
+            "comes first, and the dense one is its --teacher"
+        )
+
+
+def _zeros(matrix: Matrix, checkpoint: Checkpoint) -> int:
+    return int((matrix.read(checkpoint) == 0).sum())
 
 
 def _held(tokens: int, length: int) -> int:
     """Windows to hold out of so many tokens to train on."""
-    return max(1, min(_HELD, int(tokens * _SHARE_HELD)) // length)
+    return max(1, min(_MOST_HELD, max(_LEAST_HELD, int(tokens * _SHARE_HELD))) // length)

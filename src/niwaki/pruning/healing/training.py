@@ -127,7 +127,8 @@ class Training:
 
     def _share(self, tokens: int, seconds: float) -> float:
         """How much of what the training may take these are, up to 1."""
-        return min(1.0, max(tokens / self.record.tokens, seconds / self.seconds))
+        left_for_steps = max(1.0, self.seconds - self._measuring)  # for what is not the point at the end
+        return min(1.0, max(tokens / self.record.tokens, seconds / left_for_steps))
 
     def _spent(self) -> float:
         return time.monotonic() - self._began
