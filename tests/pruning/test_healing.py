@@ -476,7 +476,7 @@ def test_another_vocabulary(tmp_path: Path) -> None:
 def test_a_mask_that_the_files_contradict(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     shutil.copyfile(dense / "model.safetensors", pruned / "model.safetensors")
-    text = message(lambda: heal(pruned, tmp_path / "out", dense), CheckpointError)
+    text = message(lambda: heal(pruned, tmp_path / "out", dense))
     assert "has 0.00 % zeros and its record says 50.00 %" in text
 
 
