@@ -82,7 +82,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
                 [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
             ]
             # Without what the first process says before it has read anything.
-            said = [(out, re.sub(r"\Apruning .*\n", "", err)) for out, err in printed]
+            said = [(out, re.sub(r"\A(pruning|healing) .*\n", "", err)) for out, err in printed]
             return [Result(code, out, err) for code, (out, err) in zip(codes, said, strict=True)]
 
         yield run
@@ -634,6 +634,50 @@ def test_only_the_first_process_looks_at_the_output(start: Team, model: Path, te
     assert second.code == 1
     assert "another process of this run has ended" in second.err
     assert names(tmp_path / "out") == ["precious.txt"]
+
+
+# Healing
+
+
+def healing(model: Path, pruned: Path, out: Path, text: Path) -> list[str]:
+    """Two windows that are held out, and all others in each step."""
+    return [
+        *("heal", str(pruned), str(out), "--teacher", str(model), "--calibration", str(text), "--seqlen", str(LENGTH)),
+        *("--tokens", str(320 * LENGTH), "--batch", str(16 * LENGTH), "--rate", "0.003", "--dtype", "float32"),
+        *("--text-samples", "2", "--device", "cpu"),
+    ]
+
+
+def test_healed(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    """As by one process, whose batches are those of all together; the same bytes each time, and after an end."""
+    pruned, few = tmp_path / "pruned", tmp_path / "few.txt"
+    few.write_text(chosen(words()[:40], 18 * LENGTH))
+    prune(start, 1, command(model, pruned, text))
+    points = {}
+    for name, size in (("alone", 1), ("two", 2), ("again", 2)):
+        healed = prune(start, size, healing(model, pruned, tmp_path / name, few)).healing
+        assert healed
+        points[name] = [point.error for point in healed.points]
+    alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))
+    before = load_file(pruned / "model.safetensors")
+    changed = {key for key, value in alone.items() if not torch.equal(value, before[key])}
+    assert len(changed) > 10, points
+    for key in changed:
+        torch.testing.assert_close(
+            two[key], alone[key], rtol=0, atol=2e-2 * float((alone[key] - before[key]).abs().max())
+        )
+    assert files(tmp_path / "two") == files(tmp_path / "again")
+    assert points["two"] == pytest.approx(points["alone"], rel=1e-3)
+    assert min(points["two"]) < 0.95 * points["two"][0]
+
+    arguments = healing(model, pruned, tmp_path / "ended", few)
+    first, second = start(arguments, arguments, hook={"rank": 1, "step": 4, "how": "kill"})
+    assert second.code == -9
+    assert first.code == 1
+    assert "another process of this run has ended" in first.err
+    record = prune(start, 2, arguments)
+    assert record.resumed == [4]
+    assert files(tmp_path / "ended") == files(tmp_path / "two")
 
 
 def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:

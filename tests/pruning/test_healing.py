@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 import niwaki
 from niwaki.errors import CalibrationError, CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.device import training_dtype
 from niwaki.models.journal import Journal
+from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Calibration
-from niwaki.pruning.healing.objective import Head, head_scale
+from niwaki.options import Calibration, Compute
+from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits
 from niwaki.pruning.healing.student import LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.records.progress import Progress
@@ -27,7 +30,6 @@ from niwaki.records.record import HealingPoint, HealingRecord, Record
 from support.models import (
     COMMON,
     EACH_CASE,
-    edit_json,
     message,
     random_tokens,
     reference,
@@ -37,8 +39,6 @@ from support.runs import files, tensors, zeros
 
 LENGTH = 16
 TOKENS = random_tokens(40, LENGTH)
-#: Their logits are no multiples of the head's products.
-CAPPED = {"gemma2"}
 
 
 class Notes(Progress):
@@ -73,7 +73,7 @@ def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
         "batch": 64,
         "calibration": TOKENS,
         "measurement": None,
-        "compute": "cpu",
+        "compute": Compute("cpu", "float32"),
         **changes,
     }
     return niwaki.heal(pruned, out, teacher, **options)
@@ -98,15 +98,12 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("case", EACH_CASE)
 def test_the_objective(tmp_path: Path, case: str) -> None:
-    """What is said of the dense model gives the KL divergence and its gradient; caps are refused."""
+    """What is said of the dense model gives the KL divergence and its gradient."""
     dense, pruned = save_model(tmp_path / "dense", case), save_model(tmp_path / "pruned", case, seed=1)
     teacher, model = (StreamedModel(Checkpoint(path), "cpu", "float32") for path in (dense, pruned))
-    if case.split()[0] in CAPPED:
-        assert "logits are not products of the head" in message(lambda: head_scale(model), UnsupportedModelError)
-        return
-    student = Student(model, head_scale(model))
+    student = Student(model, find_logits(model))
     tokens = TOKENS[:4]
-    lessons = Lessons(tmp_path / "lessons", tokens, student.head.weight.shape[1])
+    lessons = Lessons(tmp_path / "lessons", tokens, student.head)
     teach(teacher, student.head, lessons, range(4), Progress())
     lessons.keep(range(4))
     assert lessons.has(range(4))
@@ -119,7 +116,10 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
         log_p = reference(dense)(tokens).logits.flatten(0, 1).double().log_softmax(-1)
     h, head = states.double().requires_grad_(), student.head
     bias = None if head.bias is None else head.bias.double()
-    log_q = (nn.functional.linear(h, head.weight.double(), bias) * head.scale).log_softmax(-1)
+    logits = nn.functional.linear(h, head.weight.double(), bias) * head.scale
+    if isinstance(head, CappedHead):
+        logits = head.cap * (logits / head.cap).tanh()
+    log_q = logits.log_softmax(-1)
     exact = (log_p.exp() * (log_p - log_q)).sum(-1)
     torch.testing.assert_close(losses.double(), exact, rtol=1e-2, atol=2e-3 * float(exact.detach().mean()))
     (wanted,) = torch.autograd.grad(exact.sum(), h)
@@ -135,6 +135,36 @@ def test_a_head_with_a_bias_and_a_scale() -> None:
     torch.testing.assert_close(
         losses, nn.functional.kl_div(q, dense.log_softmax(1), reduction="none", log_target=True).sum(1)
     )
+
+
+def test_a_capped_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The divergence of the likeliest words and of all others as one, and its gradient, by autograd in float64."""
+    monkeypatch.setattr("niwaki.pruning.healing.objective._LIKELIEST", 5)
+    generator = torch.Generator().manual_seed(0)
+    weight, h = torch.randn(50, 8, generator=generator), torch.randn(6, 8, generator=generator)
+    head = CappedHead(weight, None, 2.0, 3.0)
+    dense = 2 * torch.randn(6, 50, generator=generator)
+    losses, gradient = head.divergence(h, *head.targets(dense))
+
+    states = h.double().requires_grad_()
+    p, q = dense.double().softmax(1), (3 * (2 * states @ weight.double().T / 3).tanh()).softmax(1)
+    order = p.argsort(1, descending=True)
+    p, q = p.gather(1, order), q.gather(1, order)
+    p, q = (torch.cat([each[:, :5], each[:, 5:].sum(1, keepdim=True)], 1) for each in (p, q))
+    exact = (p * (p / q).log()).sum(1)
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-4, atol=1e-5)
+    (wanted,) = torch.autograd.grad(exact.sum(), states)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_another_kind(tmp_path: Path) -> None:
+    model = StreamedModel(Checkpoint(save_model(tmp_path / "model", "llama")), "cpu", "float32")
+
+    def cubes(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        output.logits = output.logits**3
+
+    model.model.register_forward_hook(cubes)
+    assert "neither products of the head" in message(lambda: find_logits(model), UnsupportedModelError)
 
 
 @pytest.mark.parametrize("case", COMMON)
@@ -170,8 +200,6 @@ def test_healed(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("method", "rate"), [("lora", 0.01), ("norms", 0.005)], ids=["lora", "norms"])
 def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) -> None:
     """What is measured while it trains is what the files say in the end; all else stays."""
-    if case.split()[0] in CAPPED:
-        return
     dense, pruned = pruned_model(tmp_path, case, torch.bfloat16)
     record = heal(pruned, tmp_path / "out", dense, tokens=3000, method=method, rate=rate)
     assert record.healing
@@ -190,11 +218,31 @@ def test_less_is_trained(tmp_path: Path, case: str, method: str, rate: float) ->
     assert record.sparsity == 0.5
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_in_half_precision(tmp_path: Path, method: str) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
+    record = heal(pruned, tmp_path / "out", dense, tokens=3000, method=method, compute=Compute("cpu", "bfloat16"))
+    assert record.dtype == "bfloat16"
+    before, after = (divergence(dense, path, held(record)) for path in (pruned, tmp_path / "out"))
+    assert after < 0.9 * before
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_the_dtype_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
+    """It is that of the files on processors with units for it."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_units})
+    for stored in (torch.float32, torch.bfloat16):
+        checkpoint = Checkpoint(save_model(tmp_path / str(stored), "llama", dtype=stored))
+        expected = "bfloat16" if has_units and stored == torch.bfloat16 else "auto"
+        assert training_dtype("auto", "cpu", checkpoint) == expected
+        assert training_dtype("float32", "cpu", checkpoint) == "float32"
+
+
 def test_lora_is_a_product_of_low_rank(tmp_path: Path) -> None:
     """And its gradient is that of a plain one, by float64."""
     _, pruned = pruned_model(tmp_path, "llama")
     stream = StreamedModel(Checkpoint(pruned), "cpu", "float32")
-    student = LowRankStudent(stream, 1.0, rank=2)
+    student = LowRankStudent(stream, Logits(1.0), rank=2)
     generator = torch.Generator().manual_seed(0)
     for value in student.parameters.values():
         value.data += 0.1 * torch.randn(value.shape, generator=generator)
@@ -501,12 +549,42 @@ def test_a_teacher_that_is_worse(tmp_path: Path) -> None:
         assert any("is it the right one?" in note for note in record.notes) == (before > came)
 
 
-def test_a_grid(tmp_path: Path) -> None:
-    dense, pruned = pruned_model(tmp_path, "llama")
-    config = json.loads((pruned / "config.json").read_text())["pruning_config"]
-    edit_json(pruned / "config.json", pruning_config={**config, "quantization": "int8"})
-    text = message(lambda: heal(pruned, tmp_path / "out", dense), UnsupportedModelError)
-    assert "are on a grid" in text
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("method", "rate"), [("full", 0.01), ("norms", 0.003)], ids=["full", "norms"])
+def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:
+    """Weights stay on it, with its scales, and what is measured is what the files say."""
+    dense, pruned = save_model(tmp_path / "dense", case), tmp_path / "pruned"
+    niwaki.prune(
+        dense, pruned, 0.5, solver="magnitude", grid="int4:8", calibration=TOKENS, measurement=None, compute="cpu"
+    )
+    record = heal(pruned, tmp_path / "out", dense, method=method, tokens=3000, rate=rate)
+    assert record.healing
+    points, best = record.healing.points, record.healing.points[record.healing.best]
+    assert best.error < (0.95 if method == "full" else 1) * points[0].error
+    for point, directory in ((points[0], pruned), (best, tmp_path / "out")):
+        assert point.error == pytest.approx(divergence(dense, directory, held(record)), rel=0.03)
+    assert record.quantization == Record.load(pruned / "niwaki.json").quantization == "int4:8"
+    assert (tmp_path / "out" / FILE).read_bytes() == (pruned / FILE).read_bytes()
+    before, after = tensors(pruned), tensors(tmp_path / "out")
+    checkpoint = Checkpoint(tmp_path / "out")
+    for matrix in StreamedModel(checkpoint, "cpu").matrices():
+        W, scales = matrix.read(checkpoint), read_scales(checkpoint, matrix, Grid(4, 8))
+        codes = W.unflatten(1, (-1, 8)).double() / scales.double().unsqueeze(2)
+        torch.testing.assert_close(codes, codes.round().clamp(-8, 7), rtol=0, atol=1e-5)
+        assert torch.equal(after[matrix.key] == 0, before[matrix.key] == 0)
+        assert torch.equal(after[matrix.key], before[matrix.key]) == (method == "norms")
+
+
+def test_a_grid_without_zeros(tmp_path: Path) -> None:
+    dense, rounded = save_model(tmp_path / "dense", "llama"), tmp_path / "rounded"
+    niwaki.prune(dense, rounded, 0, grid="int3:8", calibration=TOKENS, measurement=None, compute="cpu")
+    text = message(lambda: heal(rounded, tmp_path / "out", dense, method="lora"), UnsupportedModelError)
+    assert "on a grid, which products of low rank would leave; try the method full or norms" in text
+    record = heal(rounded, tmp_path / "out", dense, tokens=2000)
+    assert record.healing
+    assert record.healing.points[record.healing.best].error < 0.95 * record.healing.points[0].error
+    before, after = tensors(rounded), tensors(tmp_path / "out")
+    assert all(torch.equal(value == 0, before[key] == 0) for key, value in after.items())
 
 
 def test_too_little_memory(tmp_path: Path) -> None:
@@ -532,4 +610,4 @@ def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_window(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     text = message(lambda: heal(pruned, tmp_path / "out", dense, calibration=TOKENS[:1]), CalibrationError)
-    assert "one window of 16 tokens" in text
+    assert "1 window of 16 tokens" in text

@@ -32,6 +32,7 @@ from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
 from niwaki.pruning import prune as pipeline, solve
+from niwaki.pruning.healing.training import Training
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -57,6 +58,15 @@ def install(hook: dict[str, Any] | None, rank: int) -> None:
             return LayerProblem(W, gram)
 
         vars(solve)["LayerProblem"] = watched
+    elif hook is not None and hook["rank"] == rank and "step" in hook:
+        step = Training._step
+
+        def before_step(self: Training, windows: Tensor, share: float) -> bool:
+            if self._steps == hook["step"]:
+                end(hook["how"])
+            return step(self, windows, share)
+
+        Training._step = before_step  # type: ignore[method-assign]
     elif hook is not None and hook["rank"] == rank:
         input_grams, weight = DecoderBlock.input_grams, DecoderBlock.weight
 

@@ -1,5 +1,6 @@
 """``niwaki heal``."""
 
+import dataclasses
 from typing import Annotated
 
 from typer import Argument, Option
@@ -51,22 +52,25 @@ def heal(
     restart: Restart = False,
 ) -> None:
     """Train what is left of PRUNED towards the dense model; all zeros stay. Write the result to OUT."""
-    with Display(f"healing {pruned}") as display, in_session():
+    with Display(f"healing {pruned}") as display:
+        from niwaki.models.processes import world
         from niwaki.pruning.healing.heal import heal as run
 
-        run(
-            pruned,
-            output,
-            teacher,
-            method=method,
-            tokens=tokens,
-            time=time,
-            rate=rate,
-            batch=batch,
-            calibration=calibration,
-            measurement=measurement,
-            compute=compute,
-            restart=restart,
-            progress=display,
-        )
-    written(output)
+        with world(compute.device) as (team, device), in_session(team):
+            run(
+                pruned,
+                output,
+                teacher,
+                method=method,
+                tokens=tokens,
+                time=time,
+                rate=rate,
+                batch=batch,
+                calibration=calibration,
+                measurement=measurement,
+                compute=dataclasses.replace(compute, device=device),
+                restart=restart,
+                progress=display,
+            )
+    if team.first:
+        written(output)

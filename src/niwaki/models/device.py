@@ -38,6 +38,13 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
     return _DTYPES[name]
 
 
+def training_dtype(name: str, device: str, checkpoint: Checkpoint) -> str:
+    """``name``, but "auto" is bfloat16 where files are in it and the processor has units for products of it (AMX)."""
+    if name == "auto" and find_device(device).type == "cpu" and stored_dtype(checkpoint) == torch.bfloat16:
+        return "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else name
+    return name
+
+
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """What ``config.json`` says that the weights are in; float32 where it says nothing that a model can run in."""
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")

@@ -356,8 +356,8 @@ class Record(JsonFile):
     @property
     def rounding(self) -> str:
         """What the grid did to the matrices, in words; "" without a grid."""
-        if not self.quantization:
-            return ""
+        if not self.quantization or not self.matrices:
+            return self.quantization or ""
         try:
             before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
             lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 
 import torch
@@ -19,12 +20,13 @@ from niwaki.models.answers import with_answers
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
-from niwaki.models.device import peak_memory
+from niwaki.models.device import peak_memory, training_dtype
 from niwaki.models.generation import device_memory
-from niwaki.models.journal import digest
+from niwaki.models.journal import Journal, digest
 from niwaki.models.layout import Matrix
 from niwaki.models.output import Workplace, check_output, workplace, write_config
 from niwaki.models.processes import World
+from niwaki.models.scales import FILE, grid_of, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows, load_tokenizer
 from niwaki.options import (
@@ -41,12 +43,13 @@ from niwaki.options import (
     parse_time,
 )
 from niwaki.pruning import card
-from niwaki.pruning.healing.objective import head_scale
+from niwaki.pruning.healing.objective import Logits, find_logits
 from niwaki.pruning.healing.student import RANK, LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.pruning.healing.training import Training, point_file
 from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
+from niwaki.pruning.session import current_session
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
 from niwaki.records.wording import counted, size
@@ -106,7 +109,8 @@ def heal(
         calibration: The text to train on, alone or as a :class:`~niwaki.options.Calibration`, whose ``samples`` are
             not used; by default in windows of 512 tokens.
         measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
-        compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32.
+        compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32; "auto" is that
+            also on processors with units for it (AMX), where files are in it.
         restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
         progress: Receives how it goes.
 
@@ -116,7 +120,8 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
-    clock, progress = Clock(), progress or Progress()
+    clock, world = Clock(), current_session().world
+    progress = progress if progress and world.first else Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("heal")
     calibration.only("heal", "text", "length", "order", "seed", "answers")
@@ -127,18 +132,18 @@ def heal(
         if value is not None and not 0 < value < _LIMIT:
             raise UsageError(f"{name} must be above 0 and below 2^50; got {value}")
     source = locate_model(str(pruned))
-    target = check_output(source, out)
+    target = check_output(source, out) if world.first else Path(out)
     progress.status(f"reading {pruned}")
     checkpoint = Checkpoint(source)
-    if checkpoint.pruning.quantization:
-        raise UnsupportedModelError(f"the weights of {pruned} are on a grid; heal the model first and round it then")
-    carried = find_carried(checkpoint, target, checkpoint.size)
-    dense = StreamedModel(Checkpoint(locate_model(str(teacher))), compute.device, compute.dtype)
+    grid = grid_of(checkpoint)
+    carried = find_carried(checkpoint, target, checkpoint.size, keep=FILE if grid else "") if world.first else None
+    knowing = Checkpoint(locate_model(str(teacher)))
+    dense = StreamedModel(knowing, compute.device, training_dtype(compute.dtype, compute.device, knowing))
     student, method, notes = _student(checkpoint, compute, dense.dtype != torch.float32, method)
     _check_vocabulary(student, dense)
     base = _base_record(checkpoint.path)
     _check_zeros(student, dense, base)
-    scale = head_scale(student)
+    logits = find_logits(student)
     progress.status("reading the text to train on")
     length = calibration.length
     if length is None and all(isinstance(text, str) for text in calibration.texts):  # and no windows, which have theirs
@@ -146,13 +151,16 @@ def heal(
     usual = length or HEALING_LENGTH
     samples = math.ceil(count / usual) + _held(count, usual)
     asked = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
-    written = with_answers(dense, asked, compute.budget, World(), progress)
+    written = with_answers(dense, asked, compute.budget, world, progress)
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
     student.check(texts.calibration.tokens)
     windows, length = texts.calibration.tokens.shape
     held = min(_held(count, length), max(1, windows // 8))
-    if windows < 2:
-        raise CalibrationError(f"the text to train on has one window of {length} tokens, and some are held out")
+    if windows <= world.size:
+        raise CalibrationError(
+            f"the text to train on has {counted(windows, 'window')} of {length} tokens, one is held out, and each "
+            "process needs one; give more text, or a shorter --seqlen"
+        )
     record = begin_record(
         str(pruned),
         dense,
@@ -163,9 +171,10 @@ def heal(
         pattern=base.pattern if base else "as it came",
         mask_from=None,
         blocks=base.blocks if base else None,
+        quantization=str(grid) if grid else None,
         healing=HealingRecord(str(teacher), method, count, limit, rate, batch, held * length),
     )
-    record.notes += notes
+    record.notes += [*notes, *([stored_as_usual(grid)] if grid else [])]
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),
@@ -179,20 +188,31 @@ def heal(
         "dtype": record.dtype,
         "versions": record.versions,
     }
+    world.check_same(fingerprint)
     clock.lap("prepare")
-    with products(tf32=False), workplace(target, fingerprint, restart) as place:
-        if place.journal.complete:
-            record = place.finished_record
+    with (
+        products(tf32=False),
+        workplace(target, fingerprint, restart) if world.first else contextlib.nullcontext() as place,
+    ):
+        shared = world.received(place.journal if place else Journal({}))
+        journal = place.journal if place else shared
+        if journal.complete:
+            record = place.finished_record if place else record
         else:
+            run = _Run(dense, student, logits, held, record, clock, progress, world, journal, place)
             try:
-                run = _Run(dense, student, scale, held, record, clock, progress, place)
-                run.write(texts, measurement.before, carried)
+                if carried:
+                    run.write(texts, measurement.before, carried)
+                else:
+                    run.trained(texts.calibration)
             except BaseException:
-                if place.has_more_to_come:
+                if place and place.has_more_to_come:
                     progress.stopped(0, 0)
                 raise
             record = run.record
-        place.move()
+        record = world.received(record)
+        if place:
+            place.move()
     progress.end(record)
     return record
 
@@ -201,19 +221,24 @@ def heal(
 class _Run:
     dense: StreamedModel
     student: StreamedModel
-    scale: float  # of its head
+    logits: Logits  # of both
     held: int  # windows
     record: Record
     clock: Clock
     progress: Progress
-    place: Workplace
+    world: World
+    journal: Journal
+    place: Workplace | None  # of the first process
     measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
+
+    def __post_init__(self) -> None:
+        if self.journal.blocks:
+            self._resume()
 
     def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
         """Trains, and writes everything; then it only has to be moved into place."""
         place, student, clock, heldout = self.place, self.student, self.clock, texts.only
-        if place.journal.blocks:
-            self._resume()
+        assert place
         self.progress.begin(self.record, len(student.blocks), len(student.matrices()))
         healing, checkpoint = self.record.healing, student.checkpoint
         assert healing
@@ -224,7 +249,7 @@ class _Run:
             if measure_before and self.record.perplexity["before"].value > pruned.value:
                 self._note(["the dense model's perplexity is higher than the pruned model's; is it the right one?"])
         place.clear([])
-        trained = self._trained(texts.calibration, healing)
+        trained = self.trained(texts.calibration)
         carried.copy(place.directory)
         self._note(carried.notes)
         zeros, written = Counter[str](), set[str]()
@@ -240,6 +265,8 @@ class _Run:
         self.record.sparsity = sum(zeros.values()) / sum(matrix.size for matrix in student.matrices())
         write_config(place.directory, checkpoint.config, self.record)
         verify(place.directory, checkpoint, zeros)
+        if grid := grid_of(checkpoint):
+            verify_grid(place.directory, student.matrices(), grid)
         clock.lap("write")
         if heldout:
             self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
@@ -259,7 +286,7 @@ class _Run:
             self.progress.note(note)
 
     def _resume(self) -> None:
-        earlier = Record.from_json(self.place.journal.record)
+        earlier = Record.from_json(self.journal.record)
         assert earlier.healing
         point = earlier.healing.points[-1]
         assert self.record.healing
@@ -276,44 +303,49 @@ class _Run:
         self.clock.lap("perplexity")
         return measured
 
-    def _trained(self, windows: Windows, healing: HealingRecord) -> Iterator[tuple[str, Tensor]]:
-        """(key, tensor) of the checkpoint, for all that is trained."""
-        # What is held out is from the end of the text, because what the model was pruned on is often from its start.
-        place, tokens = self.place, windows.tokens.roll(self.held, 0)
+    def trained(self, windows: Windows) -> Iterator[tuple[str, Tensor]]:
+        """(key, tensor) of the checkpoint, for all that is trained; what is saved meanwhile the first process saves."""
+        healing = self.record.healing
+        assert healing
         if healing.method == "full":
-            student = Student(self.student, self.scale, half=self.dense.dtype != torch.float32)
+            student = Student(self.student, self.logits, half=self.dense.dtype != torch.float32)
         else:
-            student = LowRankStudent(self.student, self.scale, RANK if healing.method == "lora" else 0)
-        if not healing.points:
-            weights = sum(value.numel() for value in student.parameters.values())
-            check_space(place.scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
-            there = tokens[self.held :].numel()
-            if there < healing.tokens and healing.limit is None:
-                times = f"{healing.tokens / there:.3g} times"
-                self._note([f"the text has {there:,} tokens to train on, each of which is used {times}"])
-        lessons = Lessons(place.scratch, tokens, student.head.weight.shape[1])
+            student = LowRankStudent(self.student, self.logits, RANK if healing.method == "lora" else 0)
+        with contextlib.ExitStack() as stack:
+            place = self.place
+            scratch = place.scratch if place else Path(stack.enter_context(TemporaryDirectory()))
+            if place and not healing.points:
+                weights = sum(value.numel() for value in student.parameters.values())
+                check_space(scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
+                there = windows.tokens[self.held :].numel()
+                if there < healing.tokens and healing.limit is None:
+                    times = f"{healing.tokens / there:.3g} times"
+                    self._note([f"the text has {there:,} tokens to train on, each of which is used {times}"])
+            file = scratch / point_file(healing)
+            if place and healing.points and not (file.is_file() and digest(file) in place.journal.digests):
+                raise OutputError(f"{file} is missing or damaged; start over with --restart")
+            lessons = Lessons(scratch, self._share(windows.tokens), student.head)
 
-        def ask(asked: range) -> None:
-            self.clock.lap("heal")
-            teach(self.dense, student.head, lessons, asked, self.progress)
-            self.clock.lap("teach")
+            def ask(asked: range) -> None:
+                self.clock.lap("heal")
+                teach(self.dense, student.head, lessons, asked, self.progress)
+                self.clock.lap("teach")
 
-        def saved(file: Path) -> None:
-            self.clock.lap("heal")
-            self.record.seconds = dict(self.clock.seconds)
-            with output_errors(place.directory):
-                place.save(digests=[digest(file)], record=self.record.to_json())
+            def saved(file: Path) -> None:
+                assert place
+                self.clock.lap("heal")
+                self.record.seconds = dict(self.clock.seconds)
+                with output_errors(place.directory):
+                    place.save(digests=[digest(file)], record=self.record.to_json())
 
-        file = place.scratch / point_file(healing)
-        if healing.points and not (file.is_file() and digest(file) in place.journal.digests):
-            raise OutputError(f"{file} is missing or damaged; start over with --restart")
-        self.clock.lap("prepare")
-        limit = math.inf
-        if healing.limit is not None:
-            others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
-            limit = max(1.0, healing.limit - others - self.measuring)
-        training = Training(student, lessons, self.held, healing, limit, ask, place.scratch, saved, self.progress)
-        trained = student.tensors(training.run())
+            self.clock.lap("prepare")
+            limit = math.inf
+            if healing.limit is not None:
+                others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
+                limit = max(1.0, healing.limit - others - self.measuring)
+            held = self.held if place else 0
+            training = Training(student, lessons, held, healing, limit, ask, scratch, saved, self.progress, self.world)
+            tensors = student.tensors(training.run())
         self.clock.lap("heal")
         if healing.halved:
             how_often = counted(healing.halved, "time")
@@ -321,7 +353,14 @@ class _Run:
         if healing.best == 0:
             why = "no step was made" if not healing.points[-1].steps else "no point was better on what was held out"
             self._note([f"the weights are those of the pruned model: {why}"])
-        return trained
+        return tensors
+
+    def _share(self, tokens: Tensor) -> Tensor:
+        """Those that are held out, for the first process, and this one's of the others, as many as each has."""
+        # What is held out is from the end of the text, because what the model was pruned on is often from its start.
+        count, world = (len(tokens) - self.held) // self.world.size, self.world
+        own = tokens[: len(tokens) - self.held][world.rank :: world.size][:count]
+        return torch.cat([tokens[-self.held :], own]) if world.first else own
 
 
 def _base_record(path: Path) -> Record | None:
@@ -338,23 +377,29 @@ def _student(
     """The pruned model, what to train of it, and notes on that; UnsupportedModelError where memory is not enough."""
     model = StreamedModel(checkpoint, compute.device, "float32")
     there = device_memory(model.device) if compute.budget is None else compute.budget
-    full = needed = model.size + _BYTES * sum(matrix.size for matrix in model.matrices())
-    method, notes = asked, []
+    grid, matrices = checkpoint.pruning.quantization, sum(matrix.size for matrix in model.matrices())
+    full = needed = model.size + (_BYTES + (2 if half else 0) + (4 if grid else 0)) * matrices
+    method, notes = asked, list[str]()
+    thin: HealingMethod = "norms" if grid else "lora"
     if asked == "auto":
-        method = "full" if full <= there else "lora"
+        method = "full" if full <= there else thin
+    elif asked == "lora" != thin:
+        raise UnsupportedModelError(
+            f"the weights of {checkpoint.path} are on a grid, which products of low rank would leave; try the method "
+            "full or norms"
+        )
     if method != "full":
         if half:
             model = StreamedModel(checkpoint, compute.device, "bfloat16")
-        thin = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
-        head = model.model.get_output_embeddings().weight.numel()
+        factors = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
         block = model.block_size // model.dtype.itemsize
-        needed = model.size + 4 * head + (4 + _BYTES) * thin + _BLOCK_BYTES * block
+        needed = model.size + (4 + _BYTES) * factors + _BLOCK_BYTES * block
         if asked == "auto":
-            notes = [f"training all weights takes {size(full)} of memory, and there are {size(there)}: lora instead"]
+            notes = [f"training all weights takes {size(full)} of memory, and there are {size(there)}: {thin} instead"]
     if needed > there:
         raise UnsupportedModelError(
             f"healing {checkpoint.path} with the method {method} takes {size(needed)} of memory, and there are "
-            f"{size(there)}" + ("; try the method lora" if method == "full" else "")
+            f"{size(there)}" + (f"; try the method {thin}" if method == "full" else "")
         )
     return model, method, notes
 
@@ -390,7 +435,8 @@ def _check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | No
                 "trained without its mask? Prune it again, or remove the record, niwaki.json"
             )
     is_smaller = [matrix.shape for matrix in matrices] != [matrix.shape for matrix in dense.matrices()]
-    if sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices) and not is_smaller:
+    is_as_dense = sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices)
+    if is_as_dense and not is_smaller and not model.checkpoint.pruning.quantization:
         raise UsageError(
             f"{path} has no zeros and the shape of {dense.checkpoint.path}: nothing of it was pruned; the pruned model "
             "comes first, and the dense one is its --teacher"

@@ -6,12 +6,14 @@ state h after the last norm,
     KL(p | softmax(W h)) = s - <h, c> + log sum exp(W h),    c = W^T p,    s = sum_v p_v log p_v.
 
 So c, as long as a state, and the number s are all that is needed of the dense model: no logits of it are kept, and none
-are computed again.
+are computed again. Where a tanh caps the logits that does not hold, and what is kept is the likeliest words' p.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +22,10 @@ from niwaki.models.streamed import StreamedModel
 
 #: Logits at a time: few enough to stay in a processor's cache, where they are read several times.
 LOGITS = 1 << 22
-#: By how much logits may differ from the head's products, relative to the largest of them.
+#: By how much logits may differ from what is made of the head's products, relative to the largest of them.
 _CLOSE = 1e-3
+#: Words of which p is kept where logits are capped; the others count as one. They nearly never have 1 % of it together.
+_LIKELIEST = 100
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,14 @@ class Head:
     bias: Tensor | None
     scale: float
 
+    @property
+    def kept(self) -> Mapping[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """What :meth:`targets` gives for each token, by name: dtype and shape in which it is kept."""
+        return {"c": (np.float16, (self.weight.shape[1],)), "s": (np.float32, ())}
+
     @torch.no_grad()
-    def targets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(c (tokens, width), s (tokens,)), float32, for the dense model's ``logits`` (tokens, vocabulary)."""
+    def targets(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """C (tokens, width) and s (tokens,), float32, for the dense model's ``logits`` (tokens, vocabulary)."""
         log_p = logits.float().log_softmax(1)
         p = log_p.exp()
         s = (p * log_p).sum(1)
@@ -49,20 +58,27 @@ class Head:
         return self._mean_row(p), s
 
     @torch.no_grad()
-    def divergence(self, states: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    def divergence(self, states: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
         """(KL (tokens,) in nats, its gradient with respect to ``states`` (tokens, width)), float32.
 
-        Cost: two products with W; never more than a few thousand rows' logits are in memory.
+        ``kept`` is what :meth:`targets` gave for these tokens. Cost: two products with W; never more than a few
+        thousand rows' logits are in memory.
         """
         losses = torch.empty(len(states), device=states.device)
         gradient = torch.empty(states.shape, device=states.device)
         for rows in self._pieces(len(states)):
-            h = states[rows]
-            z = nn.functional.linear(h.to(self.weight.dtype), self.weight, self.bias).float().mul_(self.scale)
-            log_sum = z.logsumexp(1)
-            losses[rows] = s[rows] - (h.float() * c[rows]).sum(1) + log_sum
-            gradient[rows] = self._mean_row(z.sub_(log_sum.unsqueeze(1)).exp_()).sub_(c[rows])
+            losses[rows], gradient[rows] = self._divergence(states[rows], *(each[rows] for each in kept))
         return losses, gradient
+
+    def _divergence(self, h: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        z = self._products(h)
+        log_sum = z.logsumexp(1)
+        losses = s - (h.float() * c).sum(1) + log_sum
+        return losses, self._mean_row(z.sub_(log_sum.unsqueeze(1)).exp_()).sub_(c)
+
+    def _products(self, h: Tensor) -> Tensor:
+        """(tokens, vocabulary), float32."""
+        return nn.functional.linear(h.to(self.weight.dtype), self.weight, self.bias).float().mul_(self.scale)
 
     def _mean_row(self, p: Tensor) -> Tensor:
         """(tokens, width): the mean of the rows of W by the probabilities ``p``, times the scale."""
@@ -73,11 +89,56 @@ class Head:
         return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-@torch.no_grad()
-def head_scale(model: StreamedModel) -> float:
-    """By what the head's products of states after the last norm are multiplied to become logits.
+@dataclass(frozen=True)
+class CappedHead(Head):
+    """A head whose products z become the logits ``cap tanh(z / cap)``, as in Gemma 2.
 
-    UnsupportedModelError where logits are something else, as where a tanh caps them.
+    KL is that of the likeliest words and of all others as one, which is a little less than that of all.
+    """
+
+    cap: float
+
+    @property
+    def kept(self) -> Mapping[str, tuple[type[np.generic], tuple[int, ...]]]:
+        count = min(_LIKELIEST, len(self.weight))
+        return {"words": (np.int32, (count,)), "p": (np.float16, (count,))}
+
+    @torch.no_grad()
+    def targets(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """The likeliest words (tokens, count) and their p, float32."""
+        p, words = logits.float().softmax(1).topk(min(_LIKELIEST, logits.shape[1]))
+        return words, p
+
+    def _divergence(self, h: Tensor, words: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        capped = self._products(h).div_(self.cap).tanh_()
+        log_q = (self.cap * capped).log_softmax(1)
+        words, q = words.long(), log_q.exp()
+        q_of_others = q.scatter(1, words, 0.0).sum(1)
+        others = (1 - p.sum(1)).clamp(min=0) * (q_of_others > 0)  # of a small vocabulary there are none
+        losses = (torch.xlogy(p, p) - p * log_q.gather(1, words)).sum(1)
+        losses += torch.xlogy(others, others) - torch.xlogy(others, q_of_others)
+        of_words = q.gather(1, words) - p
+        gradient = q.mul_(1 - (others / q_of_others.clamp(min=torch.finfo().tiny)).unsqueeze(1))
+        gradient.scatter_(1, words, of_words)  # with respect to the logits
+        return losses, self._mean_row(gradient.mul_(1 - capped.square_()))
+
+
+class Logits(NamedTuple):
+    """What becomes of a head's products: they are multiplied by ``scale``, and where there is a ``cap``, capped."""
+
+    scale: float
+    cap: float | None = None
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """The head with these parameters."""
+        return Head(weight, bias, self.scale) if self.cap is None else CappedHead(weight, bias, self.scale, self.cap)
+
+
+@torch.no_grad()
+def find_logits(model: StreamedModel) -> Logits:
+    """How the model makes logits of the products of its head with states after the last norm.
+
+    UnsupportedModelError where they are neither multiples of these nor capped by a tanh.
     """
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
@@ -89,10 +150,14 @@ def head_scale(model: StreamedModel) -> float:
     finally:
         hook.remove()
     product = seen[0].double() if seen else torch.zeros_like(logits)
-    scale = float((product * logits).sum() / product.square().sum().clamp(min=1e-300))
-    if float((logits - scale * product).abs().max()) > _CLOSE * float(logits.abs().max()):
-        raise UnsupportedModelError(
-            f"{model.checkpoint.path}: logits are not products of the head, as where they are capped; models like "
-            "this one cannot be healed"
-        )
-    return scale
+    caps = (value for name, value in vars(model.config).items() if "cap" in name and isinstance(value, int | float))
+    for cap in (None, *caps):
+        before = logits if cap is None else (logits / cap).clamp(-1, 1).atanh() * cap
+        scale = float((product * before).sum() / product.square().sum().clamp(min=1e-300))
+        made = scale * product if cap is None else cap * (scale * product / cap).tanh()
+        if float((logits - made).abs().max()) <= _CLOSE * float(logits.abs().max()):
+            return Logits(scale, cap)
+    raise UnsupportedModelError(
+        f"{model.checkpoint.path}: logits are neither products of the head nor such products capped by a tanh; models "
+        "like this one cannot be healed"
+    )

@@ -13,34 +13,38 @@ from torch.utils.checkpoint import checkpoint
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.families import ROUTERS
+from niwaki.models.layout import Matrix
+from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import root_mean_square
-from niwaki.pruning.healing.objective import Head
+from niwaki.pruning.healing.objective import Logits
 
 #: Of what the method lora adds to each matrix, see docs/healing.md.
 RANK = 16
 
 
 class Student:
-    """The pruned model, as a whole and in float32; with ``half`` it computes in bfloat16.
+    """The pruned model, as a whole and in float32; with ``half`` it and its head compute in bfloat16.
 
-    ``scale`` is that of its head, see :func:`.objective.head_scale`.
+    ``logits`` says how its head makes them, see :func:`.objective.find_logits`.
     Trained are the matrices of its blocks, where they are not zero, and the vectors of blocks and of the last norm.
-    Embeddings, routers and the head stay.
+    Embeddings, routers and the head stay. Where matrices are on a grid, it computes with trained weights rounded to it
+    (straight-through gradients: Bengio et al. 2013, arXiv:1308.3432), and scales stay.
 
     Attributes:
-        head: In float32.
+        head: In the dtype that it computes in.
         parameters: What is trained, by name, in float32.
         masks: Of those that are matrices, where weights are not pruned.
         sizes: The magnitude that changes of each parameter are relative to.
     """
 
-    def __init__(self, stream: StreamedModel, scale: float, half: bool = False) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits, half: bool = False) -> None:
         self.device, self._stream, self._half = stream.device, stream, half
         model = stream.load().eval().requires_grad_(False)
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         bias = getattr(ends[1], "bias", None)
-        self.head = Head(ends[1].weight.detach().float(), None if bias is None else bias.detach().float(), scale)
+        dtype = torch.bfloat16 if half else stream.dtype
+        self.head = logits.head(ends[1].weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
         inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends}
         matrices = {f"{stream.path}.{matrix.block}.{matrix.parameter}" for matrix in stream.matrices()}
         named = {name: value for name, value in model.named_parameters() if id(value) in inside}
@@ -48,6 +52,8 @@ class Student:
         self.parameters: dict[str, nn.Parameter] = {}
         self.masks: dict[str, Tensor] = {}
         self.sizes: dict[str, float] = {}
+        self._grid = grid_of(stream.checkpoint)
+        self._on_grid: dict[str, list[tuple[Matrix, Tensor]]] = {}  # the matrices in a parameter, with their scales
         for name in named:
             if name in matrices:
                 self._train_matrix(name, named[name])
@@ -57,6 +63,10 @@ class Student:
     def _train_matrix(self, name: str, value: nn.Parameter) -> None:
         self._train_vector(name, value)
         self.masks[name] = value.detach() != 0
+        if self._grid:
+            stream, checkpoint = self._stream, self._stream.checkpoint
+            its = [each for each in stream.matrices() if f"{stream.path}.{each.block}.{each.parameter}" == name]
+            self._on_grid[name] = [(each, read_scales(checkpoint, each, self._grid)) for each in its]
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
         value.requires_grad_(True)
@@ -73,16 +83,33 @@ class Student:
         """All that is trained as files are to have it: on the CPU, in their dtype, with the same weights zero."""
         stored = {}
         for name, value in self.parameters.items():
-            stored[name] = rounded(value.detach(), self._dtype(name), self.masks.get(name)).cpu()
+            stored[name] = rounded(self._on_its_grid(name, value), self._dtype(name), self.masks.get(name)).cpu()
             _check_finite(name, stored[name])
         return stored
+
+    def rounding(self) -> contextlib.AbstractContextManager[None]:
+        """While gradients are computed, the weights are those on the grid, where there is one."""
+        values = {name: self._on_its_grid(name, self.parameters[name]) for name in self._on_grid}
+        return self.holding(values) if values else contextlib.nullcontext()
+
+    def _on_its_grid(self, name: str, value: Tensor) -> Tensor:
+        """The weights that are trained, or where they are on a grid, a copy on it with the same zeros."""
+        value = value.detach()
+        if self._grid and name in self._on_grid:
+            value = value.clone()
+            for matrix, scales in self._on_grid[name]:
+                weights = matrix.within(value)
+                scales = scales.to(value.device)
+                weights.copy_(self._grid.project(weights, scales.float(), scales.dtype, same_zeros=True))
+        return value
 
     @contextlib.contextmanager
     def holding(self, stored: dict[str, Tensor]) -> Iterator[None]:
         """The model as it would be read from a file with ``stored``."""
-        trained = {name: value.data for name, value in self.parameters.items()}
+        trained = {name: self.parameters[name].data for name in stored}
         try:
-            for name, value in self.parameters.items():
+            for name in trained:
+                value = self.parameters[name]
                 value.data = stored[name].to(value.device, value.dtype)
             yield
         finally:
@@ -110,11 +137,11 @@ class LowRankStudent(Student):
     Source: Hu et al. 2021, arXiv:2106.09685; masked: Zimmer et al. 2023, arXiv:2312.15230.
     """
 
-    def __init__(self, stream: StreamedModel, scale: float, rank: int) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits, rank: int) -> None:
         self._rank = rank
         self._drawing = torch.Generator().manual_seed(0)
         self._trained: list[dict[str, str]] = [{} for _ in stream.blocks]  # by path in each block: names in the model
-        super().__init__(stream, scale)
+        super().__init__(stream, logits)
         for block, trained in zip(stream.blocks, self._trained, strict=True):
             block.forward = self._forward(block, trained)
 

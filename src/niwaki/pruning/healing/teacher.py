@@ -20,23 +20,19 @@ _HINT = "what the dense model says of the text is kept there; give fewer --token
 
 
 class Lessons:
-    """What :meth:`Head.targets` gives for each token of ``tokens`` (windows, length) int64, in files of ``directory``.
+    """What ``head`` keeps for each token of ``tokens`` (windows, length) int64, in files of ``directory``.
 
     They are those of an earlier run, if there are any, else there is space for them: OutputError where there is not.
 
     Attributes:
-        c: (windows, length, width) float16.
-        s: (windows, length) float32.
+        parts: Of :meth:`.Head.targets`, each (windows, length, ...).
     """
 
-    def __init__(self, directory: Path, tokens: Tensor, width: int) -> None:
+    def __init__(self, directory: Path, tokens: Tensor, head: Head) -> None:
         self._directory, self.tokens = directory, tokens
-        count, length = tokens.shape
-        parts: dict[str, tuple[type, tuple[int, ...]]] = {
-            "c": (np.float16, (count, length, width)),
-            "s": (np.float32, (count, length)),
-            "sums": (np.int64, (count,)),  # of each window, a checksum; 0 where it is not there
-        }
+        count = len(tokens)
+        parts = {name: (dtype, (*tokens.shape, *shape)) for name, (dtype, shape) in head.kept.items()}
+        parts["sums"] = (np.int64, (count,))  # of each window, a checksum; 0 where it is not there
         sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in parts.items()}
         with output_errors(directory, _HINT):
             directory.mkdir(exist_ok=True)
@@ -47,12 +43,17 @@ class Lessons:
             self._files = [
                 np.memmap(directory / name, dtype, "r+", shape=shape) for name, (dtype, shape) in parts.items()
             ]
-        self.c, self.s, self._sums = map(torch.from_numpy, self._files)
+        *self.parts, self._sums = map(torch.from_numpy, self._files)
 
-    def of(self, windows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens, c, s) of some ``windows``, by their numbers: (windows, length), (tokens, width), (tokens,)."""
-        c, s = self.c[windows].flatten(0, 1), self.s[windows].flatten()
-        return self.tokens[windows].to(device), c.to(device, torch.float32), s.to(device)
+    @property
+    def size(self) -> int:
+        """Bytes of a window."""
+        return sum(part[0].nbytes for part in self.parts)
+
+    def of(self, windows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        """Tokens (windows, length) of some ``windows``, by their numbers, and each part for these tokens."""
+        parts = (part[windows].flatten(0, 1).to(device) for part in self.parts)
+        return self.tokens[windows].to(device), *(p.float() if p.is_floating_point() else p for p in parts)
 
     def has(self, windows: range) -> bool:
         """Whether all of these are there, and as they were written."""
@@ -67,8 +68,10 @@ class Lessons:
             self._sums[window] = self._sum(window)
 
     def _sum(self, window: int) -> int:
-        c, s, _ = self._files
-        return zlib.crc32(s[window].data, zlib.crc32(c[window].data)) or 1
+        total = 0
+        for file in self._files[:-1]:
+            total = zlib.crc32(file[window].data, total)
+        return total or 1
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -92,10 +95,10 @@ def teach(model: StreamedModel, head: Head, lessons: Lessons, windows: range, pr
             for i, batch in enumerate(states.tokens):
                 these = slice(first, first + len(batch))
                 first += len(batch)
-                for hidden, tokens, c, s in pieces(rows, states.hidden[i], batch, lessons.c[these], lessons.s[these]):
-                    said = logits(hidden, tokens)
-                    wanted = head.targets(said.flatten(0, 1))
-                    if not is_finite(wanted[0]):
+                kept = (part[these] for part in lessons.parts)
+                for hidden, tokens, *parts in pieces(rows, states.hidden[i], batch, *kept):
+                    said = logits(hidden, tokens).flatten(0, 1)
+                    if not is_finite(said):
                         raise NumericalError("the dense model's outputs are NaN or infinite; try dtype float32")
-                    c.copy_(wanted[0].view(c.shape))
-                    s.copy_(wanted[1].view(s.shape))
+                    for part, target in zip(parts, head.targets(said), strict=True):
+                        part.copy_(target.view(part.shape))

@@ -14,6 +14,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors
 from niwaki.models.checkpoint.writing import write_tensors
+from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.pruning.healing.student import Student
 from niwaki.pruning.healing.teacher import Lessons
@@ -30,6 +31,8 @@ _ROUND, _STATES = 1 << 15, 1 << 30
 _ROUND_TIME = 0.1
 #: Likewise the share of the time since the last point that a point may take.
 _POINT_TIME = 0.1
+#: The share of the time since all was saved that saving it may take, and seconds that it always may.
+_SAVING_TIME, _LITTLE = 0.1, 1.0
 #: How often the rate may be halved: where that does not help, training ends.
 _HALVED = 8
 
@@ -48,6 +51,9 @@ class Training:
     The result has the weights with the lowest error of all points, rounded as files have them. The first point is the
     pruned model as it came, so the result is never worse than that on what is held out.
 
+    Each process has windows of its own, and its part of each batch. The first one has those that are ``held``, says
+    when points are due, and saves.
+
     Cost: a forward and a backward pass for each token. Memory: four float32 numbers for each weight, of which two are
     Adam's, a copy of all weights in the files' dtype, and the activations of a batch.
     """
@@ -61,6 +67,7 @@ class Training:
     directory: Path  # for what it keeps of the last point
     saved: Callable[[Path], None]  # called when all of a new point is in this file
     progress: Progress
+    world: World
     _best: dict[str, Tensor] = field(default_factory=dict)  # what is trained at the best point, as files have it
     _losses: list[float] = field(default_factory=list)  # of the steps since the last point
 
@@ -76,7 +83,8 @@ class Training:
         self._length = self.lessons.tokens.shape[1]
         self._steps = self._trained = 0
         self._began = time.monotonic()
-        self._measuring = 0.0  # seconds that the last point took
+        self._measuring = self._saving = 0.0  # seconds that the last point took, and to save all of it
+        self._saved = self._began  # when that was done
         self._pace = 0.0  # seconds for the lessons of a token, as far as it is known
 
     def run(self) -> dict[str, Tensor]:
@@ -105,10 +113,8 @@ class Training:
     def _train(self) -> bool:
         """Trains to the end; False where it arrives at something that is not finite."""
         for windows in itertools.islice(self._batches(), self._steps, None):
-            last = self.record.points[-1]
-            share = self._share(self._trained, self._spent())
-            measured = math.floor(_POINTS * self._share(last.tokens, last.seconds))
-            if self._steps > last.steps and math.floor(_POINTS * share) > measured and self._is_worth_it(share):
+            share, is_time_for_a_point = self.world.received(self._next())
+            if is_time_for_a_point:
                 try:
                     self._point()
                 except NumericalError:
@@ -120,6 +126,13 @@ class Training:
                 return False
         return True
 
+    def _next(self) -> tuple[float, bool]:
+        """The share of the training that is behind, and whether a point is due."""
+        last, share = self.record.points[-1], self._share(self._trained, self._spent())
+        measured = math.floor(_POINTS * self._share(last.tokens, last.seconds))
+        due = self._steps > last.steps and math.floor(_POINTS * share) > measured and self._is_worth_it(share)
+        return share, due
+
     def _is_worth_it(self, share: float) -> bool:
         """Whether a point takes little of the time, where that is limited; the last one always is."""
         since = self._spent() - self.record.points[-1].seconds
@@ -127,7 +140,7 @@ class Training:
 
     def _share(self, tokens: int, seconds: float) -> float:
         """How much of what the training may take these are, up to 1."""
-        left_for_steps = max(1.0, self.seconds - self._measuring)  # for what is not the point at the end
+        left_for_steps = max(1.0, self.seconds - self._measuring - self._saving)  # for what is not the point at the end
         return min(1.0, max(tokens / self.record.tokens, seconds / left_for_steps))
 
     def _spent(self) -> float:
@@ -136,9 +149,9 @@ class Training:
     def _batches(self) -> Iterator[Tensor]:
         """The numbers of the windows of each step, without end."""
         drawing, count = torch.Generator().manual_seed(0), len(self.lessons.tokens)
-        together, start = max(1, self.record.batch // self._length), self.held
+        together, start = max(1, self.record.batch // (self._length * self.world.size)), self.held
         size = max(1, _ROUND // self._length)
-        most = _STATES // (4 * self.lessons.c.shape[2] * self._length)
+        most = _STATES // (4 * self.student.head.weight.shape[1] * self._length)
         while start < count:
             windows = range(start, min(count, start + max(together, min(size, most, self._affordable))))
             self._ask(windows)
@@ -163,16 +176,23 @@ class Training:
 
     def _step(self, windows: Tensor, share: float) -> bool:
         """A step, unless the model's predictions or their gradients are not finite."""
-        tokens, c, s = self.lessons.of(windows, self.student.device)
-        states = self.student.states(tokens)
-        losses, gradient = self.student.head.divergence(states.detach(), c, s)
-        states.backward(gradient.div_(len(gradient)).to(states.dtype))
-        for name, mask in self.student.masks.items():
-            value = self.student.parameters[name]
-            if value.grad is not None:  # as of experts that none of these tokens went to
-                value.grad.mul_(mask)
-        gradients = [value.grad for value in self.student.parameters.values() if value.grad is not None]
-        if not math.isfinite(float(losses.sum()) + float(torch.nn.utils.get_total_norm(gradients))):
+        tokens, *kept = self.lessons.of(windows, self.student.device)
+        with self.student.rounding():
+            states = self.student.states(tokens)
+            losses, gradient = self.student.head.divergence(states.detach(), *kept)
+            states.backward(gradient.div_(len(gradient) * self.world.size).to(states.dtype))
+        gradients = []
+        for name, value in self.student.parameters.items():
+            if value.grad is None:  # as of experts that none of these tokens went to
+                if self.world.size == 1:
+                    continue
+                value.grad = torch.zeros_like(value)
+            if name in self.student.masks:
+                value.grad.mul_(self.student.masks[name])
+            gradients.append(value.grad)
+        loss = losses.mean(dim=0, keepdim=True).div_(self.world.size)
+        self.world.sum([*gradients, loss])
+        if not math.isfinite(float(loss) + float(torch.nn.utils.get_total_norm(gradients))):
             self._adam.zero_grad()
             return False
         rate = self.record.rate * 0.5**self.record.halved * min(1.0, (share + 1e-3) / _WARMUP) * (1 - share)
@@ -180,23 +200,33 @@ class Training:
             group["lr"] = rate * group["size"]
         self._adam.step()
         self._adam.zero_grad()
-        self._losses.append(float(losses.mean()))
+        self._losses.append(float(loss))
         self._steps += 1
-        self._trained += tokens.numel()
+        self._trained += tokens.numel() * self.world.size
         return True
 
     def _point(self) -> None:
-        """Measures what is held out, and keeps all that a stopped run needs."""
+        """Measures what is held out; now and then, keeps all that a stopped run needs."""
         began = time.monotonic()
         stored = self.student.stored()
         with self.student.holding(stored):
-            error = self._error()
+            error = self.world.received(self._error())
+        if not math.isfinite(error):
+            raise NumericalError("the pruned model's outputs are NaN or infinite on this text; try dtype float32")
         points = self.record.points
         if not points or error < points[self.record.best].error:
             self._best, self.record.best = stored, len(points)
         loss = sum(self._losses) / len(self._losses) if self._losses else error
         points.append(HealingPoint(self._trained, self._steps, self._spent(), error, loss))
         self._losses = []
+        self._measuring = time.monotonic() - began
+        if self.world.first and self._saving < max(_LITTLE, _SAVING_TIME * (time.monotonic() - self._saved)):
+            self._save()
+        self.progress.healing(self.record, self._share(self._trained, self._spent()), self._spent())
+
+    def _save(self) -> None:
+        """Keeps all that a run that is stopped from now on needs."""
+        began = time.monotonic()
         file = self.directory / point_file(self.record)
         write_tensors(file, {name: value.cpu().contiguous() for name, value in self._kept().items()})
         self.saved(file)
@@ -204,20 +234,20 @@ class Training:
             for older in self.directory.glob("point-*.safetensors"):
                 if older != file:
                     older.unlink()
-        self._measuring = time.monotonic() - began
-        self.progress.healing(self.record, self._share(self._trained, self._spent()), self._spent())
+        self._saved = time.monotonic()
+        self._saving = self._saved - began
 
     def _error(self) -> float:
-        """The mean KL of what is held out, in nats a token."""
-        total = count = 0.0
+        """The mean KL of what is held out, in nats a token; 0 where that is nothing."""
+        if not self.held:
+            return 0.0
+        total, count = 0.0, 0
         for windows in torch.arange(self.held).split(max(1, TOKENS_PER_BATCH // self._length)):
-            tokens, c, s = self.lessons.of(windows, self.student.device)
+            tokens, *kept = self.lessons.of(windows, self.student.device)
             with torch.no_grad():
-                losses, _ = self.student.head.divergence(self.student.states(tokens), c, s)
+                losses, _ = self.student.head.divergence(self.student.states(tokens), *kept)
             total, count = total + float(losses.sum(dtype=torch.float64)), count + len(losses)
-        if not math.isfinite(total):
-            raise NumericalError("the pruned model's outputs are NaN or infinite on this text; try dtype float32")
-        return max(0.0, total / count)
+        return max(0.0, total / count) if math.isfinite(total) else total
 
     def _kept(self) -> dict[str, Tensor]:
         """All that changes, by name; the weights and Adam's state as they are, and not copies."""
@@ -228,13 +258,15 @@ class Training:
         return tensors
 
     def _return(self) -> None:
-        """To the last point."""
-        with output_errors(self.directory):
-            saved = load_file(self.directory / point_file(self.record))
-        self._best = {key.removeprefix("best."): saved.pop(key) for key in [*saved] if key.startswith("best.")}
+        """To the last point that was saved."""
+        saved, self._best = dict[str, Tensor](), self.student.stored()
+        if self.world.first:
+            with output_errors(self.directory):
+                saved = load_file(self.directory / point_file(self.record))
         for name, value in self._kept().items():
             if name in saved:
                 value.copy_(saved[name])
+            self.world.send(value, 0)
         self._trained, self._steps = self.record.points[-1].tokens, self.record.points[-1].steps
 
     def _restart(self) -> None:
