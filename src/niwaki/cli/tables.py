@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from niwaki.records.comparison import CAPTION, Comparison
-from niwaki.records.record import Record
+from niwaki.records.record import LeftDense, Record
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import counted, kind, short, size
 
@@ -42,6 +42,8 @@ def summary(record: Record) -> Table:
     else:
         number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
         table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
+    if record.stays and not record.structure:
+        table.add_row("left dense", record.stays)
     if record.healing:
         table.add_row("healed", str(record.healing))
     if record.matrices:
@@ -89,8 +91,8 @@ def _percent(value: float, error: float | None) -> str:
     return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
-def inspection_tables(matrices: Iterable[MatrixSummary]) -> list[Table]:
-    """What would be pruned (a row for each kind of matrix), and sparsities (a row for each block)."""
+def inspection_tables(matrices: Iterable[MatrixSummary], left: Iterable[LeftDense]) -> list[Table]:
+    """What would be pruned (a row for each kind of matrix) and what not, and sparsities (a row for each block)."""
     kinds: dict[tuple[str, tuple[int, int]], list[MatrixSummary]] = defaultdict(list)
     blocks: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in matrices:
@@ -111,8 +113,11 @@ def inspection_tables(matrices: Iterable[MatrixSummary]) -> list[Table]:
         [str(block), *(f"{100 * fmean(row[name]):.2f}" if name in row else "" for name in names)]
         for block, row in blocks.items()
     ]
+    stays = [[each.name, f"{each.size:,}", f"{100 * each.share:.2g} %", each.reason] for each in left]
+    head_of_rest = ["what stays dense", "weights", "of the decoder", "why"]
     return [
         _table(head, by_kind, ["matrix"], title="what would be pruned (n:m: groups of m with at most n non-zero)"),
+        *([_table(head_of_rest, stays, ["what stays dense", "why"])] if stays else []),
         _table(["block", *map(short, names)], by_block, [], title="zeros, %"),
     ]
 

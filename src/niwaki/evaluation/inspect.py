@@ -11,6 +11,7 @@ from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import open_checkpoint
+from niwaki.records.record import LeftDense
 
 #: The n:m patterns that hardware knows.
 KNOWN_PATTERNS = ((1, 4), (2, 4), (4, 8))
@@ -37,6 +38,15 @@ class MatrixSummary:
     def sparsity(self) -> float:
         """Fraction of zeros."""
         return self.zeros / self.matrix.size
+
+
+@checked
+def left_dense(model: str | Path) -> list[LeftDense]:
+    """What would not be pruned of the decoder of a model in a directory (or hub id), and why not.
+
+    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    """
+    return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32").left_dense
 
 
 @checked

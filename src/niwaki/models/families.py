@@ -1,8 +1,11 @@
 """What differs between model families, as data; all else is found by looking at the model."""
 
-#: Last part of the names of matrices that choose between experts. They are small, everything after them depends on
-#: them, and they are never pruned.
+#: Parts of the names of matrices that choose between experts. They are small, everything after them depends on them,
+#: and they are never pruned.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+#: In the names of what makes states of images and sound, which some models have inside of their decoder.
+TOWERS = ("vision", "visual", "image", "img", "audio", "speech")
 
 #: Where the matrices of experts are (experts, in, out) in the model, and transformers does not say so itself.
 EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text"})

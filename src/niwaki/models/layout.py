@@ -143,7 +143,7 @@ class Layout:
         """What can be pruned in block ``index``, whose parameters' names start with ``prefix``."""
         matrices: list[Matrix] = []
         for path, module in block.named_modules():
-            if path.rpartition(".")[2] in ROUTERS:
+            if not ROUTERS.isdisjoint(path.split(".")):
                 continue
             if isinstance(module, nn.Linear | Conv1D):
                 transposed = isinstance(module, Conv1D)

@@ -7,6 +7,7 @@ forward pass with blocks that return their inputs; for some families they differ
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
@@ -23,10 +24,13 @@ from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
+from niwaki.models.left_dense import coverage, left_dense
 from niwaki.models.structure import refusals, structure
 from niwaki.models.text import Windows, check_tokens
-from niwaki.records.record import Perplexity
+from niwaki.records.record import LeftDense, Perplexity
 
+#: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
+_LEAST_COVERAGE = 0.9
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
 #: Logits at a time: a window of 2,048 tokens with a vocabulary of 128,000 has twice as many.
@@ -77,6 +81,8 @@ class StreamedModel:
         self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
         if not all(self._matrices):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
+        #: What is not pruned, see :mod:`.left_dense`.
+        self.left_dense = self._left_dense()
         self.notes: list[str] = []
         if kind not in FAMILIES:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
@@ -86,6 +92,30 @@ class StreamedModel:
             )
         self._answers_tuple: bool | None = None
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
+
+    def _left_dense(self) -> list[LeftDense]:
+        sizes = Counter[str]()
+        for matrix in self.matrices():
+            sizes[f"{self.path}.{matrix.block}.{matrix.parameter}"] += matrix.size
+        parameters = dict(self.model.named_parameters())
+        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        prefix = next((f"{name}." for name, module in self.model.named_modules() if module is self.decoder), "")
+        return left_dense(
+            self.decoder,
+            self.path.removeprefix(prefix),
+            {id(parameters[name]): size for name, size in sizes.items()},
+            {id(value) for end in ends if end is not None for value in end.parameters()},
+        )
+
+    def check_coverage(self) -> None:
+        """Raises UnsupportedModelError where much of the decoder's weights is in nothing that can be pruned."""
+        share = coverage(self.left_dense)
+        if share < _LEAST_COVERAGE:
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path}: only {100 * share:.0f} % of the decoder's weights are in matrices that can "
+                f"be pruned; to prune these alone, say so with --blocks 0:{len(self.blocks)}. The others are "
+                f"{', '.join(map(str, self.left_dense[:4]))}" + (" and more" if len(self.left_dense) > 4 else "")
+            )
 
     def window_length(self, asked: int | None) -> int:
         """The sequence length, if none was ``asked`` for the usual one; UsageError beyond the model's positions."""
@@ -323,7 +353,8 @@ def _find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and 0 < len(module) == depth and module in decoder:
             return path, module
-    raise UnsupportedModelError(f"no list of {depth} decoder blocks can be found in a model of type {kind!r}")
+    which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
+    raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
 
 
 @contextlib.contextmanager

@@ -122,6 +122,8 @@ def _run(request: Request, given: str | Path, restart: bool, progress: Progress 
         carried = find_carried(checkpoint, out, checkpoint.size) if world.first else None
         model = StreamedModel(checkpoint, request.compute.device, request.compute.dtype, budget)
         chosen = request.chosen(len(model.blocks))
+        if not request.blocks:
+            model.check_coverage()
         model.limit(chosen)
         if request.compute.budget is not None:
             budget.left = max(0, request.compute.budget - _needed(model, request))

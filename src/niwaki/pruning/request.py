@@ -120,6 +120,7 @@ def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Cal
         dtype=str(model.dtype).removeprefix("torch."),
         versions=versions(),
         notes=[*model.notes, *texts.notes],
+        left_dense=model.left_dense,
         **others,
     )
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: So many are named where there is not room for all.
+_NAMED = 6
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
 FORMAT = 2
 #: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
@@ -227,6 +229,25 @@ class HealingPoint:
 
 
 @dataclass
+class LeftDense:
+    """Tensors that stay as they are: those that have the same name in all blocks, with * for numbers in it.
+
+    Attributes:
+        size: The number of their weights, of all blocks together.
+        share: What that is of the decoder's weights in tensors with two dimensions or more, without embeddings.
+        reason: Why they are not pruned.
+    """
+
+    name: Name
+    size: Count
+    share: Fraction
+    reason: Name
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason}, {100 * self.share:.2g} %)"
+
+
+@dataclass
 class HealingRecord:
     """A training of a pruned model's weights, see :mod:`niwaki.pruning.healing.heal`.
 
@@ -309,6 +330,7 @@ class Record(JsonFile):
         structure: What structured pruning removed; None where weights became zeros.
         quantization: The grid that weights are on, such as "int4:128"; None for none.
         healing: How the weights were trained after pruning; None where they were not.
+        left_dense: The tensors with two dimensions or more in the decoder that are not pruned, without embeddings.
     """
 
     command: str
@@ -338,6 +360,7 @@ class Record(JsonFile):
     structure: StructureRecord | None = None
     quantization: str | None = None
     healing: HealingRecord | None = None
+    left_dense: Annotated[list[LeftDense], msgspec.Meta(max_length=1000)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_plain(self.solver, "the solver")
@@ -368,6 +391,14 @@ class Record(JsonFile):
             f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "
             f"{100 * lost / max(1, kept):.2g} % of the remaining weights became 0"
         )
+
+    @property
+    def stays(self) -> str:
+        """What is not pruned, in words; "" where that is nothing."""
+        left = self.left_dense
+        named = list(map(str, left[:_NAMED]))
+        more = [f"and {len(left) - _NAMED} more"] if len(left) > _NAMED else []
+        return ", ".join([*named, *more])
 
     @property
     def own_text(self) -> str:

@@ -132,6 +132,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "blocks removed": f"{removed}, counted from 0" if removed else "",
         "teacher": record.healing.teacher if record.healing else "",
         "mask from": record.mask_from,
+        "left dense": "" if structure else record.stays,
         "grid": record.rounding,
         "own text": record.own_text,
     }
