@@ -4,7 +4,8 @@
     python benchmarks/heal.py MODEL CORPUS WORK --time 40m --record benchmarks/results/heal.json
 
 CORPUS is that of real.py. WORK keeps the models and what was measured of them: the same command goes on where it
-stopped, and one with more patterns, efforts or methods adds to it.
+stopped, and one with other patterns, efforts, methods or times adds to the record. Patterns are those of niwaki prune,
+and also "4 blocks" and "25 % neurons", which niwaki shrink removes.
 
 Models are calibrated on books and healed on books and WikiText-2's validation text. They are measured on WikiText-2's
 test text, books by others, source code and the dense model's answers to prompts, see real.py.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,26 @@ def main() -> None:
     console = Console(width=140, highlight=False, emoji=False)
     results = list(_measured(arguments, console))
     if arguments.record:
+        earlier = json.loads(arguments.record.read_text())["results"] if arguments.record.exists() else []
+        results += [result for result in earlier if _key(result) not in map(_key, results)]
+        results.sort(key=_key)
         sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
         common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
+
+
+def _key(result: dict[str, Any]) -> tuple[bool, str, str, str, str]:
+    values = (str(result.get(name, "")) for name in ("pattern", "effort", "method", "time"))
+    return result["effort"] != "dense", *values
+
+
+def _prune(model: Path, out: Path, pattern: str, effort: str, calibration: Calibration) -> None:
+    match re.fullmatch(r"(\d+) (blocks|% neurons)", pattern):
+        case None:
+            niwaki.prune(model, out, pattern, effort=effort, calibration=calibration, measurement=None)
+        case found if found[2] == "blocks":
+            niwaki.shrink(model, out, blocks=int(found[1]), calibration=calibration, measurement=None)
+        case found:
+            niwaki.shrink(model, out, neurons=int(found[1]) / 100, calibration=calibration, measurement=None)
 
 
 def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
@@ -74,11 +94,11 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
     models.mkdir(parents=True, exist_ok=True)
     yield result(model, effort="dense")
     for pattern in arguments.patterns:
-        for effort in arguments.efforts:
+        for effort in ["shrink"] if pattern.endswith(("blocks", "neurons")) else arguments.efforts:
             pruned = models / f"{effort} {pattern}".replace(" ", "-").replace(":", "-")
             books = Calibration(texts.to_calibrate("books"), samples=arguments.samples, length=arguments.length)
             if not (pruned / "niwaki.json").exists():
-                niwaki.prune(model, pruned, pattern, effort=effort, calibration=books, measurement=None)
+                _prune(model, pruned, pattern, effort, books)
             yield result(pruned, effort=effort, pattern=pattern)
             for method in arguments.methods:
                 healed = models / f"{pruned.name}-{method}-{arguments.time}"

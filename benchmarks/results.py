@@ -428,7 +428,7 @@ def heal() -> list[str]:
         what = f"healed, {healing['method']}, {result['time']}" if healing else result["effort"]
         rows.append([result["pattern"], what, tokens, *(f"{a:.3f} ±{error:.3f}" for a, error in pairs), *closed])
     return [
-        *markdown(["zeros", "", "tokens", *dense, "closed of the first two", "of all"], rows),
+        *markdown(["pruned", "", "tokens", *dense, "closed of the first two", "of all"], rows),
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books, healed on books and "
         "WikiText-2's validation text: nats a token above the dense model, with the standard error of that difference, "

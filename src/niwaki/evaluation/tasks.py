@@ -37,6 +37,7 @@ from niwaki.errors import (
 )
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
+from niwaki.models.structure import auto_class
 from niwaki.models.text import check_tokens, load_tokenizer
 from niwaki.models.text_sources import parse_json
 from niwaki.options import Compute, check_count
@@ -256,7 +257,7 @@ def _from_file(name: str, path: Path) -> Any:
 def _load(model: str, device: str, dtype: str) -> Any:
     """The model, whole, as the harness takes it."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     class Model(HFLM):  # type: ignore[misc]
         def tok_encode(self, string: str, *given: Any, **named: Any) -> Any:
@@ -270,7 +271,8 @@ def _load(model: str, device: str, dtype: str) -> Any:
     whole: Any = load(path, device, number) if isinstance(checkpoint, PackedCheckpoint) else None
     try:
         if whole is None:
-            whole = AutoModelForCausalLM.from_pretrained(path, dtype=number, trust_remote_code=False)
+            kind = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=False))
+            whole = kind.from_pretrained(path, dtype=number, trust_remote_code=False)
             whole = whole.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
         return Model(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")

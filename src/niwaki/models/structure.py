@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, one_line
 from niwaki.models.checkpoint.tensors import read_json
@@ -37,12 +44,28 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             each.return_dict, each.output_hidden_states, each.output_attentions = True, False, False
         with init_empty_weights(include_buffers=False), _UntouchedZeros():
             # One expert after the other: the other ways of running them sort tokens into one large product.
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config, dtype=dtype, experts_implementation="eager", trust_remote_code=False
             )
     assert isinstance(model, PreTrainedModel)
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"{directory} is several models in one ({config.model_type}), of which transformers does not say which one "
+            "reads text"
+        ) from error
     model.eval().requires_grad_(False)
     return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What transformers makes the model of ``config`` with: one of text alone, or one of images or sound as well."""
+    with_more = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    takes_text_alone = type(config) in AutoModelForCausalLM._model_mapping and with_more not in (
+        config.architectures or ()
+    )
+    return AutoModelForCausalLM if takes_text_alone else AutoModelForMultimodalLM
 
 
 class _UntouchedZeros(TorchFunctionMode):
