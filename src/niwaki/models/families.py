@@ -4,8 +4,8 @@
 #: and they are never pruned.
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
-#: In the names of what makes states of images and sound, which some models have inside of their decoder.
-TOWERS = ("vision", "visual", "image", "img", "audio", "speech")
+#: Beginnings of the names of modules that make states of images and sound, beside or within a language model.
+_TOWERS = ("vision", "visual", "image", "img", "audio", "speech")
 
 #: Where the matrices of experts are (experts, in, out) in the model, and transformers does not say so itself.
 EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text"})
@@ -40,3 +40,8 @@ FAMILIES = {
     "deepseek_v2": _EXPERTS + "; shared experts as any MLP",
     "deepseek_v3": _EXPERTS + "; shared experts as any MLP; not the files in FP8",
 }
+
+
+def is_in_tower(name: str) -> bool:
+    """Whether a module or parameter belongs to what makes states of images or sound."""
+    return any(part.startswith(_TOWERS) for part in name.split("."))

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import EXPERTS_TRANSPOSED, ROUTERS
+from niwaki.models.families import EXPERTS_TRANSPOSED, ROUTERS, is_in_tower
 
 #: What pruned weights can be stored in. Formats of 8 bits need scales beside them, and torch cannot compute in them.
 _STORED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -107,6 +107,8 @@ class Layout:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in self._pieces:
                 self._check(name)
+            elif is_in_tower(name):  # it stays as it is in the files, whatever they call it
+                continue
             elif name not in tied:
                 raise CheckpointError(f"{checkpoint.path} lacks {name!r}, which its config.json asks for")
             elif head is None or parameter is not head.weight:
@@ -193,7 +195,7 @@ class Layout:
             else:
                 sources[name][pattern].append(key)
         for name, keys in sources.items():
-            if name not in pieces:  # else a file has it whole
+            if name not in pieces and not is_in_tower(name):  # a file may have it whole
                 pieces[name] = self._stacked(name, by_pattern[next(iter(keys))], keys)
         return pieces
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from niwaki.models.families import ROUTERS, TOWERS
+from niwaki.models.families import ROUTERS, is_in_tower
 from niwaki.records.record import LeftDense
 from niwaki.records.wording import kind
 
@@ -42,10 +42,9 @@ def coverage(left: Collection[LeftDense]) -> float:
 
 
 def _reason(where: str, module: nn.Module, is_inside: bool) -> str:
-    parts = where.lower().split(".")
-    if not ROUTERS.isdisjoint(parts):
+    if not ROUTERS.isdisjoint(where.split(".")):
         return "router"
-    if any(tower in part for part in parts for tower in TOWERS):
+    if is_in_tower(where):
         return _TOWER
     if isinstance(module, _CONVOLUTIONS):
         return "convolution"

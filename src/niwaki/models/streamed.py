@@ -21,7 +21,7 @@ from niwaki.errors import CheckpointError, NiwakiError, NumericalError, Unsuppor
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.families import FAMILIES
+from niwaki.models.families import FAMILIES, is_in_tower
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
@@ -75,8 +75,10 @@ class StreamedModel:
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
         self.path, self.blocks = _find_blocks(self.model, kind)
         decoder = self.model.get_decoder()
-        #: Without the head: LLaMA 4 says that the whole model is its decoder.
-        self.decoder = decoder if decoder is not self.model else self.model.get_submodule(self.path.rpartition(".")[0])
+        #: Without the head: LLaMA 4 says that it is part of its decoder.
+        has_head = self.model.get_output_embeddings() in decoder.modules()
+        self.decoder = self.model.get_submodule(self.path.rpartition(".")[0]) if has_head else decoder
+        self._decoder = next(f"{name}." for name, module in self.model.named_modules() if module is self.decoder)
         self.layout = Layout(self.model, checkpoint)
         self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
         if not all(self._matrices):
@@ -99,10 +101,9 @@ class StreamedModel:
             sizes[f"{self.path}.{matrix.block}.{matrix.parameter}"] += matrix.size
         parameters = dict(self.model.named_parameters())
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        prefix = next((f"{name}." for name, module in self.model.named_modules() if module is self.decoder), "")
         return left_dense(
             self.decoder,
-            self.path.removeprefix(prefix),
+            self.path.removeprefix(self._decoder),
             {id(parameters[name]): size for name, size in sizes.items()},
             {id(value) for end in ends if end is not None for value in end.parameters()},
         )
@@ -299,9 +300,10 @@ class StreamedModel:
         return self.model
 
     def _read(self, block: int | None) -> dict[str, Tensor]:
-        """The weights of a block, or those outside the blocks, on the device."""
+        """The weights of a block, or those outside the blocks, on the device; not of towers."""
         if block is None:
-            prefix, names = "", [name for name in self.model.state_dict() if not name.startswith(f"{self.path}.")]
+            outside = (name for name in self.model.state_dict() if not name.startswith(f"{self.path}."))
+            prefix, names = "", [name for name in outside if name.startswith(self._decoder) or not is_in_tower(name)]
         else:
             prefix, names = f"{self.path}.{block}.", list(self.blocks[block].state_dict())
         names = [name for name in names if self.layout.keys(prefix + name)]
