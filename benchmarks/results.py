@@ -480,6 +480,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/benchmarks.md", "table3", table3),
     ("docs/benchmarks.md", "layer_time", layer_time),
     ("docs/benchmarks.md", "precision", precision),
+    ("docs/healing.md", "heal", heal),
     ("docs/packed.md", "decode", decode),
 ]
 
