@@ -39,6 +39,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "llama", **TEXT},
         "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
     },
+    "idefics3": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
+    },
     "qwen3_vl": {
         "text_config": TEXT,
         "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}

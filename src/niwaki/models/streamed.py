@@ -79,6 +79,11 @@ class StreamedModel:
         has_head = self.model.get_output_embeddings() in decoder.modules()
         self.decoder = self.model.get_submodule(self.path.rpartition(".")[0]) if has_head else decoder
         self._decoder = next(f"{name}." for name, module in self.model.named_modules() if module is self.decoder)
+        #: What is needed of towers: where they are in the decoder, and where a model takes its device from.
+        self._with_text = {name for name in self.model.state_dict() if name.startswith(self._decoder)}
+        for path, module in self.model.named_modules():
+            if isinstance(module, PreTrainedModel):
+                self._with_text |= {f"{path}.{name}".lstrip(".") for name, _ in [*module.named_parameters()][:1]}
         self.layout = Layout(self.model, checkpoint)
         self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
         if not all(self._matrices):
@@ -303,7 +308,7 @@ class StreamedModel:
         """The weights of a block, or those outside the blocks, on the device; not of towers."""
         if block is None:
             outside = (name for name in self.model.state_dict() if not name.startswith(f"{self.path}."))
-            prefix, names = "", [name for name in outside if name.startswith(self._decoder) or not is_in_tower(name)]
+            prefix, names = "", [name for name in outside if not is_in_tower(name) or name in self._with_text]
         else:
             prefix, names = f"{self.path}.{block}.", list(self.blocks[block].state_dict())
         names = [name for name in names if self.layout.keys(prefix + name)]
