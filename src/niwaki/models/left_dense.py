@@ -20,14 +20,14 @@ def left_dense(decoder: nn.Module, path: str, pruned: Mapping[int, int], ends: C
     Decoder blocks are at ``path`` there. ``pruned`` has the ids of parameters that matrices are in, with the sizes of
     these, and ``ends`` those of embeddings and the head, which are no part of this.
     """
-    sizes, reasons = Counter[str](), dict[str, str]()
+    sizes, reasons, others = Counter[str](), dict[str, str](), {*pruned, *ends}
     for where, module in decoder.named_modules():
         for own, value in module.named_parameters(recurse=False):
             is_inside = where.startswith(f"{path}.")
             name = kind(f"{where}.{own}".removeprefix(f"{path}.").removesuffix(".weight"))
             # Of other lists of blocks, and of towers, it is enough to say where they are.
             name = name.removeprefix("*.") if is_inside else name.partition(".*")[0]
-            if value.ndim < 2 or "bias" in own or isinstance(module, nn.Embedding) or id(value) in (*pruned, *ends):
+            if value.ndim < 2 or "bias" in own or isinstance(module, nn.Embedding) or id(value) in others:
                 continue
             sizes[name] += value.numel()
             reasons[name] = _reason(where, module, is_inside)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,7 +47,9 @@ class Student:
         dtype = torch.bfloat16 if half else stream.dtype
         self.head = logits.head(ends[1].weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
         inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends}
-        matrices = {f"{stream.path}.{matrix.block}.{matrix.parameter}" for matrix in stream.matrices()}
+        matrices = defaultdict[str, list[Matrix]](list)  # by the parameter that they are in
+        for matrix in stream.matrices():
+            matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append(matrix)
         named = {name: value for name, value in model.named_parameters() if id(value) in inside}
         vectors = {name for name, value in named.items() if value.ndim == 1 and ROUTERS.isdisjoint(name.split("."))}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -56,17 +59,16 @@ class Student:
         self._on_grid: dict[str, list[tuple[Matrix, Tensor]]] = {}  # the matrices in a parameter, with their scales
         for name in named:
             if name in matrices:
-                self._train_matrix(name, named[name])
+                self._train_matrix(name, named[name], matrices[name])
             elif name in vectors:
                 self._train_vector(name, named[name])
 
-    def _train_matrix(self, name: str, value: nn.Parameter) -> None:
+    def _train_matrix(self, name: str, value: nn.Parameter, matrices: list[Matrix]) -> None:
         self._train_vector(name, value)
         self.masks[name] = value.detach() != 0
         if self._grid:
-            stream, checkpoint = self._stream, self._stream.checkpoint
-            its = [each for each in stream.matrices() if f"{stream.path}.{each.block}.{each.parameter}" == name]
-            self._on_grid[name] = [(each, read_scales(checkpoint, each, self._grid)) for each in its]
+            checkpoint = self._stream.checkpoint
+            self._on_grid[name] = [(matrix, read_scales(checkpoint, matrix, self._grid)) for matrix in matrices]
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
         value.requires_grad_(True)
@@ -145,7 +147,7 @@ class LowRankStudent(Student):
         for block, trained in zip(stream.blocks, self._trained, strict=True):
             block.forward = self._forward(block, trained)
 
-    def _train_matrix(self, name: str, value: nn.Parameter) -> None:
+    def _train_matrix(self, name: str, value: nn.Parameter, matrices: list[Matrix]) -> None:
         if not self._rank:
             return
         *experts, rows, columns = value.shape
