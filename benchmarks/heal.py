@@ -27,7 +27,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 import niwaki
-from niwaki.options import Calibration, Compute, Measurement
+from niwaki.options import HEALING_RATE, Calibration, Compute, Measurement
 from niwaki.records.record import Record
 
 
@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", default=["50 %"])
     parser.add_argument("--methods", nargs="*", default=["full"], help="of healing")
     parser.add_argument("--time", default="40m", help="for each healing")
+    parser.add_argument("--rate", type=float, default=HEALING_RATE)
+    parser.add_argument("--texts", nargs="+", choices=MEASURED, default=MEASURED, help="to measure on")
     parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
     parser.add_argument("--text-samples", type=int, default=16, help="windows of each text to measure on")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
@@ -74,7 +76,7 @@ def _prune(model: Path, out: Path, pattern: str, effort: str, calibration: Calib
 def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     model, models = arguments.model, arguments.work / "models"
     texts = Texts(model, arguments.corpus, arguments.work, arguments.samples, arguments.length)
-    measured = {name: texts.to_measure(name, arguments.text_samples) for name in MEASURED}
+    measured = {name: texts.to_measure(name, arguments.text_samples) for name in arguments.texts}
 
     def result(directory: Path, **values: Any) -> dict[str, Any]:
         file = models / f"{directory.name}.json"
@@ -101,7 +103,8 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
                 _prune(model, pruned, pattern, effort, books)
             yield result(pruned, effort=effort, pattern=pattern)
             for method in arguments.methods:
-                healed = models / f"{pruned.name}-{method}-{arguments.time}"
+                rate = "" if arguments.rate == HEALING_RATE else f"-{arguments.rate}"
+                healed = models / f"{pruned.name}-{method}-{arguments.time}{rate}"
                 if not (healed / "niwaki.json").exists():
                     text = [*texts.to_calibrate("books"), *texts.to_calibrate("wikitext2")]
                     niwaki.heal(
@@ -110,6 +113,7 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
                         model,
                         method=method,
                         time=arguments.time,
+                        rate=arguments.rate,
                         calibration=Calibration(text, length=arguments.length),
                         measurement=None,
                     )

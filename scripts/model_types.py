@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
 import niwaki
 from niwaki.errors import NiwakiError
 from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models import streamed
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import auto_class
 
@@ -51,7 +52,9 @@ SIZES = {
     **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
     **dict.fromkeys(["num_key_value_heads", "index_n_heads", "linear_num_key_heads"], 2),
     **dict.fromkeys(["head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"], 8),
-    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"], 8),
+    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"], 8),
+    **dict.fromkeys(["linear_num_heads"], 4),
+    "hidden_size_per_layer_input": 8,
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len"], 64),
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
     **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k"], 2),
@@ -63,11 +66,16 @@ SIZES = {
     **dict.fromkeys(["mamba_d_conv", "conv_kernel", "mamba_n_heads", "linear_num_value_heads", "rotary_dim"], 4),
     **dict.fromkeys(["mamba_expand", "spatial_merge_size", "eos_token_id"], 2),
     **dict.fromkeys(["mamba_n_groups", "bos_token_id"], 1),
+    **dict.fromkeys(["input_embedding_size", "output_embedding_size"], 32),
+    **dict.fromkeys(["router_hidden_size", "dim_head", "pronunciation_embed_dim", "shape_embed_dim"], 8),
     "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "dim_ff": 48,
+    "rescale_every": 1,
     "pad_token_id": 0,
 }
 #: Rotary positions of images and text, in halves of a head of 8.
-_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
 _WITH_SECTIONS = (
     "qwen2_vl_text",
     "qwen2_5_vl_text",
@@ -75,21 +83,42 @@ _WITH_SECTIONS = (
     "glm4v_text",
     "glm46v_text",
     "glm4v_moe_text",
+    "qwen2_5_omni_text",
 )
+#: Of blocks with a full and a sliding window.
+_BY_WINDOW = {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+    }
+}
 #: What some types need in addition, or instead.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys((*_WITH_SECTIONS, "glm_ocr_text"), _SECTIONS),
+    **dict.fromkeys((*_WITH_SECTIONS, "glm_ocr_text", "glmga_text"), _SECTIONS),
+    "chameleon": {"vocabulary_map": {"<image>": 1}},
+    "cohere_compass_text": _BY_WINDOW,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "moe_num_experts": 4},
     "falcon": {"head_dim": None},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granite4_vision": {"deepstack_layer_map": []},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"v_head_dim": None},
+    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 TOKENS = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
+#: In two batches, because what blocks get beside hidden states must not depend on the tokens.
+streamed.TOKENS_PER_BATCH = TOKENS.numel() // 2
 #: Weights of a model that is not tiny, and seconds for one that is.
 LARGEST, PATIENCE = 2 * 10**8, 120
 
@@ -125,10 +154,12 @@ def tiny(of: type[PreTrainedConfig], depth: int = 0) -> PreTrainedConfig:
 def built(kind: str) -> PreTrainedModel:
     """A tiny model of this type; ValueError where it would not be tiny."""
     config = tiny(CONFIG_MAPPING[kind])
+    with_more = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(kind)
+    config.architectures = [with_more or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     with torch.device("meta"):
-        size = sum(value.numel() for value in auto_class(config).from_config(config).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{size:,} weights")
+        sizes = {name: value.numel() for name, value in auto_class(config).from_config(config).named_parameters()}
+    if sum(sizes.values()) > LARGEST:
+        raise ValueError(f"{sum(sizes.values()):,} weights, most of them in {max(sizes, key=sizes.__getitem__)}")
     torch.manual_seed(0)
     model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     return model
@@ -183,7 +214,10 @@ def _is_the_same(directory: Path) -> bool:
     for block in model.stream():
         block.advance(states)
     whole = auto_class(model.model.config).from_pretrained(directory, dtype=torch.float32).eval()
-    log_p = whole(input_ids=TOKENS, use_cache=False).logits.log_softmax(-1)
+    head = whole.get_output_embeddings()
+    models = [module for module in whole.modules() if isinstance(module, PreTrainedModel)]
+    speaker = [module for module in models if module.get_output_embeddings() is head][-1]
+    log_p = speaker(input_ids=TOKENS, use_cache=False).logits.log_softmax(-1)
     losses = -log_p[:, :-1].gather(2, TOKENS[:, 1:, None]).squeeze(2)
     return bool(torch.allclose(model.losses(states), losses, rtol=1e-4, atol=1e-4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,23 @@ UNKNOWN = {
     "gemma": {"head_dim": 8},
     "openai-gpt": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128},  # blocks answer with lists
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},  # filters are no experts
+    "bert": {},  # an encoder with a tied bias
+    "modernbert-decoder": {},  # what it calls its decoder is its head
+    "olmo_hybrid": {  # filters that are three tensors in the files
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "bamba": {  # blocks answer with two values
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
 }
 SIZES = {
     "vocab_size": 64,
@@ -253,7 +271,7 @@ def test_models_that_are_understood_by_their_structure(tmp_path: Path, kind: str
     }
     for key, old in before.items():
         name = key.removesuffix(".weight")
-        if (name in linear or f"transformer.{name}" in linear) and "lm_head" not in name:
+        if not linear.isdisjoint([name, f"transformer.{name}"]) and re.search(r"\.\d+\.", name):
             assert zeros(after[key]) == old.numel() // 2, key
         else:
             assert raw(after[key]) == raw(old), key
@@ -287,10 +305,8 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     [
         ("t5", AutoModel, T5, "is an encoder with a decoder (t5)"),
         ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
-        ("bert", AutoModelForCausalLM, {}, "'cls.predictions.decoder.bias' is the same as another parameter"),
         ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "receives something"),
         ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 1}, "of earlier ones"),
-        ("rwkv", AutoModelForCausalLM, {"attention_hidden_size": 32}, "cannot be run a block at a time"),
     ],
 )
 def test_models_that_are_not_supported(

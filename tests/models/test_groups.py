@@ -13,7 +13,7 @@ from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import ROUTERS
+from niwaki.models.families import choice
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
 from niwaki.models.layout import Matrix
@@ -117,7 +117,7 @@ def calls(block: nn.Module, run: Callable[[], object]) -> list[str]:
     handles = [
         module.register_forward_pre_hook(lambda *_, name=name: found.append(name))
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ROUTERS
+        if isinstance(module, nn.Linear) and not choice(name)
     ]
     run()
     for handle in handles:

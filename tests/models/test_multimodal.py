@@ -48,6 +48,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
         | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
     },
+    "qwen3_vl_moe": {  # experts are the other way around in the files
+        "text_config": TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 4, "patch_size": 8}
+        | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    },
+    "blip-2": {  # does not run without images: the language model is one of its own
+        "text_config": {"model_type": "opt", **TEXT, "word_embed_proj_dim": 32, "ffn_dim": 48},
+        "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
+        "qformer_config": {**SIGHT, "vocab_size": 64, "encoder_hidden_size": 32},
+    },
     "voxtral": {
         "text_config": {"model_type": "llama", **TEXT},
         "audio_config": {**SIGHT, "num_mel_bins": 8, "max_source_positions": 16},
@@ -69,6 +79,7 @@ def save(path: Path, kind: str) -> Path:
 @torch.no_grad()
 def whole_losses(path: Path) -> Tensor:
     model = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = model.language_model if model.config.model_type == "blip-2" else model
     log_p: Tensor = model(input_ids=TOKENS).logits.log_softmax(-1)
     return -log_p[:, :-1].gather(2, TOKENS[:, 1:, None]).squeeze(2)
 
@@ -86,11 +97,13 @@ def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     model = save(tmp_path / "model", kind)
     torch.testing.assert_close(losses(model), whole_losses(model))
     record = prune(model, tmp_path / "out", 0.5, solver="sparsegpt", calibration=TOKENS, compute=Compute("cpu"))
-    assert len(record.matrices) == 14
-    assert record.left_dense == []
+    # OPT has no gate; of a mixture, 4 experts have two matrices each, in two tensors of a block.
+    matrices, changed = {"blip-2": (12, 12), "qwen3_vl_moe": (24, 12)}.get(kind, (14, 14))
+    assert len(record.matrices) == matrices
+    assert [left.name for left in record.left_dense] == (["mlp.gate"] if kind == "qwen3_vl_moe" else [])
     before, after = tensors(model), tensors(tmp_path / "out")
     pruned = {key for key, value in after.items() if raw(value) != raw(before[key])}
-    assert len(pruned) == 14
+    assert len(pruned) == changed
     assert all(".layers." in key and ("language_model." in key or "text_model." in key) for key in pruned)
     assert all(zeros(after[key]) == after[key].numel() // 2 for key in pruned)
     torch.testing.assert_close(losses(tmp_path / "out"), whole_losses(tmp_path / "out"))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
 from niwaki.models import gram_capture as inputs, streamed as blocks
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import FAMILIES, ROUTERS
+from niwaki.models.families import FAMILIES, choice
 from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.processes import World
@@ -153,7 +153,7 @@ def compare_grams(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> li
         inputs = {
             name: X
             for name, X in linear_inputs(whole, block.index, tokens).items()
-            if name.rpartition(".")[2] not in ROUTERS
+            if not choice(name)
         }
         shared = defaultdict(set)
         for name, X in inputs.items():

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import ROUTERS
+from niwaki.models.families import choice
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
@@ -58,7 +58,7 @@ def expected(directory: Path, tokens: Tensor = TOKENS) -> Found:
 
     for sums, layer in zip(found, decoder_blocks(whole), strict=True):
         for name, module in layer.named_modules():
-            if name.rpartition(".")[2] in ROUTERS:
+            if choice(name):
                 continue
             if isinstance(module, nn.Linear | Conv1D):
                 module.register_forward_hook(lambda _, __, y, sums=sums, name=name: watch(sums, name, y))

@@ -35,7 +35,12 @@ class DecoderBlock:
     _original: dict[str, Tensor | None] | None = None
 
     def forward(self, hidden: Tensor, states: HiddenStates) -> Tensor:
-        """The outputs for ``hidden``, one of the batches of ``states`` or a piece of one."""
+        """The outputs for ``hidden``, one of the batches of ``states`` or a piece of one.
+
+        They are the inputs where text does not run the block.
+        """
+        if (self.index, hidden.shape[0]) not in states.arguments:
+            return hidden
         args, kwargs = states.arguments[self.index, hidden.shape[0]]
         out = self.module(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
@@ -129,11 +134,11 @@ class DecoderBlock:
         stored = W.to(self.stored_dtype(matrix)).add_(0.0)  # rounding can leave -0.0
         if not is_finite(stored):
             raise NumericalError(f"{matrix.key}: a pruned weight is too large for {stored.dtype}")
-        return stored.T.contiguous() if matrix.transposed else stored
+        return stored.T.contiguous() if matrix.is_stored_transposed else stored
 
     def empty(self, matrix: Matrix) -> Tensor:
         """Memory for ``matrix`` in the layout and dtype of the checkpoint."""
-        shape = matrix.shape[::-1] if matrix.transposed else matrix.shape
+        shape = matrix.shape[::-1] if matrix.is_stored_transposed else matrix.shape
         return torch.empty(shape, dtype=self.stored_dtype(matrix), device=self.device)
 
     def put(self, matrix: Matrix, stored: Tensor) -> None:
@@ -147,4 +152,4 @@ class DecoderBlock:
         if name in self.released:
             self.released.remove(name)
             parameter.data = parameter.data.new_empty(parameter.shape)
-        matrix.within(parameter).copy_(stored.T if matrix.transposed else stored)
+        matrix.within(parameter).copy_(stored.T if matrix.is_stored_transposed else stored)

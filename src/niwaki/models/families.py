@@ -1,14 +1,19 @@
 """What differs between model families, as data; all else is found by looking at the model."""
 
-#: Parts of the names of matrices that choose between experts. They are small, everything after them depends on them,
-#: and they are never pruned.
-ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+from torch import nn
+
+#: Parts of the names of matrices that choose between experts, or between tokens to attend to. They are small, everything
+#: after them depends on them, no gradient says how, and they are never pruned.
+_CHOICES = {"gate": "router", "router": "router", "shared_expert_gate": "router", "indexer": "indexer"}
+
+#: Parts of the names of attention to what another model has made of images, sound or another text.
+_CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 
 #: Beginnings of the names of modules that make states of images and sound, beside or within a language model.
-_TOWERS = ("vision", "visual", "image", "img", "audio", "speech")
+_TOWERS = ("vision", "visual", "image", "img", "audio", "speech", "vqmodel")
 
 #: Where the matrices of experts are (experts, in, out) in the model, and transformers does not say so itself.
-EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text"})
+EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text", "recurrent_gemma"})
 
 _FUSED_ATTENTION = "q, k and v are one matrix, with one threshold"
 _EXPERTS = "each expert's matrices from the tokens that are routed to it"
@@ -40,6 +45,23 @@ FAMILIES = {
     "deepseek_v2": _EXPERTS + "; shared experts as any MLP",
     "deepseek_v3": _EXPERTS + "; shared experts as any MLP; not the files in FP8",
 }
+
+
+def choice(name: str) -> str | None:
+    """What a module or parameter belongs to that chooses, "router" or "indexer", if to any."""
+    return next((_CHOICES[part] for part in name.split(".") if part in _CHOICES), None)
+
+
+def is_cross_attention(name: str) -> bool:
+    """Whether a module or parameter belongs to attention that a text alone does not reach."""
+    return any(part in _CROSS_ATTENTION for part in name.split("."))
+
+
+def is_reached(block: nn.Module) -> bool:
+    """Whether a text alone runs a decoder block: it has other attention than that, or none."""
+    with_matrices = [name for name, part in block.named_children() if any(value.ndim > 1 for value in part.parameters())]
+    attention = [name for name in with_matrices if "att" in name]
+    return not attention or not all(map(is_cross_attention, attention))
 
 
 def is_in_tower(name: str) -> bool:

@@ -19,12 +19,18 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import EXPERTS_TRANSPOSED, ROUTERS, is_in_tower
+from niwaki.models.families import EXPERTS_TRANSPOSED, choice, is_cross_attention, is_in_tower, is_reached
+from niwaki.records.wording import counted
 
 #: What pruned weights can be stored in. Formats of 8 bits need scales beside them, and torch cannot compute in them.
 _STORED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-#: The operations of transformers that stack one matrix for each expert, or several below each other.
-_STACKING = [("MergeModulelist", 0), ("Concatenate", 1)]
+#: The operations of transformers that put tensors together and are followed here, each with its dimension, and whether
+#: there is a tensor for each expert.
+_STACKING: dict[tuple[tuple[str, int | None], ...], bool] = {
+    (("MergeModulelist", 0),): True,
+    (("MergeModulelist", 0), ("Concatenate", 1)): True,
+    (("Concatenate", 0),): False,
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,14 @@ class _Piece:
     """A tensor of the checkpoint that a parameter is made from."""
 
     key: str
-    expert: int | None = None  # its index in the parameter's first dimension; None if it is the whole parameter
+    expert: int | None = None  # its index in the parameter's first dimension; None if it is not one expert's
     start: int = 0  # its first row there
+    flipped: bool = False  # the last two dimensions are the other way around than the parameter's
+
+    def within(self, whole: Tensor, rows: int) -> Tensor:
+        """The view of a parameter that it makes up, with so many rows."""
+        value = whole if self.expert is None else whole[self.expert]
+        return value[self.start : self.start + rows]
 
 
 @dataclass(frozen=True)
@@ -48,12 +60,23 @@ class Matrix:
     expert: int | None = None  # which one's it is; None outside of experts
     start: int = 0  # its first row in the parameter, or in the expert's matrix there
     index: int | None = None  # in the checkpoint's tensor, if that has all experts
-    transposed: bool = False  # the checkpoint and the parameter have it as (in, out)
+    transposed: bool = False  # the parameter has it as (in, out)
+    flipped: bool = False  # the checkpoint has it the other way around than the parameter
 
     @property
     def place(self) -> tuple[int, str]:
         """Its block and its name there."""
         return self.block, self.name
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is all weights of a module of its name."""
+        return self.parameter == f"{self.name}.weight" and self.expert is None
+
+    @property
+    def is_stored_transposed(self) -> bool:
+        """Whether the checkpoint has it as (in, out)."""
+        return self.transposed != self.flipped
 
     @property
     def size(self) -> int:
@@ -68,7 +91,7 @@ class Matrix:
     def read(self, checkpoint: Checkpoint) -> Tensor:
         """(out, in): it, as ``checkpoint`` has it."""
         value = checkpoint.read(self.key, self.index)
-        return value.T.contiguous() if self.transposed else value
+        return value.T.contiguous() if self.is_stored_transposed else value
 
     def within(self, parameter: Tensor) -> Tensor:
         """The view (out, in) of ``parameter`` that this matrix is."""
@@ -100,22 +123,19 @@ class Layout:
         self._parameters: dict[str, Tensor] = model.state_dict()
         self._pieces = self._find_pieces(model)
         self._experts_transposed = checkpoint.config.get("model_type") in EXPERTS_TRANSPOSED
-        configs = (model.config, model.config.get_text_config())
-        ties = any(getattr(config, "tie_word_embeddings", False) for config in configs)
-        tied = set(model._tied_weights_keys or ()) if ties else set()
-        head = model.get_output_embeddings()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        #: Parameters that the checkpoint lacks, with those that they are the same as.
+        self.ties: dict[str, str] = {}
+        ties = model.all_tied_weights_keys.items()
+        same = {name: other for pair in ties for name, other in (pair, pair[::-1]) if other in self._pieces}
+        for name in dict(model.named_parameters(remove_duplicate=False)):
             if name in self._pieces:
                 self._check(name)
             elif is_in_tower(name):  # it stays as it is in the files, whatever they call it
                 continue
-            elif name not in tied:
+            elif name not in same:
                 raise CheckpointError(f"{checkpoint.path} lacks {name!r}, which its config.json asks for")
-            elif head is None or parameter is not head.weight:
-                raise UnsupportedModelError(
-                    f"{name!r} is the same as another parameter of the model, and not its head; models like this "
-                    "one are not supported"
-                )
+            else:
+                self.ties[name] = same[name]
 
     def keys(self, name: str) -> list[str]:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
@@ -125,46 +145,64 @@ class Layout:
         """The parameter or buffer ``name`` of the model, on the CPU, in ``dtype``, by default what the model has."""
         like, pieces = self._parameters[name], self._pieces[name]
         dtype = dtype or like.dtype
-        if pieces[0].expert is None:
-            return self.checkpoint.read(pieces[0].key).to(dtype)
+        parts = (self._turned(piece, self.checkpoint.read(piece.key)) for piece in pieces)
+        if self._is_whole(name):
+            return next(parts).to(dtype)
         whole = torch.empty(like.shape, dtype=dtype)
-        for piece in pieces:
-            value = self.checkpoint.read(piece.key)
-            whole[piece.expert, piece.start : piece.start + len(value)] = value
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.within(whole, len(part)).copy_(part)
         return whole
 
     def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(key, tensor) of all that :meth:`read` makes the parameter ``name`` from, where it is to be ``value``."""
         for piece in self._pieces[name]:
-            part = value
-            if piece.expert is not None:
-                part = value[piece.expert, piece.start : piece.start + self.checkpoint.entries[piece.key].shape[0]]
-            yield piece.key, part
+            rows = len(value) if self._is_whole(name) else self.checkpoint.entries[piece.key].shape[0]
+            yield piece.key, self._turned(piece, piece.within(value, rows))
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether a parameter is one tensor of the checkpoint."""
+        return len(self._pieces[name]) == 1 and self._pieces[name][0].expert is None
+
+    @staticmethod
+    def _turned(piece: _Piece, value: Tensor) -> Tensor:
+        return value.mT.contiguous() if piece.flipped else value
 
     def matrices(self, index: int, prefix: str, block: nn.Module) -> list[Matrix]:
         """What can be pruned in block ``index``, whose parameters' names start with ``prefix``."""
         matrices: list[Matrix] = []
+        if not is_reached(block):
+            return matrices
         for path, module in block.named_modules():
-            if not ROUTERS.isdisjoint(path.split(".")):
+            if choice(path) or is_cross_attention(path):
                 continue
             if isinstance(module, nn.Linear | Conv1D):
-                transposed = isinstance(module, Conv1D)
-                rows, columns = module.weight.T.shape if transposed else module.weight.shape
-                (key,), name = self.keys(f"{prefix}{path}.weight"), f"{path}.weight"
-                matrices.append(Matrix(index, path, key, (rows, columns), name, transposed=transposed))
+                matrices += self._linear(index, prefix, path, module)
             for own, value in module.named_parameters(recurse=False):
-                if value.ndim == 3 and not isinstance(module, nn.Conv1d):
+                if value.ndim == 3 and 1 not in value.shape[1:] and not isinstance(module, nn.Conv1d):
                     transposed = getattr(module, "is_transposed", self._experts_transposed)
                     matrices += self._experts(index, prefix, f"{path}.{own}", value, transposed)
         return matrices
 
+    def _linear(self, index: int, prefix: str, path: str, module: nn.Linear | Conv1D) -> Iterable[Matrix]:
+        name, transposed = f"{path}.weight", isinstance(module, Conv1D)
+        if self._is_whole(prefix + name):
+            (key,) = self.keys(prefix + name)
+            rows, columns = module.weight.T.shape if transposed else module.weight.shape
+            yield Matrix(index, path, key, (rows, columns), name, transposed=transposed)
+            return
+        for piece in self._pieces[prefix + name]:  # matrices of the files that run as one
+            own = f"{path.rpartition('.')[0]}.{piece.key.split('.')[-2]}"
+            rows, columns = self.checkpoint.entries[piece.key].shape
+            yield Matrix(index, own, piece.key, (rows, columns), name, start=piece.start)
+
     def _experts(self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool) -> Iterable[Matrix]:
         pieces = self._pieces[prefix + parameter]
         if pieces[0].expert is None:  # the checkpoint has them in one tensor too
-            rows, columns = value.shape[:0:-1] if transposed else value.shape[1:]
+            (rows, columns), (piece,) = value.shape[:0:-1] if transposed else value.shape[1:], pieces
             for expert in range(len(value)):
                 name = f"{parameter}.{expert}"
-                yield Matrix(index, name, pieces[0].key, (rows, columns), parameter, expert, 0, expert, transposed)
+                at = expert, 0, expert, transposed, piece.flipped
+                yield Matrix(index, name, piece.key, (rows, columns), parameter, *at)
             return
         for piece in pieces:
             # The name in the files, which is what people know: experts.3.w1, not some rows of gate_up_proj.
@@ -200,38 +238,47 @@ class Layout:
         return pieces
 
     def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[_Piece]:
-        operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in rule.operations]
-        if operations not in (_STACKING[:1], _STACKING):
+        operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
+        if operations == (("Transpose", None),) and {rule.operations[0].dim0, rule.operations[0].dim1} == {1, 2}:
+            ((key,),) = sources.values()
+            fits = self.checkpoint.entries[key].shape == tuple(self._parameters[name].shape)
+            return [_Piece(key, flipped=not (fits and rule.operations[0].check_dims))]
+        if operations not in _STACKING:
             raise UnsupportedModelError(
                 f"{name!r} is made from the tensors of {self.checkpoint.path} by "
-                f"{', '.join(kind for kind, _ in operations)}, which is not supported; load the model in transformers "
-                "and save it again"
+                f"{', '.join(kind for kind, _ in operations)}, which niwaki does not follow"
             )
-        pieces, start, experts = [], 0, len(self._parameters[name])
+        has_experts, start = _STACKING[operations], 0
+        pieces: list[_Piece] = []
         for pattern in rule.source_patterns:
             keys = sorted(sources.get(pattern, []), key=core_model_loading.dot_natural_key)
-            if len(keys) != experts:
+            wanted = len(self._parameters[name]) if has_experts else max(1, len(keys))
+            if len(keys) != wanted:
                 raise CheckpointError(
-                    f"{self.checkpoint.path} has {len(keys)} tensors like {pattern!r} for {name!r}, which is made "
-                    f"of {experts}"
+                    f"{self.checkpoint.path} has {counted(len(keys), 'tensor')} like {pattern!r} for {name!r}, which "
+                    f"is made of {wanted}"
                 )
-            pieces += [_Piece(key, expert, start) for expert, key in enumerate(keys)]
-            start += sum(self.checkpoint.entries[keys[0]].shape[:1])
+            for expert, key in enumerate(keys):
+                pieces.append(_Piece(key, expert if has_experts else None, start))
+                start += 0 if has_experts else sum(self.checkpoint.entries[key].shape[:1])
+            start += sum(self.checkpoint.entries[keys[0]].shape[:1]) if has_experts else 0
         return pieces
 
     def _check(self, name: str) -> None:
         wanted = tuple(self._parameters[name].shape)
         shapes = [(piece, self.checkpoint.entries[piece.key].shape) for piece in self._pieces[name]]
-        heights: Counter[int] = Counter()
+        heights: Counter[int | None] = Counter()
         for piece, shape in shapes:
-            if piece.expert is not None:
-                heights[piece.expert] += sum(shape[:1])
+            heights[piece.expert] += sum(shape[:1])
         for piece, shape in shapes:
             if not self.checkpoint.dtype(piece.key).is_floating_point or 0 in shape:
                 stored = f"{self.checkpoint.entries[piece.key].dtype} {shape}"
                 raise UnsupportedModelError(f"{self.checkpoint.path}: {piece.key!r} is {stored}, and not real numbers")
-            if (shape if piece.expert is None else (wanted[0], heights[piece.expert], *shape[1:])) != wanted:
+            whole = (*shape[:-2], *shape[:-3:-1]) if piece.flipped else shape
+            if not self._is_whole(name):
+                whole = (*wanted[: 0 if piece.expert is None else 1], heights[piece.expert], *shape[1:])
+            if whole != wanted:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: {piece.key!r} has shape {shape}, its config.json asks for "
-                    f"{wanted if piece.expert is None else f'a part of {wanted}'}"
+                    f"{wanted if self._is_whole(name) else f'a part of {wanted}'}"
                 )

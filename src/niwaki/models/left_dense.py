@@ -5,21 +5,23 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from niwaki.models.families import ROUTERS, is_in_tower
+from niwaki.models.families import choice, is_cross_attention, is_in_tower, is_reached
 from niwaki.records.record import LeftDense
 from niwaki.records.wording import kind
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Why weights do not belong to what a language model computes of text.
-_TOWER = "not of the language model"
+_OUTSIDE = {_TOWER := "not of the language model", _CROSS := "cross-attention, which text alone does not reach"}
 
 
 def left_dense(decoder: nn.Module, path: str, pruned: Mapping[int, int], ends: Collection[int]) -> list[LeftDense]:
-    """The tensors with two dimensions or more that stay as they are, those of all blocks as one; the largest first.
+    """The tensors of two dimensions or more that stay as they are, those of all blocks as one; the largest first.
 
     Decoder blocks are at ``path`` there. ``pruned`` has the ids of parameters that matrices are in, with the sizes of
     these, and ``ends`` those of embeddings and the head, which are no part of this.
     """
+    blocks = decoder.get_submodule(path).named_children()
+    unreached = tuple(f"{path}.{name}." for name, block in blocks if not is_reached(block))
     sizes, reasons, others = Counter[str](), dict[str, str](), {*pruned, *ends}
     for where, module in decoder.named_modules():
         for own, value in module.named_parameters(recurse=False):
@@ -27,25 +29,28 @@ def left_dense(decoder: nn.Module, path: str, pruned: Mapping[int, int], ends: C
             name = kind(f"{where}.{own}".removeprefix(f"{path}.").removesuffix(".weight"))
             # Of other lists of blocks, and of towers, it is enough to say where they are.
             name = name.removeprefix("*.") if is_inside else name.partition(".*")[0]
-            if value.ndim < 2 or "bias" in own or isinstance(module, nn.Embedding) or id(value) in others:
+            is_vector = sum(size > 1 for size in value.shape) < 2
+            if is_vector or "bias" in own or isinstance(module, nn.Embedding) or id(value) in others:
                 continue
             sizes[name] += value.numel()
-            reasons[name] = _reason(where, module, is_inside)
+            reasons[name] = _CROSS if where.startswith(unreached) else _reason(where, module, is_inside)
     total = sum(pruned.values()) + sum(sizes.values())
     return [LeftDense(name, size, size / total, reasons[name]) for name, size in sizes.most_common()]
 
 
 def coverage(left: Collection[LeftDense]) -> float:
     """The share of a language model's weights in tensors of its decoder that can be pruned."""
-    towers = sum(each.share for each in left if each.reason == _TOWER)
+    towers = sum(each.share for each in left if each.reason in _OUTSIDE)
     return 1 - (sum(each.share for each in left) - towers) / max(1e-9, 1 - towers)
 
 
 def _reason(where: str, module: nn.Module, is_inside: bool) -> str:
-    if not ROUTERS.isdisjoint(where.split(".")):
-        return "router"
+    if chooses := choice(where):
+        return chooses
     if is_in_tower(where):
         return _TOWER
+    if is_cross_attention(where):
+        return _CROSS
     if isinstance(module, _CONVOLUTIONS):
         return "convolution"
     return "no matrix of a known kind" if is_inside else "outside of the blocks"

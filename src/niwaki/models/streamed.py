@@ -7,7 +7,7 @@ forward pass with blocks that return their inputs; for some families they differ
 
 import contextlib
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
@@ -21,7 +21,7 @@ from niwaki.errors import CheckpointError, NiwakiError, NumericalError, Unsuppor
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.families import FAMILIES, is_in_tower
+from niwaki.models.families import FAMILIES, is_in_tower, is_reached
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
@@ -71,13 +71,19 @@ class StreamedModel:
             )
         #: The most tokens in a window; None where the model has no limit.
         self.positions = getattr(self.config, "max_position_embeddings", None)
+        if self.positions == -1:  # of a few old families
+            self.positions = None
         if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
         self.path, self.blocks = _find_blocks(self.model, kind)
-        decoder = self.model.get_decoder()
+        decoder = _decoder(self.model)
         #: Without the head: LLaMA 4 says that it is part of its decoder.
         has_head = self.model.get_output_embeddings() in decoder.modules()
         self.decoder = self.model.get_submodule(self.path.rpartition(".")[0]) if has_head else decoder
+        #: The decoder with the head: some models have other parts around both, which do not run without images.
+        head, block = self.model.get_output_embeddings(), self.blocks[0]
+        models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
+        self._speaker = [self.model, *(model for model in models if {head, block}.issubset(model.modules()))][-1]
         self._decoder = next(f"{name}." for name, module in self.model.named_modules() if module is self.decoder)
         #: What is needed of towers: where they are in the decoder, and where a model takes its device from.
         self._with_text = {name for name in self.model.state_dict() if name.startswith(self._decoder)}
@@ -85,8 +91,13 @@ class StreamedModel:
             if isinstance(module, PreTrainedModel):
                 self._with_text |= {f"{path}.{name}".lstrip(".") for name, _ in [*module.named_parameters()][:1]}
         self.layout = Layout(self.model, checkpoint)
+        for pair in self.layout.ties.items():
+            if any(name.startswith(f"{self.path}.") for name in pair):
+                raise UnsupportedModelError(
+                    f"{pair[0]!r} is the same as {pair[1]!r}; models of which blocks share weights are not supported"
+                )
         self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
-        if not all(self._matrices):
+        if not all(matrices or not is_reached(block) for matrices, block in zip(self._matrices, self.blocks, strict=True)):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
         #: What is not pruned, see :mod:`.left_dense`.
         self.left_dense = self._left_dense()
@@ -97,7 +108,11 @@ class StreamedModel:
                 f"{kind!r} is not among the model families that niwaki is tested with; by its structure it has "
                 f"{len(self.blocks)} blocks with {names}"
             )
-        self._answers_tuple: bool | None = None
+        #: Whether it is an encoder, such as BERT: each token sees those after it too.
+        self.sees_ahead = not getattr(self.config, "is_decoder", True)
+        if self.sees_ahead:
+            self.notes.append(f"{kind!r} is an encoder, whose tokens see those after them: perplexity says little of it")
+        self._answers: int | None = None  # of how many values; 0 where it is not a tuple; not known yet
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
     def _left_dense(self) -> list[LeftDense]:
@@ -168,6 +183,7 @@ class StreamedModel:
 
         def record(index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                kwargs = {name: _NotShared() if isinstance(value, UserDict) else value for name, value in kwargs.items()}
                 before = states.arguments.setdefault((index, hidden.shape[0]), (args, kwargs))
                 if not _same(before, (args, kwargs)):
                     raise UnsupportedModelError(
@@ -192,17 +208,17 @@ class StreamedModel:
         return states
 
     def _try_first(self) -> None:
-        """Finds out whether blocks answer with a tuple around their hidden states, as those of some families do.
+        """Finds out whether blocks answer with a tuple that begins with their hidden states, and how long it is.
 
         The weights outside the blocks are there.
         """
-        if self._answers_tuple is not None:
+        if self._answers is not None:
             return
         block, token = self.blocks[0], torch.zeros(1, 1, dtype=torch.int64, device=self.device)
 
         def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             answer = type(block).forward(block, hidden, *args, **kwargs)
-            self._answers_tuple = isinstance(answer, tuple | list)
+            self._answers = len(answer) if isinstance(answer, tuple | list) else 0
             return answer
 
         try:
@@ -215,7 +231,7 @@ class StreamedModel:
             raise UnsupportedModelError(reason) from error
 
     def _answer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
-        return (hidden,) if self._answers_tuple else hidden
+        return (hidden, *[None] * (self._answers - 1)) if self._answers else hidden
 
     @torch.no_grad()
     def losses(self, states: HiddenStates) -> Tensor:
@@ -249,10 +265,10 @@ class StreamedModel:
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
             answer = self._answer(hidden.to(dtype or hidden.dtype))
             with self._replaced_blocks(lambda _: lambda *_, **__: answer):
-                values: Tensor = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+                values: Tensor = self._speaker(input_ids=tokens.to(self.device), use_cache=False).logits
             return values
 
-        if self._answers_tuple is None:  # in the model's own dtype
+        if self._answers is None:  # in the model's own dtype
             with self._outer_weights():
                 self._try_first()
         with self._outer_weights(dtype):
@@ -332,14 +348,19 @@ class StreamedModel:
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         with _holding(self.model, weights):
             del weights
-            head = self.model.get_output_embeddings()
-            own = head.weight
-            if own.is_meta:  # not in the checkpoint: tied to the embeddings, for as long as they are here
-                head.weight = self.model.get_input_embeddings().weight
+            ties = self.layout.ties  # parameters that are the same as others, for as long as these are here
+            own = {name: self.model.get_parameter(name) for name in ties}
             try:
+                for name, other in ties.items():
+                    self._set(name, self.model.get_parameter(other))
                 yield
             finally:
-                head.weight = own
+                for name, value in own.items():
+                    self._set(name, value)
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, own = name.rpartition(".")
+        setattr(self.model.get_submodule(path), own, parameter)
 
     @contextlib.contextmanager
     def _replaced_blocks(self, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
@@ -353,12 +374,19 @@ class StreamedModel:
                 block.__dict__.pop("forward", None)
 
 
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """All of the language model but its head, which some families call their decoder."""
+    decoder: nn.Module = model.get_decoder()
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
+
+
 def _find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
     """(path, decoder blocks): the first list in the decoder that is as long as the model is deep."""
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    decoder = set(model.get_decoder().modules())
+    decoder = set(_decoder(model).modules())
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and 0 < len(module) == depth and module in decoder:
+        is_deep = isinstance(module, nn.ModuleList) and 0 < len(module) == depth
+        if is_deep and module in decoder and not is_in_tower(path):
             return path, module
     which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
     raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
@@ -376,12 +404,21 @@ def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         module.load_state_dict(empty, strict=False, assign=True)
 
 
+class _NotShared(UserDict[str, Any]):
+    """What blocks hand keys and values on in; UnsupportedModelError where one does."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise UnsupportedModelError(
+            "a block uses keys and values of an earlier one; models like this one are not supported"
+        )
+
+
 def _same(a: Any, b: Any) -> bool:
     """Whether two arguments of a block are equal."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
+    if isinstance(a, dict | UserDict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return type(a) is type(b) and (a is b or (isinstance(a, bool | int | float | str | None) and a == b))

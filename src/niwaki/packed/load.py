@@ -69,7 +69,7 @@ def load(
     packed = [
         m
         for m in streamed.matrices()
-        if m.expert is None and stored[m.key].packed and stored[m.key].transposed == m.transposed
+        if m.is_module and stored[m.key].packed and stored[m.key].transposed == m.transposed
     ]
     on_cpu = streamed.device.type == "cpu"
     if packed and on_cpu and kernels.library() is None:

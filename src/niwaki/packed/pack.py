@@ -202,7 +202,7 @@ class _Packer:
         tensors = [value] if W is None else _written(W)
         transposed, count, groups = False, 0, 0
         if W is not None:
-            transposed, count = matrices[0].transposed, int(W.starts[-1])
+            transposed, count = matrices[0].is_stored_transposed, int(W.starts[-1])
             groups = 0 if W.scales is None else W.scales.shape[1]
         digest = sha256(map(raw, tensors))
         stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, groups, digest)
@@ -219,7 +219,7 @@ class _Packer:
         """``value`` without its zeros; None if that is not smaller."""
         if not matrices or value.dtype not in PACKABLE:
             return None
-        if matrices[0].transposed:
+        if matrices[0].is_stored_transposed:
             value = value.transpose(-1, -2).contiguous()
         W = value.flatten(0, -2)
         packed = self._in_whole_numbers(W, matrices) or pack_matrix(W)

@@ -29,7 +29,7 @@ def convert(streamed: StreamedModel) -> None:
     """
     converted = False
     for matrix in streamed.matrices():
-        layer = None if matrix.expert is not None else streamed.blocks[matrix.block].get_submodule(matrix.name)
+        layer = streamed.blocks[matrix.block].get_submodule(matrix.name) if matrix.is_module else None
         if not isinstance(layer, nn.Linear) or not is_two_four(layer.weight):
             continue
         try:

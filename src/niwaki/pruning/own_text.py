@@ -37,6 +37,8 @@ def synthesize(
 
     Raises UnsupportedModelError where the model does not fit or transformers cannot generate text with it.
     """
+    if model.sees_ahead:
+        raise UnsupportedModelError("it is an encoder, which writes no text")
     budget = device_memory(model.device) // 2 if budget is None else budget
     short = min(length, _LONGEST)
     drawing = torch.Generator().manual_seed(0)

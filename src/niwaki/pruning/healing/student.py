@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from niwaki.errors import NumericalError
 from niwaki.layer.linalg import is_finite
-from niwaki.models.families import ROUTERS
+from niwaki.models.families import choice
 from niwaki.models.layout import Matrix
 from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.streamed import StreamedModel
@@ -51,7 +51,7 @@ class Student:
         for matrix in stream.matrices():
             matrices[f"{stream.path}.{matrix.block}.{matrix.parameter}"].append(matrix)
         named = {name: value for name, value in model.named_parameters() if id(value) in inside}
-        vectors = {name for name, value in named.items() if value.ndim == 1 and ROUTERS.isdisjoint(name.split("."))}
+        vectors = {name for name, value in named.items() if value.ndim == 1 and not choice(name)}
         self.parameters: dict[str, nn.Parameter] = {}
         self.masks: dict[str, Tensor] = {}
         self.sizes: dict[str, float] = {}

@@ -107,6 +107,7 @@ def _mlp(model: StreamedModel, index: int) -> BlockUnits:
     if any(matrix.expert is not None for matrix in matrices.values()):
         raise _refused(model, "neurons", f"block {index} has experts")
     mlps = []
+    matrices = {name: matrix for name, matrix in matrices.items() if matrix.is_module}
     for name, down in matrices.items():
         path, dot, last = name.rpartition(".")
         ups = [matrices[path + dot + up] for up in _UP.get(last, ()) if path + dot + up in matrices]
@@ -119,7 +120,7 @@ def _mlp(model: StreamedModel, index: int) -> BlockUnits:
 
 
 def _attention(model: StreamedModel, index: int, heads: int, groups: int) -> BlockUnits:
-    matrices = {matrix.name: matrix for matrix in model.matrices(index)}
+    matrices = {matrix.name: matrix for matrix in model.matrices(index) if matrix.is_module}
     paths = [name.removesuffix("q_proj") for name in matrices if name.endswith("q_proj")]
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     if len(paths) != 1 or not all(paths[0] + name in matrices for name in names):
