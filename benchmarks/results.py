@@ -457,6 +457,43 @@ def llm_compressor() -> list[str]:
     ]
 
 
+def model_types() -> list[str]:
+    """What becomes of each type of language model that transformers has."""
+    made = record("model_types")
+    efforts, types = ("fast", "balanced"), made["types"]
+    kinds = {
+        "pruned": "pruned, and right",
+        "refused": "refused, in a line",
+        "wrong": "wrong",
+        "failed": "a traceback, or no end",
+        "not built": "no tiny model of it was made",
+    }
+    found = {effort: {kind: each[effort]["outcome"] for kind, each in types.items()} for effort in efforts}
+    rows = [
+        [words] + [str(list(found[e].values()).count(outcome)) for e in efforts] for outcome, words in kinds.items()
+    ]
+    everywhere: dict[str, list[str]] = {outcome: [] for outcome in kinds}
+    refused = []
+    for kind, each in types.items():
+        if found["fast"][kind] == found["balanced"][kind]:
+            everywhere[found["fast"][kind]].append(f"`{kind}`")
+        for effort in ("fast",) if found["fast"][kind] == "refused" else efforts:
+            # Of a reason that names its exception, what that says; the first clause says what is not supported.
+            reason = each[effort]["reason"].partition(": ")[2].removeprefix("model: ").partition("; ")[0]
+            if found[effort][kind] == "refused":
+                refused.append([f"`{kind}`", reason.replace("|", "/")])
+    return [
+        *markdown([f"of {len(types)} types, transformers {made['versions']['transformers']}", *efforts], rows),
+        "",
+        f"Pruned with both: {', '.join(everywhere['pruned'])}.",
+        "",
+        "Not made, because sizes have to fit each other or other libraries are missing: "
+        f"{', '.join(everywhere['not built'])}.",
+        "",
+        *markdown(["refused", "why"], refused),
+    ]
+
+
 def _always_at(entry: Cell, place: str) -> bool:
     return bool((entry["where"], entry["what"], entry["factors"]) == (place, "all", "TF32"))
 
@@ -481,6 +518,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/benchmarks.md", "layer_time", layer_time),
     ("docs/benchmarks.md", "precision", precision),
     ("docs/healing.md", "heal", heal),
+    ("docs/models.md", "model_types", model_types),
     ("docs/packed.md", "decode", decode),
 ]
 

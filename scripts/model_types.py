@@ -1,7 +1,9 @@
 """Which of transformers' types of language models niwaki prunes: a tiny random model of each is built and pruned.
 
-    python scripts/model_types.py RECORD                    # all types, minutes
-    python scripts/model_types.py RECORD llama qwen3_vl     # only these; the others stay as they are in the record
+    python scripts/model_types.py RECORD                      # all types, minutes; add --effort balanced
+    python scripts/model_types.py RECORD --kinds llama bert   # only these; the others stay as they are in the record
+
+docs/models.md has a table of benchmarks/results/model_types.json.
 
 What comes out is checked with transformers and safetensors alone: what changed has the zeros that were asked for, and
 the language model's losses are those of the whole model before and after.
@@ -35,10 +37,11 @@ from transformers.models.auto.modeling_auto import (
 
 import niwaki
 from niwaki.errors import NiwakiError
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models import streamed
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import auto_class
+from niwaki.records.record import versions
 
 #: What configurations call their sizes, and what is given for them where they have them.
 SIZES = {
@@ -75,7 +78,14 @@ SIZES = {
     "pad_token_id": 0,
 }
 #: Rotary positions of images and text, in halves of a head of 8.
-_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}}
+_SECTIONS = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 1.0,
+    }
+}
 _WITH_SECTIONS = (
     "qwen2_vl_text",
     "qwen2_5_vl_text",
@@ -106,6 +116,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "granite4_vision": {"deepstack_layer_map": []},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    # As in the models of 26 and 31 billion weights; the others hand keys and values from block to block.
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
@@ -187,12 +199,7 @@ def outcome(kind: str, effort: str, directory: Path) -> dict[str, Any]:
         return {"outcome": "failed", "reason": f"{_line(error)}; {traceback.extract_tb(error.__traceback__)[-1]}"}
     wrong = [] if record.effort["name"] != "fast" or _is_sparse(directory) else ["zeros"]
     wrong += [f"losses of the {name}" for name in ("model", "out") if not _is_the_same(directory / name)]
-    return {
-        "outcome": "wrong" if wrong else "pruned",
-        "reason": ", ".join(wrong),
-        "matrices": len(record.matrices),
-        "left": record.stays,
-    }
+    return {"outcome": "wrong" if wrong else "pruned", "reason": ", ".join(wrong)}
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
@@ -243,14 +250,14 @@ def main() -> None:
     """Adds to the record, a type at a time, and prints how many of each outcome there are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("record", type=Path)
-    parser.add_argument("kinds", nargs="*")
+    parser.add_argument("--kinds", nargs="+", default=kinds())
     parser.add_argument("--effort", default="fast")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     file = arguments.record
-    results: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
-    for kind in arguments.kinds or kinds():
+    results: dict[str, dict[str, Any]] = json.loads(file.read_text())["types"] if file.exists() else {}
+    for kind in arguments.kinds:
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 with _limit(PATIENCE):
@@ -258,7 +265,8 @@ def main() -> None:
             except Exception as error:
                 result = {"outcome": "failed", "reason": _line(error)}
         results.setdefault(kind, {})[arguments.effort] = result
-        file.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        record = {"types": results, "versions": versions()}
+        file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         print(f"{kind}: {result['outcome']} {result['reason']}", flush=True)
     print(Counter(result["outcome"] for each in results.values() for result in each.values()))
 

@@ -263,6 +263,7 @@ def test_models_that_are_understood_by_their_structure(tmp_path: Path, kind: str
     (note,) = (note for note in record.notes if "not among the model families" in note)
     assert f"'{kind}'" in note
     assert "2 blocks with " in note
+    assert any("is an encoder" in note for note in record.notes) == (kind == "bert")
     before, after = tensors(model), tensors(tmp_path / "out")
     linear = {
         name

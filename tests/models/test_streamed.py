@@ -150,11 +150,7 @@ def compare_grams(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> li
         found += grams
         assert len(steps) == len(states.tokens)
         assert all(torch.equal(a, b) for a, b in zip(states.hidden, before, strict=True))
-        inputs = {
-            name: X
-            for name, X in linear_inputs(whole, block.index, tokens).items()
-            if not choice(name)
-        }
+        inputs = {name: X for name, X in linear_inputs(whole, block.index, tokens).items() if not choice(name)}
         shared = defaultdict(set)
         for name, X in inputs.items():
             shared[X.data_ptr(), X.shape].add(name)

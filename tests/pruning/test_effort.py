@@ -78,7 +78,7 @@ def test_efforts_by_name() -> None:
     ("name", "said"),
     [
         ("bast", "no effort is called 'bast'; did you mean fast or best?"),
-        ("", "no effort is called ''; known: fast, balanced, best"),
+        ("", "no effort is called ''; known: fast, balanced, best, heal"),
         ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs?"),
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants float here"),
@@ -91,6 +91,7 @@ def test_efforts_by_name() -> None:
         ("best:dense_targets=nan", "dense_targets must be from 0 to 1; got nan"),
         ("best:rate=inf", "rate must be above 0; got inf"),
         ("best:batch=0", "batch must be 1 or more; got 0"),
+        ("heal:healing=-1", "healing must be 0 or more; got -1.0"),
     ],
 )
 def test_efforts_that_are_none(tmp_path: Path, name: str, said: str) -> None:
@@ -357,6 +358,7 @@ def test_efforts_in_words() -> None:
         "fast": "fast",
         "balanced": "balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.3)",
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
+        "heal": "heal (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 3)",
     }
     other = describe(make_effort("best:epochs=3"))
     assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3)"

@@ -21,7 +21,7 @@ from niwaki.models.device import training_dtype
 from niwaki.models.journal import Journal
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Calibration, Compute
+from niwaki.options import HEALING_BATCH, HEALING_RATE, Calibration, Compute
 from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits
 from niwaki.pruning.healing.student import LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
@@ -431,6 +431,55 @@ def test_healed_twice(tmp_path: Path) -> None:
     assert first.pattern == second.pattern == "unstructured:0.5"
     assert (tmp_path / "twice" / "niwaki.base.json").read_bytes() == (pruned / "niwaki.json").read_bytes()
     assert "stopped" not in second.to_json()
+
+
+def prune_and_heal(model: Path, out: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "effort": "heal:allocation=uniform:importance=0:synthetic=0:epochs=0.5:healing=1.5",
+        "calibration": Calibration(TOKENS, samples=40),
+        "measurement": None,
+        "compute": Compute("cpu", "float32"),
+        **changes,
+    }
+    return niwaki.prune(model, out, 0.5, **options)
+
+
+def test_pruned_and_healed_in_one(tmp_path: Path) -> None:
+    """What comes out is what pruning and then healing give."""
+    dense = save_model(tmp_path / "dense")
+    record = prune_and_heal(dense, tmp_path / "out")
+    assert record.healing
+    assert record.healing.tokens == 1.5 * TOKENS.numel()
+    assert (record.model, record.healing.teacher) == (str(dense), str(dense))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
+    effort = "best:allocation=uniform:importance=0:synthetic=0:epochs=0.5"
+    before = prune_and_heal(dense, tmp_path / "pruned", effort=effort)
+    base = Record.load(tmp_path / "out" / "niwaki.base.json")
+    assert (base.effort, base.sparsity, record.sparsity) == (before.effort, 0.5, 0.5)
+    usual = {"rate": HEALING_RATE, "batch": HEALING_BATCH, "tokens": record.healing.tokens}
+    heal(tmp_path / "pruned", tmp_path / "healed", dense, **usual)
+    assert same_tensors(tmp_path / "out", tmp_path / "healed")
+
+
+@pytest.mark.parametrize("stop_at", [1, 2])
+def test_pruned_and_stopped(tmp_path: Path, stop_at: int) -> None:
+    dense = save_model(tmp_path / "dense")
+    prune_and_heal(dense, tmp_path / "expected")
+    with pytest.raises(KeyboardInterrupt):
+        prune_and_heal(dense, tmp_path / "out", progress=Notes(stop_at))
+    with pytest.raises(UsageError, match="unfinished run"):
+        prune_and_heal(dense, tmp_path / "out", calibration=Calibration(TOKENS[:30], samples=30))
+    record = prune_and_heal(dense, tmp_path / "out")
+    assert len(record.resumed) == 1
+    assert same_tensors(tmp_path / "expected", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "expected", "out"]
+
+
+def test_too_little_memory_to_heal_is_said_before_pruning(tmp_path: Path) -> None:
+    dense = save_model(tmp_path / "dense")
+    with pytest.raises(UnsupportedModelError, match=r"healing .* takes"):
+        prune_and_heal(dense, tmp_path / "out", compute=Compute("cpu", "float32", memory=1000))
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 def test_a_short_text(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ class Display(Screen):
         self._bar.live.stop()
 
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
+        self._close_stage()  # of an earlier part
+        self._close_block()
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
         grid = f", {record.quantization}" if record.quantization else ""
         size = f"{counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}"
         self.line(f"{record.model}: {size}, {record.pattern}{grid}")

@@ -18,9 +18,9 @@ SOLVER = Option(
 )
 SETTINGS = Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
 EFFORT = Option(
-    help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; with "
-    r"parameters as in best:epochs=3. \[default: balanced; with --solver or --mask-from fast, methods as they were "
-    "published]"
+    help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; heal is "
+    r"best, and then trains what is left; with parameters as in best:epochs=3. \[default: balanced; with --solver or "
+    "--mask-from fast, methods as they were published]"
 )
 ALLOCATION = Option(
     help=r"How zeros are shared out among matrices: uniform, or by loss, error or owl. \[default: the effort's]"

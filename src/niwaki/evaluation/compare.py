@@ -280,6 +280,8 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
             if name == "dense":
                 raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
+            if make_effort(used).healing:
+                raise UsageError(f"the effort {used} is not compared: prune with it, and measure with niwaki eval")
             pattern = make_pattern(column, solver.default_pattern)
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
             run = _Run(key, given, solver, make_effort(used), pattern)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from niwaki.errors import NumericalError, named
+from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget
@@ -42,7 +42,13 @@ class DecoderBlock:
         if (self.index, hidden.shape[0]) not in states.arguments:
             return hidden
         args, kwargs = states.arguments[self.index, hidden.shape[0]]
-        out = self.module(hidden, *args, **kwargs)
+        try:
+            out = self.module(hidden, *args, **kwargs)
+        except (TypeError, AttributeError, LookupError) as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise UnsupportedModelError(
+                f"block {self.index} cannot be run alone ({reason}); models like this one are not supported"
+            ) from error
         return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
 
     def run(self, hidden: Tensor, states: HiddenStates) -> Tensor:

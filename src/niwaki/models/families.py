@@ -2,8 +2,8 @@
 
 from torch import nn
 
-#: Parts of the names of matrices that choose between experts, or between tokens to attend to. They are small, everything
-#: after them depends on them, no gradient says how, and they are never pruned.
+#: Parts of the names of matrices that choose between experts, or between tokens to attend to. They are small,
+#: everything after them depends on them, no gradient says how, and they are never pruned.
 _CHOICES = {"gate": "router", "router": "router", "shared_expert_gate": "router", "indexer": "indexer"}
 
 #: Parts of the names of attention to what another model has made of images, sound or another text.
@@ -59,8 +59,8 @@ def is_cross_attention(name: str) -> bool:
 
 def is_reached(block: nn.Module) -> bool:
     """Whether a text alone runs a decoder block: it has other attention than that, or none."""
-    with_matrices = [name for name, part in block.named_children() if any(value.ndim > 1 for value in part.parameters())]
-    attention = [name for name in with_matrices if "att" in name]
+    parts = {name: part for name, part in block.named_children() if "att" in name}
+    attention = [name for name, part in parts.items() if any(value.ndim > 1 for value in part.parameters())]
     return not attention or not all(map(is_cross_attention, attention))
 
 

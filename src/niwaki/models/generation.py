@@ -19,7 +19,7 @@ _CACHE = 1 / 2
 #: Bytes that Python and the libraries take, about.
 _PROGRAM = 2**29
 #: What models raise that cannot generate.
-_REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError)
+_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,16 @@ def continued(
         return torch.isin(ids[:, -1], last)
 
     # A cache that does not grow takes half the time, but not all models can use it.
-    with contextlib.suppress(*_REFUSALS):
+    try:
         return _generated(whole, prompts, mask, length, step, "static", sampling)
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS:
+        pass
     try:
         return _generated(whole, prompts, mask, length, step, "dynamic", sampling)
+    except torch.OutOfMemoryError:
+        raise
     except _REFUSALS as error:
         raise UnsupportedModelError(f"transformers cannot generate text with this model ({one_line(error)})") from error
 
@@ -105,9 +111,11 @@ def at_a_time(model: StreamedModel, length: int, budget: int | None, most: int) 
     """
     budget = device_memory(model.device) if budget is None else budget
     config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    pairs = len(model.blocks) * (getattr(config, "num_key_value_heads", None) or heads)
+    width = config.hidden_size
+    with contextlib.suppress(AttributeError, RuntimeError):  # without attention, or with another one in each block
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or width // heads
+        width = size * (getattr(config, "num_key_value_heads", None) or heads)
     # Also the last token's logits in float32, once more for probabilities and once for their sums.
-    sequence = 2 * pairs * width * length * model.dtype.itemsize + 3 * 4 * config.vocab_size
+    sequence = 2 * len(model.blocks) * width * length * model.dtype.itemsize + 3 * 4 * config.vocab_size
     return min(most, int(max(0, budget - _PROGRAM - model.size) * _CACHE / sequence))

@@ -226,6 +226,19 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
         place.move()
 
 
+def unfinished(out: Path) -> Path:
+    """Where a run for ``out`` has left its directory, if that was not moved into place."""
+    return _places(out)[0]
+
+
+def discard(out: Path) -> None:
+    """Removes what a run for ``out`` has left that was not moved into place."""
+    place = Workplace(out, {})
+    with output_errors(out):
+        place.forget()
+        shutil.rmtree(place.directory)
+
+
 def unfinished_size(out: Path) -> int:
     """Bytes on the disk that an earlier run for ``out`` holds."""
     size = 0

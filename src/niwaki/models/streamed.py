@@ -33,8 +33,8 @@ from niwaki.records.record import LeftDense, Perplexity
 _LEAST_COVERAGE = 0.9
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
 TOKENS_PER_BATCH = 4096
-#: Logits at a time: a window of 2,048 tokens with a vocabulary of 128,000 has twice as many.
-LOGITS_PER_BATCH = 1 << 27
+#: Logits at a time, at least those of one window: more are no faster, and each takes 12 bytes.
+LOGITS_PER_BATCH = 1 << 25
 #: The default sequence length, as in the literature. The model's maximum may be 131,072.
 DEFAULT_LENGTH = 2048
 
@@ -97,7 +97,8 @@ class StreamedModel:
                     f"{pair[0]!r} is the same as {pair[1]!r}; models of which blocks share weights are not supported"
                 )
         self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
-        if not all(matrices or not is_reached(block) for matrices, block in zip(self._matrices, self.blocks, strict=True)):
+        empty = (block for block, matrices in zip(self.blocks, self._matrices, strict=True) if not matrices)
+        if any(map(is_reached, empty)):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
         #: What is not pruned, see :mod:`.left_dense`.
         self.left_dense = self._left_dense()
@@ -109,9 +110,12 @@ class StreamedModel:
                 f"{len(self.blocks)} blocks with {names}"
             )
         #: Whether it is an encoder, such as BERT: each token sees those after it too.
-        self.sees_ahead = not getattr(self.config, "is_decoder", True)
+        is_causal = any(getattr(part, "is_causal", False) for part in self.blocks[0].modules())
+        self.sees_ahead = not is_causal and not getattr(self.config, "is_decoder", True)
         if self.sees_ahead:
-            self.notes.append(f"{kind!r} is an encoder, whose tokens see those after them: perplexity says little of it")
+            self.notes.append(
+                f"{kind!r} is an encoder, whose tokens see those after them: perplexity says little of it"
+            )
         self._answers: int | None = None  # of how many values; 0 where it is not a tuple; not known yet
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
@@ -183,7 +187,9 @@ class StreamedModel:
 
         def record(index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                kwargs = {name: _NotShared() if isinstance(value, UserDict) else value for name, value in kwargs.items()}
+                kwargs = {
+                    name: _NotShared() if isinstance(value, UserDict) else value for name, value in kwargs.items()
+                }
                 before = states.arguments.setdefault((index, hidden.shape[0]), (args, kwargs))
                 if not _same(before, (args, kwargs)):
                     raise UnsupportedModelError(

@@ -32,12 +32,13 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
+    base = record.healing.teacher if record.healing else record.model
     shown = markdown(name)
     where = f" in {record.part}" if record.part else ""
     structure, calibration = record.structure, record.calibration
     kept: dict[str, Any] = {key: inherited.get(key) for key in ("license", "license_name", "license_link", "language")}
     data = ModelCardData(
-        base_model=record.model if record.model.count("/") == 1 else name,
+        base_model=base if base.count("/") == 1 else Path(base).name or base,
         library_name="transformers",
         tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if structure else ["sparse"])}),
         **kept,

@@ -32,6 +32,8 @@ class Effort:
             of the dense block, see :mod:`niwaki.pruning.fit`; 0 for none, 0.5 for half of the text.
         rate: The learning rate of the fit, relative to the root mean square of each matrix's weights.
         batch: Tokens per step of the fit, over all processes; each takes at least one sample.
+        healing: On how many tokens the result is then trained towards the dense model's predictions, for each token of
+            the calibration text, see :func:`niwaki.heal`; 0 for none.
 
     Raises:
         UsageError: a value is out of range.
@@ -46,6 +48,7 @@ class Effort:
     epochs: float = 0.0
     rate: float = 0.01
     batch: int = 512
+    healing: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -57,6 +60,7 @@ class Effort:
             ("epochs", 0 <= self.epochs < math.inf, "0 or more"),
             ("rate", 0 < self.rate < math.inf, "above 0"),
             ("batch", self.batch >= 1, "1 or more"),
+            ("healing", 0 <= self.healing < math.inf, "0 or more"),
         ):
             if not accepted:
                 raise UsageError(f"{name} must be {range_}; got {getattr(self, name)!r}")
@@ -77,6 +81,7 @@ EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
     "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.3),
     "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1),
+    "heal": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1, healing=3),
 }
 
 DEFAULT_EFFORT = "balanced"

@@ -108,10 +108,15 @@ def prune(
         measurement=measurement,
         compute=Compute.of(compute),
     )
-    return _run(request, out, restart, progress)
+    if request.effort.healing:
+        from niwaki.pruning.healing.after_pruning import prune_and_heal
+
+        return prune_and_heal(request, out, restart, progress)
+    return run(request, out, restart, progress)
 
 
-def _run(request: Request, given: str | Path, restart: bool, progress: Progress | None) -> Record:
+def run(request: Request, given: str | Path, restart: bool, progress: Progress | None, is_all: bool = True) -> Record:
+    """What :func:`prune` does; if it ``is_all`` that is to be done, the result is moved into place."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     source = locate_model(request.model)
@@ -162,9 +167,10 @@ def _run(request: Request, given: str | Path, restart: bool, progress: Progress 
                 else:
                     walk.blocks(texts)
             record = world.received(record)
-            if place:
+            if place and is_all:
                 place.move()
-    progress.end(record)
+    if is_all:
+        progress.end(record)
     return record
 
 

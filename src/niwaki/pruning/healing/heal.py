@@ -120,6 +120,42 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
+    return run(
+        pruned,
+        out,
+        teacher,
+        str(pruned),
+        method=method,
+        tokens=tokens,
+        time=time,
+        rate=rate,
+        batch=batch,
+        calibration=calibration,
+        measurement=measurement,
+        compute=compute,
+        restart=restart,
+        progress=progress,
+    )
+
+
+def run(
+    pruned: str | Path,
+    out: str | Path,
+    teacher: str | Path,
+    called: str,
+    *,
+    method: HealingMethod = "auto",
+    tokens: int | str = HEALING_TOKENS,
+    time: float | str | None = None,
+    rate: float = HEALING_RATE,
+    batch: int = HEALING_BATCH,
+    calibration: Calibration | Text,
+    measurement: Measurement | Text | None,
+    compute: Compute | str,
+    restart: bool,
+    progress: Progress | None,
+) -> Record:
+    """What :func:`heal` does, of a model that the record has as ``called``."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
@@ -162,7 +198,7 @@ def heal(
             "process needs one; give more text, or a shorter --seqlen"
         )
     record = begin_record(
-        str(pruned),
+        called,
         dense,
         texts,
         calibration,
@@ -215,6 +251,13 @@ def heal(
             place.move()
     progress.end(record)
     return record
+
+
+def check(checkpoint: Checkpoint, compute: Compute) -> None:
+    """UnsupportedModelError where a pruned model of this one would not fit in memory, or could not be healed."""
+    half = StreamedModel(checkpoint, compute.device, training_dtype(compute.dtype, compute.device, checkpoint)).dtype
+    student, *_ = _student(checkpoint, compute, half != torch.float32, "auto")
+    find_logits(student)
 
 
 @dataclass
