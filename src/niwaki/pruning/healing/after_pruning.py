@@ -28,15 +28,15 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     effort = dataclasses.replace(request.effort, healing=0.0)
     pruned = run(dataclasses.replace(request, effort=effort), first, restart, progress, is_all=False)
     tokens = pruned.calibration["samples"] * pruned.calibration["sequence_length"]
-    record = heal.run(
+    record = heal.heal(
         unfinished(first),
         target,
-        request.model,
         request.model,
         tokens=max(1, int(request.effort.healing * tokens)),
         calibration=dataclasses.replace(request.calibration, samples=Calibration().samples),
         measurement=request.measurement,
         compute=dataclasses.replace(compute, tf32="auto"),
+        called=request.model,
         restart=restart,
         progress=progress,
     )

@@ -85,6 +85,7 @@ def heal(
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
+    called: str | None = None,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
@@ -111,6 +112,7 @@ def heal(
         measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
         compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32; "auto" is that
             also on processors with units for it (AMX), where files are in it.
+        called: What the record and the model card call the pruned model, by default ``pruned``.
         restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
         progress: Receives how it goes.
 
@@ -120,42 +122,6 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
-    return run(
-        pruned,
-        out,
-        teacher,
-        str(pruned),
-        method=method,
-        tokens=tokens,
-        time=time,
-        rate=rate,
-        batch=batch,
-        calibration=calibration,
-        measurement=measurement,
-        compute=compute,
-        restart=restart,
-        progress=progress,
-    )
-
-
-def run(
-    pruned: str | Path,
-    out: str | Path,
-    teacher: str | Path,
-    called: str,
-    *,
-    method: HealingMethod = "auto",
-    tokens: int | str = HEALING_TOKENS,
-    time: float | str | None = None,
-    rate: float = HEALING_RATE,
-    batch: int = HEALING_BATCH,
-    calibration: Calibration | Text,
-    measurement: Measurement | Text | None,
-    compute: Compute | str,
-    restart: bool,
-    progress: Progress | None,
-) -> Record:
-    """What :func:`heal` does, of a model that the record has as ``called``."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
@@ -198,7 +164,7 @@ def run(
             "process needs one; give more text, or a shorter --seqlen"
         )
     record = begin_record(
-        called,
+        called or str(pruned),
         dense,
         texts,
         calibration,
