@@ -5,7 +5,7 @@
 
 CORPUS has train.txt.xz (books), held.txt.xz (books by others), wikitext2.valid.txt and wikitext2.test.txt. WORK keeps
 all that is made and measured: the same command goes on where it stopped, and one with more methods, patterns or
-calibrations adds to it.
+calibrations adds to it, and to the record.
 
 Calibrations: books; wikitext2; answers (the model's own, to the prompts that ship with niwaki); own (text that it
 writes without a prompt); mixture (as much of each of these and of source code). Measured on: wikitext2, books, code
@@ -21,6 +21,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import common
 import torch
@@ -162,11 +163,19 @@ def main() -> None:
                 if (directory / "compare.json").exists()
                 for cell in Comparison.load(directory).cells
             ]
+            if arguments.record.exists():  # also what another WORK has
+                made = {_key(cell) for cell in cells}
+                cells += [cell for cell in json.loads(arguments.record.read_text())["cells"] if _key(cell) not in made]
+                cells.sort(key=lambda cell: CALIBRATIONS.index(cell["calibration"]))
             sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
             common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)
 
 
-def _cell(calibration: str, cell: Cell, texts: list[str]) -> dict[str, object]:
+def _key(cell: dict[str, Any]) -> tuple[str, str, str]:
+    return cell["calibration"], cell["method"], cell["pattern"]
+
+
+def _cell(calibration: str, cell: Cell, texts: list[str]) -> dict[str, Any]:
     """Without where files lie on this machine."""
     values = dataclasses.asdict(cell)
     perplexity = dict(zip(texts, values["perplexity"].values(), strict=True))

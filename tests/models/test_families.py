@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
@@ -22,7 +22,7 @@ from niwaki.models.streamed import StreamedModel, _same
 from niwaki.options import Compute
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
-from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model
+from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model, save_random
 from support.runs import Untouched, raw, tensors, zeros
 from support.scripts import run_script
 from support.streams import save_starved
@@ -243,15 +243,7 @@ SIZES = {
 
 
 def save_unknown(path: Path, kind: str, auto: type = AutoModelForCausalLM, **others: object) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SIZES, **others})
-    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "norm" not in name:
-                parameter.normal_(0, 0.15)
-    model.save_pretrained(path)
-    return path
+    return save_random(path, AutoConfig.for_model(kind, **{**SIZES, **others}), auto)
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)

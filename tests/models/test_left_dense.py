@@ -43,31 +43,40 @@ def prune(model: Path, out: Path, **changes: Any) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "routers"),
+    ("kind", "values", "reasons"),
     [
         (
             "jetmoe",
             {**SMALL, "kv_channels": 16, "num_local_experts": 4},
-            {"mlp.router.layer", "self_attention.experts.router.layer"},
+            {"mlp.router.layer": "router", "self_attention.experts.router.layer": "router"},
         ),
         (
             "hunyuan_v1_moe",
             {**SMALL, "num_experts": 4, "moe_topk": 2, "head_dim": 16, "rope_parameters": {"rope_theta": 1e4}},
-            {"mlp.gate.wg"},
+            {"mlp.gate.wg": "router"},
+        ),
+        (
+            "deepseek_v32",
+            {**SMALL, "num_key_value_heads": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8}
+            | {"qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+            | {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+            | {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2},
+            {f"self_attn.indexer.{name}": "indexer" for name in ("wq_b", "wk", "weights_proj")}
+            | {"mlp.gate": "router"},
         ),
     ],
-    ids=["jetmoe", "hunyuan"],
+    ids=["jetmoe", "hunyuan", "deepseek"],
 )
-def test_routers_within_modules_stay(tmp_path: Path, kind: str, values: dict[str, Any], routers: set[str]) -> None:
+def test_what_chooses_stays(tmp_path: Path, kind: str, values: dict[str, Any], reasons: dict[str, str]) -> None:
     model = save(tmp_path / "model", kind, **values)
     record = prune(model, tmp_path / "out")
-    assert {each.name: each.reason for each in record.left_dense} == dict.fromkeys(routers, "router")
+    assert {each.name: each.reason for each in record.left_dense} == reasons
     assert Record.load(tmp_path / "out" / "niwaki.json").left_dense == record.left_dense == of_model(model)
     before, after = tensors(model), tensors(tmp_path / "out")
     large = {key for key, value in before.items() if value.ndim > 1 and "embed" not in key and "lm_head" not in key}
     stay = {key for key in large if torch.equal(after[key], before[key])}
-    assert stay == {key for key in large if any(f".{name}." in key for name in routers)} != set()
-    assert all(name in (tmp_path / "out" / "README.md").read_text() for name in routers)
+    assert stay == {key for key in large if any(f".{name}." in key for name in reasons)} != set()
+    assert all(name in (tmp_path / "out" / "README.md").read_text() for name in reasons)
 
 
 def test_experts_that_are_no_matrices(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from niwaki.errors import UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.pruning.prune import prune
-from support.models import message, random_tokens
+from support.models import message, random_tokens, save_random
 from support.runs import raw, tensors, zeros
 
 TOKENS = random_tokens(4, 24)
@@ -58,6 +58,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "vision_config": {**SIGHT, "image_size": 16, "patch_size": 8},
         "qformer_config": {**SIGHT, "vocab_size": 64, "encoder_hidden_size": 32},
     },
+    "mllama": {  # the second block looks at images, and does not run without
+        "text_config": TEXT
+        | {"model_type": "mllama_text_model", "cross_attention_layers": [1], "pad_token_id": 0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "vision_config": SIGHT
+        | {"attention_heads": 4, "image_size": 16, "patch_size": 8, "num_global_layers": 1}
+        | {"intermediate_layers_indices": [0], "vision_output_dim": 64, "max_num_tiles": 1}
+        | {"supported_aspect_ratios": [[1, 1]]},
+    },
     "voxtral": {
         "text_config": {"model_type": "llama", **TEXT},
         "audio_config": {**SIGHT, "num_mel_bins": 8, "max_source_positions": 16},
@@ -66,14 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def save(path: Path, kind: str) -> Path:
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "norm" not in name:
-                parameter.normal_(0, 0.15)
-    model.save_pretrained(path)
-    return path
+    return save_random(path, AutoConfig.for_model(kind, **KINDS[kind]), AutoModelForMultimodalLM)
 
 
 @torch.no_grad()
@@ -98,9 +100,10 @@ def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(losses(model), whole_losses(model))
     record = prune(model, tmp_path / "out", 0.5, solver="sparsegpt", calibration=TOKENS, compute=Compute("cpu"))
     # OPT has no gate; of a mixture, 4 experts have two matrices each, in two tensors of a block.
-    matrices, changed = {"blip-2": (12, 12), "qwen3_vl_moe": (24, 12)}.get(kind, (14, 14))
+    matrices, changed = {"blip-2": (12, 12), "qwen3_vl_moe": (24, 12), "mllama": (7, 7)}.get(kind, (14, 14))
     assert len(record.matrices) == matrices
-    assert [left.name for left in record.left_dense] == (["mlp.gate"] if kind == "qwen3_vl_moe" else [])
+    left = {"qwen3_vl_moe": {"router"}, "mllama": {"cross-attention, which text alone does not reach"}}
+    assert {each.reason for each in record.left_dense} == left.get(kind, set())
     before, after = tensors(model), tensors(tmp_path / "out")
     pruned = {key for key, value in after.items() if raw(value) != raw(before[key])}
     assert len(pruned) == changed

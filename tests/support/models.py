@@ -296,6 +296,18 @@ def add_tokenizer(path: Path) -> Path:
     return path
 
 
+def save_random(path: Path, config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> Path:
+    """A model of ``config`` with random weights that are large enough to matter."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "norm" not in name:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(path)
+    return path
+
+
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The whole model as transformers loads it."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
