@@ -108,7 +108,8 @@ class Display(Screen):
             self.line("   tokens  minutes  held out  trained on")
         if self._healed != point:
             self._healed = point
-            self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {point.error:8.4f}  {point.loss:10.4f}")
+            kl = [round(value, 4) + 0.0 for value in (point.error, point.loss)]  # rounding leaves negative zeros
+            self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl[0]:8.4f}  {kl[1]:10.4f}")
         left = f"{duration(seconds * (1 - share) / share)} left" if share else ""
         self._at = "healing", share, left
         self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")

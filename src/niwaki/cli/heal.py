@@ -25,7 +25,7 @@ METHOD = Option(help="What is trained: all weights (full), products of low rank 
 TOKENS = Option(metavar="N", help="How many tokens to train on, such as 500k or 2M.")
 TIME = Option(help="A limit for all of it, such as 90m or 2h.")
 RATE = Option(help="The learning rate, relative to the size of the weights.")
-BATCH = Option(metavar="TOKENS", help="Tokens in a step.")
+BATCH = Option(metavar="TOKENS", help="Tokens in a step, such as 512 or 1k.")
 TRAINED = Option(help=f"What to train on. {TEXT} May be given several times, for equal shares.")
 LENGTH = Option(
     "--seqlen", help=rf"Tokens in a window. \[default: {HEALING_LENGTH}, or the model's positions if fewer]"
@@ -45,7 +45,7 @@ def heal(
     tokens: Annotated[str, TOKENS] = HEALING_TOKENS,
     time: Annotated[str | None, TIME] = None,
     rate: Annotated[float, RATE] = HEALING_RATE,
-    batch: Annotated[int, BATCH] = HEALING_BATCH,
+    batch: Annotated[str, BATCH] = str(HEALING_BATCH),
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),

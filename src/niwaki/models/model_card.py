@@ -41,7 +41,10 @@ def top(readme: Path) -> dict[str, Any]:
 def notes(record: Record) -> str:
     """The end of a pruned model's card."""
     listed = "\n".join(f"* {markdown(note)}" for note in record.notes)
-    full = "`niwaki.json` has the full record: versions, command, and every matrix."
+    has = "the full record: versions, command" + (", and every matrix" if record.matrices else " and curve")
+    full = f"`niwaki.json` has {has}." + (
+        " That of the pruning, if it has one, is `niwaki.base.json`." * bool(record.healing)
+    )
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 
 

@@ -81,7 +81,7 @@ def heal(
     tokens: int | str = HEALING_TOKENS,
     time: float | str | None = None,
     rate: float = HEALING_RATE,
-    batch: int = HEALING_BATCH,
+    batch: int | str = HEALING_BATCH,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -106,7 +106,7 @@ def heal(
         time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the same
             bytes, the same time does not.
         rate: The learning rate, relative to the root mean square of each parameter's weights.
-        batch: Tokens in a step, at least one window.
+        batch: Tokens in a step, at least one window; such as "1k".
         calibration: The text to train on, alone or as a :class:`~niwaki.options.Calibration`, whose ``samples`` are
             not used; by default in windows of 512 tokens.
         measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
@@ -129,6 +129,7 @@ def heal(
     calibration.only("heal", "text", "length", "order", "seed", "answers")
     compute.only("heal", "device", "dtype", "memory")
     count = parse_number(tokens) if isinstance(tokens, str) else tokens
+    batch = parse_number(batch) if isinstance(batch, str) else batch
     limit = parse_time(time) if isinstance(time, str) else time
     for name, value in (("tokens", count), ("time", limit), ("rate", rate), ("batch", batch)):
         if value is not None and not 0 < value < _LIMIT:
