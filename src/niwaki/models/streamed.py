@@ -71,8 +71,6 @@ class StreamedModel:
             )
         #: The most tokens in a window; None where the model has no limit.
         self.positions = getattr(self.config, "max_position_embeddings", None)
-        if self.positions == -1:  # of a few old families
-            self.positions = None
         if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
         self.path, self.blocks = _find_blocks(self.model, kind)
