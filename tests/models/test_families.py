@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+import niwaki
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel, _same
-from niwaki.options import Compute
+from niwaki.options import Compute, Measurement
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
 from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model, save_random
@@ -269,6 +270,35 @@ def test_models_that_are_understood_by_their_structure(tmp_path: Path, kind: str
         else:
             assert raw(after[key]) == raw(old), key
     assert stream_of(save_model(tmp_path / "known")).notes == []
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+def test_an_encoder_without_a_head(tmp_path: Path, kind: str) -> None:
+    """As models that make embeddings are: pruned by errors alone, and nothing is measured."""
+    model, out = save_unknown(tmp_path / "model", kind, AutoModel), tmp_path / "out"
+    record = niwaki.prune(model, out, 0.5, calibration=TOKENS, compute="cpu")
+    assert record.effort["allocation"] == "error"
+    assert (record.perplexity, record.sparsity) == ({}, 0.5)
+    (note,) = (note for note in record.notes if "no head" in note)
+    assert "the effort is" in note
+    before, after = tensors(model), tensors(out)
+    changed = [key for key in before if raw(before[key]) != raw(after[key])]
+    streamed = stream_of(out)
+    size = sum(matrix.size for matrix in streamed.matrices())
+    assert sum(zeros(after[key]) for key in changed if after[key].ndim > 1) == size // 2
+    states = streamed.embed(TOKENS)
+    for block in streamed.stream():
+        block.advance(states)
+    with torch.no_grad():
+        whole = AutoModel.from_pretrained(out, dtype=torch.float32).eval()(TOKENS).last_hidden_state
+    torch.testing.assert_close(torch.cat(list(states.hidden)), whole)
+    for refused in (
+        lambda: niwaki.evaluate(out, Measurement(TOKENS)),
+        lambda: niwaki.heal(out, tmp_path / "healed", model, calibration=TOKENS, measurement=None),
+        lambda: niwaki.prune(model, tmp_path / "other", 0.5, effort="heal", calibration=TOKENS),
+    ):
+        with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
+            refused()
 
 
 GEMMA3N = {

@@ -102,6 +102,8 @@ def continue_text(
                 raise
 
     given = _prompt_tokens(model, tokenizer, prompt, tokens).to(model.device)
+    if not hasattr(model, "generate"):  # it has no head
+        raise CheckpointError("the model generates no text: it makes no predictions of words")
     own = model.generation_config
     end = own.eos_token_id if own is not None else None  # a number or several: chat models have more than one
     end = tokenizer.eos_token_id if end is None else end

@@ -75,11 +75,13 @@ class StreamedModel:
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
         self.path, self.blocks = _find_blocks(self.model, kind)
         decoder = _decoder(self.model)
-        #: Without the head: LLaMA 4 says that it is part of its decoder.
-        has_head = self.model.get_output_embeddings() in decoder.modules()
-        self.decoder = self.model.get_submodule(self.path.rpartition(".")[0]) if has_head else decoder
-        #: The decoder with the head: some models have other parts around both, which do not run without images.
         head, block = self.model.get_output_embeddings(), self.blocks[0]
+        #: Whether it makes predictions: an encoder may have none.
+        self.has_head = head is not None
+        #: Without the head: LLaMA 4 says that it is part of its decoder.
+        is_within = self.has_head and head in decoder.modules()
+        self.decoder = self.model.get_submodule(self.path.rpartition(".")[0]) if is_within else decoder
+        #: The decoder with the head: some models have other parts around both, which do not run without images.
         models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
         self._speaker = [self.model, *(model for model in models if {head, block}.issubset(model.modules()))][-1]
         self._decoder = next(f"{name}." for name, module in self.model.named_modules() if module is self.decoder)
@@ -256,15 +258,23 @@ class StreamedModel:
 
     def perplexity(self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None) -> Perplexity:
         """Of the model on ``windows``; ``done(blocks, of)`` is called after each block."""
+        self.check_head()
         states = self.embed(windows.tokens)
         for block in self.stream():
             block.advance(states)
             done(block.index + 1, len(self.blocks))
         return Perplexity.of(self.losses(states), windows.source, windows.origin)
 
+    def check_head(self) -> None:
+        """Raises UnsupportedModelError where the model makes no predictions."""
+        if not self.has_head:
+            path = self.checkpoint.path
+            raise UnsupportedModelError(f"{path} has no head, and makes no predictions of words; it can only be pruned")
+
     @contextlib.contextmanager
     def head(self, dtype: torch.dtype | None = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
         """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
+        self.check_head()
 
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
             answer = self._answer(hidden.to(dtype or hidden.dtype))

@@ -12,12 +12,13 @@ from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, one_line
 from niwaki.models.checkpoint.tensors import read_json
@@ -60,7 +61,13 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """What transformers makes the model of ``config`` with: one of text alone, or one of images or sound as well."""
+    """What transformers makes the model of ``config`` with: one of text alone, or one of images or sound as well.
+
+    An encoder may come without a head, as those that make embeddings of texts do.
+    """
+    base = MODEL_MAPPING_NAMES.get(config.model_type)
+    if getattr(config, "is_decoder", True) is False and config.architectures == [base]:
+        return AutoModel
     with_more = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
     takes_text_alone = type(config) in AutoModelForCausalLM._model_mapping and with_more not in (
         config.architectures or ()

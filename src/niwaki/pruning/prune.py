@@ -126,6 +126,7 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
         checkpoint = Checkpoint(source)
         carried = find_carried(checkpoint, out, checkpoint.size) if world.first else None
         model = StreamedModel(checkpoint, request.compute.device, request.compute.dtype, budget)
+        request = request.for_model(model)
         chosen = request.chosen(len(model.blocks))
         if not request.blocks:
             model.check_coverage()

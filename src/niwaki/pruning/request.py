@@ -1,7 +1,7 @@
 """What a run is asked for: checked, fingerprinted, recorded; and the pattern of each matrix."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement
-from niwaki.pruning.effort import Effort, describe as describe_effort
+from niwaki.pruning.effort import Effort, describe as describe_effort, described
 from niwaki.pruning.session import current_session
 from niwaki.records.data import plain
 from niwaki.records.record import Record, versions
@@ -48,6 +48,18 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.pattern, MixedNM) and self.effort.allocation == "owl":
             raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
+
+    def for_model(self, model: StreamedModel) -> "Request":
+        """The same without what a model that makes no predictions cannot do, of which it then has a note."""
+        if model.has_head:
+            return self
+        allocation = "error" if self.effort.allocation == "loss" else self.effort.allocation
+        effort = replace(self.effort, allocation=allocation, importance=0.0, synthetic=0.0)
+        model.notes.append(
+            "this model has no head: no perplexity is measured"
+            + (f", and the effort is {described(describe_effort(effort))}" if effort != self.effort else "")
+        )
+        return replace(self, effort=effort, measurement=replace(self.measurement, samples=0))
 
     def chosen(self, count: int) -> range:
         """The blocks to prune, of ``count``; raises UsageError where there are no such blocks."""

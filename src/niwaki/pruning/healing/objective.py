@@ -140,6 +140,7 @@ def find_logits(model: StreamedModel) -> Logits:
 
     UnsupportedModelError where they are neither multiples of these nor capped by a tanh.
     """
+    model.check_head()
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
     hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))
