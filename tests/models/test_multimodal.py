@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from niwaki.errors import UnsupportedModelError
+from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
@@ -110,6 +111,16 @@ def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     assert all(".layers." in key and ("language_model." in key or "text_model." in key) for key in pruned)
     assert all(zeros(after[key]) == after[key].numel() // 2 for key in pruned)
     torch.testing.assert_close(losses(tmp_path / "out"), whole_losses(tmp_path / "out"))
+
+
+def test_experts_that_files_have_twice(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "qwen3_vl_moe")
+    values = tensors(model)
+    key = next(key for key in values if key.endswith("layers.0.mlp.experts.down_proj"))
+    values[key.replace("model.language_model.", "language_model.")] = values[key].clone()
+    save_file(values, model / "model.safetensors", {"format": "pt"})
+    text = message(lambda: StreamedModel(Checkpoint(model), "cpu"), CheckpointError)
+    assert "twice" in text
 
 
 def test_several_models_in_one(tmp_path: Path) -> None:

@@ -198,7 +198,10 @@ class Layout:
     def _experts(self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool) -> Iterable[Matrix]:
         pieces = self._pieces[prefix + parameter]
         if pieces[0].expert is None:  # the checkpoint has them in one tensor too
-            (rows, columns), (piece,) = value.shape[:0:-1] if transposed else value.shape[1:], pieces
+            rows, columns = value.shape[:0:-1] if transposed else value.shape[1:]
+            piece, *others = pieces
+            if others:
+                raise UnsupportedModelError(f"{parameter!r} is made of {len(pieces)} tensors, each of several experts")
             for expert in range(len(value)):
                 name = f"{parameter}.{expert}"
                 at = expert, 0, expert, transposed, piece.flipped
@@ -240,7 +243,9 @@ class Layout:
     def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[_Piece]:
         operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
         if operations == (("Transpose", None),) and {rule.operations[0].dim0, rule.operations[0].dim1} == {1, 2}:
-            ((key,),) = sources.values()
+            key, *others = [key for keys in sources.values() for key in keys]
+            if others:
+                raise CheckpointError(f"{self.checkpoint.path} has {name!r} twice, as {key!r} and {others[0]!r}")
             fits = self.checkpoint.entries[key].shape == tuple(self._parameters[name].shape)
             return [_Piece(key, flipped=not (fits and rule.operations[0].check_dims))]
         if operations not in _STACKING:
