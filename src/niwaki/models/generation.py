@@ -62,18 +62,14 @@ def continued(
         return torch.isin(ids[:, -1], last)
 
     # A cache that does not grow takes half the time, but not all models can use it.
-    try:
-        return _generated(whole, prompts, mask, length, step, "static", sampling)
-    except torch.OutOfMemoryError:
-        raise
-    except _REFUSALS:
-        pass
-    try:
-        return _generated(whole, prompts, mask, length, step, "dynamic", sampling)
-    except torch.OutOfMemoryError:
-        raise
-    except _REFUSALS as error:
-        raise UnsupportedModelError(f"transformers cannot generate text with this model ({one_line(error)})") from error
+    for cache in ("static", "dynamic"):
+        try:
+            return _generated(whole, prompts, mask, length, step, cache, sampling)
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSALS as error:
+            refusal = error
+    raise UnsupportedModelError(f"transformers cannot generate text with this model ({one_line(refusal)})") from refusal
 
 
 def _generated(

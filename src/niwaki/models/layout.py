@@ -229,9 +229,8 @@ class Layout:
             if name not in self._parameters:
                 continue
             if pattern is None:
-                if name in pieces:  # which one counts is up to the reader
-                    both = f"{pieces[name][0].key!r} and {key!r}"
-                    raise CheckpointError(f"{self.checkpoint.path} has {name!r} twice, as {both}")
+                if name in pieces:
+                    raise self._twice(name, pieces[name][0].key, key)
                 pieces[name] = [_Piece(key)]
             else:
                 sources[name][pattern].append(key)
@@ -240,12 +239,16 @@ class Layout:
                 pieces[name] = self._stacked(name, by_pattern[next(iter(keys))], keys)
         return pieces
 
+    def _twice(self, name: str, key: str, other: str) -> CheckpointError:
+        """Of a parameter that the checkpoint has as two tensors: which one counts is up to the reader."""
+        return CheckpointError(f"{self.checkpoint.path} has {name!r} twice, as {key!r} and {other!r}")
+
     def _stacked(self, name: str, rule: Any, sources: dict[str, list[str]]) -> list[_Piece]:
         operations = tuple((type(each).__name__, getattr(each, "dim", None)) for each in rule.operations)
         if operations == (("Transpose", None),) and {rule.operations[0].dim0, rule.operations[0].dim1} == {1, 2}:
             key, *others = [key for keys in sources.values() for key in keys]
             if others:
-                raise CheckpointError(f"{self.checkpoint.path} has {name!r} twice, as {key!r} and {others[0]!r}")
+                raise self._twice(name, key, others[0])
             fits = self.checkpoint.entries[key].shape == tuple(self._parameters[name].shape)
             return [_Piece(key, flipped=not (fits and rule.operations[0].check_dims))]
         if operations not in _STACKING:
@@ -263,10 +266,10 @@ class Layout:
                     f"{self.checkpoint.path} has {counted(len(keys), 'tensor')} like {pattern!r} for {name!r}, which "
                     f"is made of {wanted}"
                 )
-            for expert, key in enumerate(keys):
-                pieces.append(_Piece(key, expert if has_experts else None, start))
-                start += 0 if has_experts else sum(self.checkpoint.entries[key].shape[:1])
-            start += sum(self.checkpoint.entries[keys[0]].shape[:1]) if has_experts else 0
+            for side_by_side in [keys] if has_experts else [[key] for key in keys]:
+                for expert, key in enumerate(side_by_side):
+                    pieces.append(_Piece(key, expert if has_experts else None, start))
+                start += sum(self.checkpoint.entries[side_by_side[0]].shape[:1])
         return pieces
 
     def _check(self, name: str) -> None:

@@ -20,7 +20,7 @@ from niwaki.models.answers import with_answers
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
-from niwaki.models.device import peak_memory, training_dtype
+from niwaki.models.device import find_device, find_dtype, peak_memory, training_dtype
 from niwaki.models.generation import device_memory
 from niwaki.models.journal import Journal, digest
 from niwaki.models.layout import Matrix
@@ -222,8 +222,9 @@ def heal(
 
 def check(checkpoint: Checkpoint, compute: Compute) -> None:
     """UnsupportedModelError where a pruned model of this one would not fit in memory, or could not be healed."""
-    half = StreamedModel(checkpoint, compute.device, training_dtype(compute.dtype, compute.device, checkpoint)).dtype
-    student, *_ = _student(checkpoint, compute, half != torch.float32, "auto")
+    name = training_dtype(compute.dtype, compute.device, checkpoint)
+    half = find_dtype(name, find_device(compute.device), checkpoint) != torch.float32
+    student, *_ = _student(checkpoint, compute, half, "auto")
     find_logits(student)
 
 

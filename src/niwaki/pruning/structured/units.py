@@ -103,11 +103,10 @@ def head_removal(model: StreamedModel, fraction: float) -> Removal:
 
 
 def _mlp(model: StreamedModel, index: int) -> BlockUnits:
-    matrices = {matrix.name: matrix for matrix in model.matrices(index)}
-    if any(matrix.expert is not None for matrix in matrices.values()):
+    if any(matrix.expert is not None for matrix in model.matrices(index)):
         raise _refused(model, "neurons", f"block {index} has experts")
     mlps = []
-    matrices = {name: matrix for name, matrix in matrices.items() if matrix.is_module}
+    matrices = {matrix.name: matrix for matrix in model.matrices(index) if matrix.is_module}
     for name, down in matrices.items():
         path, dot, last = name.rpartition(".")
         ups = [matrices[path + dot + up] for up in _UP.get(last, ()) if path + dot + up in matrices]
