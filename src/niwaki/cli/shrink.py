@@ -12,6 +12,7 @@ from niwaki.options import Calibration, Compute, Measurement
 BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
 NEURONS = Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
 HEADS = Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
+EXPERTS = Option(metavar="FRACTION", help="Fraction of the experts of each block to remove, of a mixture of experts.")
 
 
 @spread(without=("tf32", "memory"))
@@ -21,12 +22,13 @@ def shrink(
     blocks: Annotated[int, BLOCKS] = 0,
     neurons: Annotated[float, NEURONS] = 0.0,
     heads: Annotated[float, HEADS] = 0.0,
+    experts: Annotated[float, EXPERTS] = 0.0,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
     restart: Restart = False,
 ) -> None:
-    """Remove blocks, attention heads or neurons of MODEL; write a smaller dense model to OUT."""
+    """Remove blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT."""
     with Display(f"shrinking {model}") as display, in_session():
         from niwaki.pruning.structured.shrink import shrink as run
 
@@ -36,6 +38,7 @@ def shrink(
             blocks=blocks,
             neurons=neurons,
             heads=heads,
+            experts=experts,
             calibration=calibration,
             measurement=measurement,
             compute=compute,

@@ -41,9 +41,9 @@ FAMILIES = {
     "cohere2": "",
     "olmo2": "",
     "olmoe": _EXPERTS,
-    "gpt_oss": _EXPERTS + "; gate and up are one matrix; not the files in MXFP4",
+    "gpt_oss": _EXPERTS + "; gate and up are one matrix, files in MXFP4 too",
     "deepseek_v2": _EXPERTS + "; shared experts as any MLP",
-    "deepseek_v3": _EXPERTS + "; shared experts as any MLP; not the files in FP8",
+    "deepseek_v3": _EXPERTS + "; shared experts as any MLP, files in FP8 too",
 }
 
 

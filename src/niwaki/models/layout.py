@@ -141,6 +141,10 @@ class Layout:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
         return [piece.key for piece in self._pieces.get(name, ())]
 
+    def experts(self, name: str) -> dict[str, int | None]:
+        """Which expert's each of the tensors of :meth:`keys` is; None for one that is of all, or of no expert."""
+        return {piece.key: piece.expert for piece in self._pieces[name]}
+
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The parameter or buffer ``name`` of the model, on the CPU, in ``dtype``, by default what the model has."""
         like, pieces = self._parameters[name], self._pieces[name]

@@ -156,6 +156,8 @@ class _Packer:
     """Packs the tensors of a dense checkpoint; ``tensors`` are those that are written."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        if checkpoint.is_encoded:
+            raise UnsupportedModelError(f"{checkpoint.path} is in FP8 or MXFP4; prune it first, and pack the result")
         self.tensors: dict[str, Stored] = {}
         self._names: set[str] = set()
         self._checkpoint, self._path, self._progress = checkpoint, checkpoint.path, progress

@@ -188,6 +188,7 @@ class StructureRecord:
         blocks: Numbers of the blocks that went, from 0, as are all that follow.
         heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
         neurons: Likewise.
+        experts: Likewise, of blocks that have some.
     """
 
     parameters: dict[str, Positive]
@@ -196,6 +197,7 @@ class StructureRecord:
     blocks: list[Count] = field(default_factory=list)
     heads: list[list[Count]] = field(default_factory=list)
     neurons: list[list[Count]] = field(default_factory=list)
+    experts: list[list[Count]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.parameters.keys() >= {"before", "after"}:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,18 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, UsageError, first_line
 from niwaki.files import given_path
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
+from niwaki.layer.linalg import is_finite
+from niwaki.models.checkpoint.encodings import find_encoded
+from niwaki.models.checkpoint.tensors import (
+    DTYPES,
+    Entry,
+    header_bytes,
+    header_of,
+    placed,
+    read_header,
+    read_json,
+    read_tensor,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -88,16 +100,18 @@ class Pruning:
 
 
 class Checkpoint:
-    """The weights of a model directory by key; CheckpointError where a file is missing, malformed or pickled."""
+    """The weights of a model directory by key; CheckpointError where a file is missing, malformed or pickled.
+
+    Those in FP8 or MXFP4 (see :mod:`.encodings`) are bfloat16 here, and nothing says that they were not.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config: dict[str, Any] = read_json(path / "config.json")
-        self.entries: dict[str, Entry] = {}
         weight_map = self._weight_map()
-        self.shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
+        shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
         found: dict[str, Entry] = {}
-        for shard in self.shards:
+        for shard in shards:
             for key, entry in read_header(path / shard).items():
                 if key in found:  # which one counts is up to the reader
                     raise CheckpointError(f"{path} has the tensor {key!r} twice, in {found[key].shard} and in {shard}")
@@ -105,7 +119,44 @@ class Checkpoint:
         for key, shard in (weight_map or {}).items():
             if key not in found or found[key].shard != shard:
                 raise CheckpointError(f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there")
-        self.entries.update({key: entry for key, entry in found.items() if weight_map is None or key in weight_map})
+        #: Where tensors are in the files.
+        self._stored = {key: entry for key, entry in found.items() if weight_map is None or key in weight_map}
+        self._encoded = find_encoded(self.config, self._stored)
+        #: By key, where tensors are, or would be in files that have none in FP8 or MXFP4.
+        self.entries: dict[str, Entry] = self._decoded_entries(shards) if self._encoded else self._stored
+        #: Those files.
+        self.shards = sorted({entry.shard for entry in self.entries.values()}) if self._encoded else shards
+        if self._encoded:
+            self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some of its tensors are in FP8 or MXFP4."""
+        return bool(self._encoded)
+
+    def _decoded_entries(self, shards: list[str]) -> dict[str, Entry]:
+        """A place for each tensor, in the file where it is."""
+        hidden = {id(entry) for each in self._encoded.values() for entry in (each.codes, each.scales)}
+        tensors = {key: entry for key, entry in self._stored.items() if id(entry) not in hidden}
+        for key, encoded in self._encoded.items():
+            size = 2 * math.prod(encoded.shape)
+            tensors[key] = Entry(encoded.codes.shard, "BF16", encoded.shape, 0, size)
+        parts = [placed({key: one for key, one in tensors.items() if one.shard == shard}) for shard in shards]
+        return {key: entry for part in parts for key, entry in part.items()}
+
+    def header(self, shard: str) -> bytes:
+        """What the file ``shard`` has before its tensors, or would have without FP8 and MXFP4."""
+        return header_of(self.tensors(shard)) if self._encoded else header_bytes(self.path / shard)
+
+    def tensors(self, shard: str) -> dict[str, Entry]:
+        """All tensors of the file ``shard``, also such as the index does not name."""
+        if self._encoded:
+            return {key: entry for key, entry in self.entries.items() if entry.shard == shard}
+        return read_header(self.path / shard)
+
+    def bytes_of(self, key: str, entry: Entry) -> Entry | None:
+        """Where the bytes are of what :meth:`tensors` has as ``entry``; None if they are in FP8 or MXFP4."""
+        return None if key in self._encoded else self._stored.get(key, entry)
 
     def _weight_map(self) -> dict[str, str] | None:
         """The shard of each key; None where one file has all."""
@@ -145,7 +196,9 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of its weight files."""
+        """Bytes of its weight files, without FP8 and MXFP4."""
+        if self._encoded:
+            return sum(entry.size for entry in self.entries.values())
         return sum((self.path / shard).stat().st_size for shard in self.shards)
 
     def dtype(self, key: str) -> torch.dtype:
@@ -160,13 +213,18 @@ class Checkpoint:
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         self.dtype(key)
-        entry = self.entries[key].at(index)
+        if (encoded := self._encoded.get(key)) is not None:
+            value = encoded.read(lambda entry: read_tensor(self.path / entry.shard, key, entry), index)
+            if not is_finite(value):  # scales can be infinite
+                raise CheckpointError(f"{self.path / encoded.codes.shard}: {key!r} has NaN or infinite values")
+            return value
+        entry = self._stored[key].at(index)
         return read_tensor(self.path / entry.shard, key, entry)
 
     def fingerprint(self) -> str:
         """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for key, entry in sorted(self.entries.items()):
+        for key, entry in sorted(self._stored.items()):
             digest.update(f"{key} {entry}".encode())
             with (self.path / entry.shard).open("rb") as file:
                 for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):

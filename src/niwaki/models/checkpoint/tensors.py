@@ -53,12 +53,22 @@ class Entry:
 def new_shard(shard: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
     """Places for ``tensors`` (dtype and shape by key) in a file of this name, for :class:`CheckpointWriter`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
+    return placed(
+        {
+            key: Entry(shard, names[dtype], shape, 0, math.prod(shape) * dtype.itemsize)
+            for key, (dtype, shape) in tensors.items()
+        }
+    )
+
+
+def placed(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+    """``tensors``, of one file, each after the other behind a header."""
     entries: dict[str, Entry] = {}
     end = 0
-    for key, (dtype, shape) in tensors.items():
-        entries[key] = Entry(shard, names[dtype], shape, end, math.prod(shape) * dtype.itemsize)
-        end += entries[key].size
-    start = len(header_of(entries))
+    for key, entry in tensors.items():
+        entries[key] = replace(entry, offset=end)
+        end += entry.size
+    start = len(header_of(entries)) if entries else 0
     return {key: replace(entry, offset=start + entry.offset) for key, entry in entries.items()}
 
 

@@ -22,7 +22,7 @@ from niwaki.errors import CheckpointError, OutputError, first_line
 from niwaki.files import output_errors, reserve, set_usual_mode, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_bytes, header_of, read_header, read_tensor
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_of, read_tensor
 
 _CHUNK = 1 << 24
 
@@ -51,8 +51,9 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         with output_errors(self._directory), self._stack:
             for shard in self._source.shards:
-                original = self._source.path / shard
-                self._open(shard, header_bytes(original), original.stat().st_size)
+                end = max((each.offset + each.size for each in self._source.tensors(shard).values()), default=0)
+                header = self._source.header(shard)
+                self._open(shard, header, max(len(header), end))
             for shard in {entry.shard for entry in self._added.values()}:
                 (self._directory / shard).parent.mkdir(exist_ok=True)
                 end = max(entry.offset + entry.size for entry in self._added.values())
@@ -123,20 +124,28 @@ class CheckpointWriter:
                 self._copy_the_rest()
 
     def _copy_the_rest(self) -> None:
+        if self._source.is_encoded and len(self._source.shards) > 1:  # the source's index is about other tensors
+            entries = self._source.entries
+            size = sum(entry.size for entry in entries.values())
+            write_index(self._directory, size, {key: entry.shard for key, entry in entries.items()})
         for shard in self._source.shards:
             file = self._files[shard]
             with (self._source.path / shard).open("rb") as read:
-                # Straight from the file's own header: tensors that the index does not name move along.
-                for key, entry in read_header(self._source.path / shard).items():
+                for key, entry in self._source.tensors(shard).items():
                     written = self._written.get(key, set())
-                    if None not in written:
-                        for index in set(range(entry.shape[0])) - written if written else {None}:
-                            _copy(read, file, entry.at(index))
+                    if None in written:
+                        continue
+                    stored = self._source.bytes_of(key, entry)
+                    for index in set(range(entry.shape[0])) - written if written else {None}:
+                        if stored is None:
+                            self.write(key, self._source.read(key, index), index)
+                        else:
+                            _copy(read, file, stored.at(index), entry.at(index))
         self.sync()
 
 
-def _copy(read: BinaryIO, write: BinaryIO, entry: Entry) -> None:
-    read.seek(entry.offset)
+def _copy(read: BinaryIO, write: BinaryIO, stored: Entry, entry: Entry) -> None:
+    read.seek(stored.offset)
     write.seek(entry.offset)
     for start in range(0, entry.size, _CHUNK):
         size = min(entry.size - start, _CHUNK)
@@ -148,7 +157,7 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
     """Raises OutputError unless ``directory`` has the tensors of ``source``, finite and with these ``zeros``."""
     for shard in source.shards:
         path = directory / shard
-        expected = read_header(source.path / shard)
+        expected = source.tensors(shard)
         try:
             with safe_open(path, framework="pt") as file:
                 if set(file.keys()) != set(expected):
@@ -204,5 +213,10 @@ class Shards:
     def finish(self) -> None:
         """Writes the index, if there is more than one file."""
         if len(set(self._shards.values())) > 1:
-            index = {"metadata": {"total_size": self._size}, "weight_map": self._shards}
-            write_json(self._directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")
+            write_index(self._directory, self._size, self._shards)
+
+
+def write_index(directory: Path, size: int, shards: Mapping[str, str]) -> None:
+    """Writes which of the ``shards`` of ``directory``, of ``size`` bytes in all, has which key."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(shards)}
+    write_json(directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

@@ -12,6 +12,7 @@ from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import structure
+from niwaki.pruning.structured.experts import COUNTS
 from niwaki.pruning.structured.units import Removal
 
 #: Entries of configurations with a value for each block; that list blocks; that say how many blocks, from the first,
@@ -24,6 +25,7 @@ _RULES = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_in
 _SIZES = {
     *("layer_idx", "layer_number", "num_heads", "num_attention_heads", "num_key_value_heads"),
     *("num_key_value_groups", "intermediate_size", "ffn_dim", "in_features", "out_features", "nf", "nx"),
+    *COUNTS,
 }
 #: How much hidden states may differ, relative to their norm, by the dtype of the blocks.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -62,8 +64,13 @@ def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
     return changes
 
 
-def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], removals: Sequence[Removal]) -> None:
-    """UnsupportedModelError unless config.json in ``directory`` is for the blocks ``kept`` after ``removals``."""
+def smaller_blocks(
+    model: StreamedModel, directory: Path, kept: Sequence[int], removals: Sequence[Removal]
+) -> nn.ModuleList:
+    """The blocks of config.json in ``directory``, without weights.
+
+    UnsupportedModelError unless they are the blocks ``kept`` after ``removals``.
+    """
     kind = model.checkpoint.config.get("model_type")
     cannot = f"{model.checkpoint.path} ({kind}) cannot become smaller like this:"
     try:
@@ -75,7 +82,7 @@ def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], 
     for new, old in enumerate(kept):
         was, became = _traits(model.blocks[old]), _traits(smaller.get_submodule(str(new)))
         for removal in removals:
-            for parameter in removal.blocks[old].parameters:
+            for parameter in removal.parameters[old]:
                 shape = list(was[parameter.name])
                 shape[parameter.dimension] = parameter.times * (removal.units - removal.count) * parameter.size
                 was[parameter.name] = tuple(shape)
@@ -85,11 +92,13 @@ def check_structure(model: StreamedModel, directory: Path, kept: Sequence[int], 
                     f"{cannot} in block {old} as block {new} of {len(kept)}, {name} would be {became.get(name)} "
                     f"and should be {was.get(name)}"
                 )
+    assert isinstance(smaller, nn.ModuleList)
+    return smaller
 
 
 def _traits(block: nn.Module) -> dict[str, Any]:
     """What identifies the kind of a block: classes of modules, their simple attributes, shapes of parameters."""
-    traits: dict[str, Any] = {name: tuple(value.shape) for name, value in block.named_parameters()}
+    traits: dict[str, Any] = {name: tuple(value.shape) for name, value in block.state_dict().items()}
     for path, module in block.named_modules():
         traits[path or "the block"] = type(module).__name__
         for name, value in vars(module).items():

@@ -1,5 +1,6 @@
-"""Structured pruning: fewer blocks, attention heads or neurons, and a smaller dense model on disk."""
+"""Structured pruning: fewer blocks, heads, neurons or experts, and a smaller dense model on disk."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from niwaki.arguments import checked
 from niwaki.errors import NumericalError, UsageError, named
@@ -31,8 +32,10 @@ from niwaki.options import Calibration, Compute, Measurement, Text
 from niwaki.pruning import card
 from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
-from niwaki.pruning.structured.configuration import check_outputs, check_structure, configuration, tensors_of_blocks
-from niwaki.pruning.structured.units import Removal, head_removal, neuron_removal
+from niwaki.pruning.structured.block_tensors import BlockTensors, free
+from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
+from niwaki.pruning.structured.experts import ExpertRemoval, expert_removal, fit_experts
+from niwaki.pruning.structured.units import ColumnRemoval, head_removal, neuron_removal
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
 
@@ -45,6 +48,7 @@ def shrink(
     blocks: int = 0,
     neurons: float = 0.0,
     heads: float = 0.0,
+    experts: float = 0.0,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -55,7 +59,8 @@ def shrink(
 
     First the blocks of lowest influence (:func:`influences`) are removed. Then, block by block with the inputs from the
     smaller blocks before it, those heads and neurons whose absence costs the outputs of o_proj and down_proj least, and
-    these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`). All else stays.
+    these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that contribute
+    least, for which the others are fitted (:func:`niwaki.pruning.structured.experts.fit_experts`). All else stays.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
@@ -63,6 +68,7 @@ def shrink(
         blocks: How many decoder blocks to remove.
         neurons: Fraction of the MLP neurons of each block to remove.
         heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
+        experts: Fraction of the experts of each block to remove, of a mixture of experts.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``memory`` are not used.
@@ -79,11 +85,11 @@ def shrink(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("shrink")
     compute.only("shrink", "device", "dtype")
-    for name, fraction in (("neurons", neurons), ("heads", heads)):
+    for name, fraction in (("neurons", neurons), ("heads", heads), ("experts", experts)):
         if not 0 <= fraction < 1:
             raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
-    if not (blocks or neurons or heads):
-        raise UsageError("there is nothing to remove; give blocks, neurons or heads")
+    if not (blocks or neurons or heads or experts):
+        raise UsageError("there is nothing to remove; give blocks, neurons, heads or experts")
     source = locate_model(str(model))
     target = check_output(source, out)
     checkpoint = Checkpoint(source)
@@ -92,8 +98,10 @@ def shrink(
     depth = len(streamed.blocks)
     if not 0 <= blocks < depth:
         raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
-    removals = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
-    check_dtypes(checkpoint, (units.matrix for removal in removals for units in removal.blocks))
+    columns = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
+    mixtures = [expert_removal(streamed, experts)] if experts else []
+    removals: list[ColumnRemoval | ExpertRemoval] = [*columns, *mixtures]
+    check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
     progress.status("reading the text to calibrate on")
     written = with_answers(streamed, calibration, compute.budget, World(), progress)
     texts = Texts.read(streamed, written, measurement, USUAL_WINDOWS)
@@ -104,10 +112,17 @@ def shrink(
         texts,
         calibration,
         method="shrink",
-        solver={"name": "shrink", "blocks": blocks, "neurons": neurons, "heads": heads, "damping": DAMPING},
+        solver={
+            "name": "shrink",
+            "blocks": blocks,
+            "neurons": neurons,
+            "heads": heads,
+            "experts": experts,
+            "damping": DAMPING,
+        },
         pattern=", ".join([f"{blocks} of {depth} blocks", *parts] if blocks else parts),
         mask_from=None,
-        flops=(depth - blocks) * sum(flops(*each.blocks[0].matrix.shape, each.size * each.count) for each in removals),
+        flops=(depth - blocks) * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in columns),
     )
     clock.lap("prepare")
     asked = _fingerprint(streamed, texts, measurement, record)
@@ -115,7 +130,7 @@ def shrink(
         if place.journal.complete:  # it was interrupted just before it was moved into place
             record = place.finished_record
         else:
-            run = _Run(streamed, removals, record, clock, progress, carried)
+            run = _Run(streamed, columns, mixtures, record, clock, progress, carried)
             run.write(place, texts, measurement.before, blocks)
         place.move()
     progress.end(record)
@@ -171,19 +186,26 @@ def lowest(scores: Sequence[float], count: int) -> list[int]:
 @dataclass
 class _Run:
     model: StreamedModel
-    removals: list[Removal]
+    columns: list[ColumnRemoval]
+    mixtures: list[ExpertRemoval]
     record: Record
     clock: Clock
     progress: Progress
     carried: CarriedFiles
     #: By kind, for each block that stays, the units that were removed.
-    removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": []})
+    removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": [], "experts": []})
+
+    @property
+    def removals(self) -> list[ColumnRemoval | ExpertRemoval]:
+        """All of them."""
+        return [*self.columns, *self.mixtures]
 
     def write(self, place: Workplace, texts: Texts, measure_before: bool, count: int) -> None:
         """Removes ``count`` blocks and all units, and writes everything; then it only has to be moved into place."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
         windows, heldout, depth = texts.calibration, texts.only, len(self.model.blocks)
-        self.progress.begin(record, depth, (depth - count) * len(self.removals))
+        mixed = sum(path is not None for mixture in self.mixtures for path in mixture.paths)
+        self.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
         if heldout and measure_before:
             self._measure("before", model, heldout)
         influence = influences(model, model.embed(windows.tokens), self.progress) if count else []
@@ -195,11 +217,11 @@ class _Run:
         self.carried.copy(directory)
         record.notes += self.carried.notes
         write_config(directory, configuration(model, kept, self.removals), record)
-        check_structure(model, directory, kept, self.removals)
+        smaller_modules = smaller_blocks(model, directory, kept, self.removals)
         shards = Shards(directory)
         shards.write(_shard(0, kept), {key: model.checkpoint.read(key) for key in outside})
         clock.lap("write")
-        states = self._walk(windows, kept, blocks, shards)
+        states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), blocks, shards)
         shards.finish()
         smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
         check_outputs(smaller, states)
@@ -214,32 +236,40 @@ class _Run:
         record.peak_memory = peak_memory(model.device)
         card.finish(place, record, clock)
 
-    def _walk(self, windows: Windows, kept: list[int], blocks: list[dict[str, str]], shards: Shards) -> HiddenStates:
-        """Removes and writes; the large model's outputs after the last block, with zeros for what was removed."""
-        tokens, checkpoint = windows.tokens, self.model.checkpoint
+    def _walk(
+        self, windows: Windows, smaller: dict[int, nn.Module], blocks: list[dict[str, str]], shards: Shards
+    ) -> HiddenStates:
+        """Removes and writes; the outputs after the last block, with zeros for heads and neurons that were removed.
+
+        ``smaller`` are the blocks to be, by the numbers that they had.
+        """
+        tokens, kept = windows.tokens, list(smaller)
         if not self.removals:  # some samples are enough to know what the outputs should be
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
         states = self.model.embed(tokens)
         for block in self.model.stream():
             if block.index not in kept:
                 continue
-            number, names = kept.index(block.index), blocks[block.index]
-            tensors = {key: checkpoint.read(key) for key in names}
-            for removal in self.removals:
+            number = kept.index(block.index)
+            tensors = BlockTensors(self.model, block.index, blocks[block.index])
+            for removal in self.columns:
                 self._remove(block, removal, states, tensors)
-            shards.write(_shard(1 + number, kept), {names[key].format(number): tensors.pop(key) for key in names})
+            for mixture in self.mixtures:
+                if mixture.paths[block.index]:
+                    block = self._remove_experts(block, mixture, smaller[block.index], states, tensors)
+            shards.write(_shard(1 + number, kept), tensors.read(number))
             self.clock.lap("write")
             self.progress.stage(block.index, "advance", len(states.hidden))
             block.advance(states, self.progress.step)
             self.clock.lap("advance")
+            free(smaller[block.index])
             if block.index == kept[-1]:
                 break
         return states
 
-    def _remove(self, block: DecoderBlock, removal: Removal, states: HiddenStates, tensors: dict[str, Tensor]) -> None:
-        """Removes units from ``tensors``, and puts zeros into ``block`` for them."""
-        units = removal.blocks[block.index]
-        matrix = units.matrix
+    def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, tensors: BlockTensors) -> None:
+        """Removes heads or neurons from ``tensors``, and puts zeros into ``block`` for them."""
+        matrix = removal.matrices[block.index]
         self.progress.stage(block.index, "capture", len(states.hidden))
         (inputs,) = block.input_grams(states, self.progress.step, matrices=[matrix])
         self.clock.lap("capture")
@@ -249,16 +279,43 @@ class _Run:
             solution = remove_units(
                 LayerProblem(block.weight(matrix), inputs.gram(shared=False)), removal.size, removal.count
             )
-            tensors[matrix.key] = block.stored(matrix, solution.W)
-        block.put(matrix, tensors[matrix.key])
+            stored = block.stored(matrix, solution.W)
+        block.put(matrix, stored)
+        tensors.replace(matrix, stored)
         kept = solution.mask[0, :: removal.size]
-        for parameter in units.parameters:
-            (key,) = self.model.layout.keys(f"{self.model.path}.{block.index}.{parameter.name}")
-            tensors[key] = parameter.without(tensors[key].cpu(), kept)
+        tensors.keep(removal, kept)
         self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
         shape = (matrix.shape[0], matrix.shape[1] - removal.size * removal.count)
         seconds, tokens = time.perf_counter() - began, inputs.tokens
-        record = MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, tokens, solution.stats)
+        self._record(
+            MatrixRecord(block.index, matrix.name, shape, 0.0, solution.error, seconds, tokens, solution.stats)
+        )
+
+    def _remove_experts(
+        self,
+        block: DecoderBlock,
+        removal: ExpertRemoval,
+        smaller: nn.Module,
+        states: HiddenStates,
+        tensors: BlockTensors,
+    ) -> DecoderBlock:
+        """Removes experts from ``tensors``; the block without them, in memory instead of ``block``."""
+        path = str(removal.paths[block.index])
+        self.progress.stage(block.index, "capture", len(states.hidden))
+        began = time.perf_counter()
+        with named(f"block {block.index}, {path}"):
+            fit = fit_experts(block, removal, smaller, states, self.progress)
+        for matrix, stored in fit.weights:
+            tensors.replace(matrix, stored)
+        tensors.keep(removal, fit.mask)
+        self.removed["experts"].append((~fit.mask).nonzero().squeeze(1).tolist())
+        seconds, shape = time.perf_counter() - began, removal.matrices[0].shape
+        size = (shape[0], shape[1] * len(fit.weights))
+        self._record(MatrixRecord(block.index, path, size, 0.0, fit.error, seconds, fit.tokens, fit.stats))
+        tensors.move(block.module, smaller)
+        return dataclasses.replace(block, module=smaller)
+
+    def _record(self, record: MatrixRecord) -> None:
         self.record.matrices.append(record)
         self.progress.solved(record)
         self.clock.lap("solve")

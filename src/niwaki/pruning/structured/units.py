@@ -32,31 +32,38 @@ class UnitParameter:
 
     def without(self, value: Tensor, kept: Tensor) -> Tensor:
         """``value`` with the entries of the units in the mask ``kept`` (units,) only."""
-        entries = kept.cpu().repeat_interleave(self.size).repeat(self.times)
+        entries = kept.to(value.device).repeat_interleave(self.size).repeat(self.times)
         return value.index_select(self.dimension, entries.nonzero().squeeze(1))
-
-
-@dataclass(frozen=True)
-class BlockUnits:
-    """The units of one block: the matrix they go into, which is fitted, and all parameters, this matrix first."""
-
-    matrix: Matrix
-    parameters: list[UnitParameter]
 
 
 @dataclass(frozen=True)
 class Removal:
     """What is removed from each block."""
 
-    kind: str  # "heads" or "neurons"
-    size: int  # columns per unit in the matrices that are fitted
-    units: int  # in a block: neurons, or groups of heads that share keys and values
+    kind: str  # "heads", "neurons" or "experts"
+    units: int  # in a block: experts, neurons, or groups of heads that share keys and values
     count: int  # units to remove
     config: dict[str, Any]  # what changes in the configuration
-    blocks: list[BlockUnits]  # all of them
+    parameters: list[list[UnitParameter]]  # of each block
 
 
-def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
+@dataclass(frozen=True)
+class ColumnRemoval(Removal):
+    """Heads or neurons, whose outputs are columns of the input of one matrix in each block, which is fitted."""
+
+    matrices: list[Matrix]  # that matrix of each block
+
+    @property
+    def size(self) -> int:
+        """Columns per unit."""
+        return self.matrices[0].shape[1] // self.units
+
+
+#: The matrix that units go into, which is fitted, and all parameters with entries for them, this matrix first.
+_Fitted = tuple[Matrix, list[UnitParameter]]
+
+
+def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
     """Removes ``fraction`` of the MLP neurons of each block.
 
     Raises UsageError where these are none or all, UnsupportedModelError where a block has not exactly one known MLP.
@@ -65,14 +72,15 @@ def neuron_removal(model: StreamedModel, fraction: float) -> Removal:
     width = _width(model, "neurons", blocks)
     names = [name for name in _WIDTHS if getattr(model.config, name, 0) in (width, None)]
     if not names:
-        raise _refused(model, "neurons", f"its configuration has no entry for their number, {width}")
+        raise refused(model, "neurons", f"its configuration has no entry for their number, {width}")
     count = round(fraction * width)
     if not 0 < count < width:
         raise UsageError(f"neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
-    return Removal("neurons", 1, width, count, dict.fromkeys(names, width - count), blocks)
+    config = dict.fromkeys(names, width - count)
+    return ColumnRemoval("neurons", width, count, config, *_separate(blocks))
 
 
-def head_removal(model: StreamedModel, fraction: float) -> Removal:
+def head_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
     """Removes ``fraction`` of the attention heads of each block, those that share keys and values together.
 
     Raises UsageError where this number of heads cannot be removed, UnsupportedModelError where attention is not made of
@@ -80,7 +88,7 @@ def head_removal(model: StreamedModel, fraction: float) -> Removal:
     """
     heads = int(getattr(model.config, "num_attention_heads", None) or 0)
     if not heads:
-        raise _refused(model, "heads", "its configuration does not say how many there are")
+        raise refused(model, "heads", "its configuration does not say how many there are")
     groups = int(getattr(model.config, "num_key_value_heads", None) or heads)
     blocks = [_attention(model, index, heads, groups) for index in range(len(model.blocks))]
     width = _width(model, "heads", blocks)
@@ -90,21 +98,25 @@ def head_removal(model: StreamedModel, fraction: float) -> Removal:
         count: {name: each * (groups - count) for name, each in sizes.items()} | {"head_dim": width // heads}
         for count in range(1, groups)
     }
-    allowed = [count for count, config in configs.items() if _accepted(model.config, config)]
+    allowed = [count for count, config in configs.items() if accepted(model.config, config)]
     if not allowed:
-        raise _refused(model, "heads", f"none of its {groups} {unit} can be removed")
+        raise refused(model, "heads", f"none of its {groups} {unit} can be removed")
     count = round(fraction * groups)
     if count not in allowed:
         raise UsageError(
             f"heads {fraction:g} of {groups} {unit} would be {count}; its configuration allows "
             f"{', '.join(f'{n / groups:.4g}' for n in allowed)}"
         )
-    return Removal("heads", width // groups, groups, count, configs[count], blocks)
+    return ColumnRemoval("heads", groups, count, configs[count], *_separate(blocks))
 
 
-def _mlp(model: StreamedModel, index: int) -> BlockUnits:
+def _separate(blocks: list[_Fitted]) -> tuple[list[list[UnitParameter]], list[Matrix]]:
+    return [parameters for _, parameters in blocks], [matrix for matrix, _ in blocks]
+
+
+def _mlp(model: StreamedModel, index: int) -> _Fitted:
     if any(matrix.expert is not None for matrix in model.matrices(index)):
-        raise _refused(model, "neurons", f"block {index} has experts")
+        raise refused(model, "neurons", f"block {index} has experts")
     mlps = []
     matrices = {matrix.name: matrix for matrix in model.matrices(index) if matrix.is_module}
     for name, down in matrices.items():
@@ -112,24 +124,24 @@ def _mlp(model: StreamedModel, index: int) -> BlockUnits:
         ups = [matrices[path + dot + up] for up in _UP.get(last, ()) if path + dot + up in matrices]
         if ups:
             rows = [row for up in ups for row in _rows(model, up, 1, up.shape[0] // down.shape[1])]
-            mlps.append(BlockUnits(down, [_columns(down, 1), *rows]))
+            mlps.append((down, [_columns(down, 1), *rows]))
     if len(mlps) != 1:
-        raise _refused(model, "neurons", f"block {index} has {len(mlps)} MLPs of a known kind")
+        raise refused(model, "neurons", f"block {index} has {len(mlps)} MLPs of a known kind")
     return mlps[0]
 
 
-def _attention(model: StreamedModel, index: int, heads: int, groups: int) -> BlockUnits:
+def _attention(model: StreamedModel, index: int, heads: int, groups: int) -> _Fitted:
     matrices = {matrix.name: matrix for matrix in model.matrices(index) if matrix.is_module}
     paths = [name.removesuffix("q_proj") for name in matrices if name.endswith("q_proj")]
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     if len(paths) != 1 or not all(paths[0] + name in matrices for name in names):
-        raise _refused(model, "heads", f"attention of block {index} is not made of {', '.join(names)}")
+        raise refused(model, "heads", f"attention of block {index} is not made of {', '.join(names)}")
     q, k, v, o = (matrices[paths[0] + name] for name in names)
     width = o.shape[1] // heads
     if heads % groups or [m.shape[0] for m in (q, k, v)] != [heads * width, groups * width, groups * width]:
-        raise _refused(model, "heads", f"attention of block {index} is not {heads} heads in {groups} groups")
+        raise refused(model, "heads", f"attention of block {index} is not {heads} heads in {groups} groups")
     rows = [row for matrix in (q, k, v) for row in _rows(model, matrix, matrix.shape[0] // groups)]
-    return BlockUnits(o, [_columns(o, o.shape[1] // groups), *rows])
+    return o, [_columns(o, o.shape[1] // groups), *rows]
 
 
 def _columns(matrix: Matrix, size: int) -> UnitParameter:
@@ -143,7 +155,7 @@ def _rows(model: StreamedModel, matrix: Matrix, size: int, times: int = 1) -> It
         yield UnitParameter(f"{matrix.name}.bias", 0, size, times)
 
 
-def _accepted(config: Any, changes: dict[str, Any]) -> bool:
+def accepted(config: Any, changes: dict[str, Any]) -> bool:
     """Whether transformers accepts the configuration with ``changes``."""
     try:
         changed = type(config).from_dict({**config.to_dict(), **changes})
@@ -152,14 +164,15 @@ def _accepted(config: Any, changes: dict[str, Any]) -> bool:
     return all(getattr(changed, name) == value for name, value in changes.items())
 
 
-def _width(model: StreamedModel, kind: str, blocks: list[BlockUnits]) -> int:
+def _width(model: StreamedModel, kind: str, blocks: list[_Fitted]) -> int:
     """Columns of the matrices that are fitted, the same in all blocks."""
-    widths = {units.matrix.shape[1] for units in blocks}
+    widths = {matrix.shape[1] for matrix, _ in blocks}
     if len(widths) != 1:
-        raise _refused(model, kind, f"blocks differ: {', '.join(map(str, sorted(widths)))} columns")
+        raise refused(model, kind, f"blocks differ: {', '.join(map(str, sorted(widths)))} columns")
     return widths.pop()
 
 
-def _refused(model: StreamedModel, kind: str, reason: str) -> UnsupportedModelError:
+def refused(model: StreamedModel, kind: str, reason: str) -> UnsupportedModelError:
+    """The error for units that cannot be removed for this ``reason``."""
     name = f"{model.checkpoint.path} ({model.checkpoint.config.get('model_type')})"
     return UnsupportedModelError(f"{kind} of {name} cannot be removed: {reason}")

@@ -1,0 +1,138 @@
+"""The experts of a decoder block: which of them each token goes to, with what weight, and what each one answers."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.errors import UnsupportedModelError, one_line
+from niwaki.models.block import DecoderBlock
+from niwaki.models.families import choice
+from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.products import Products
+
+#: What modules of experts call the matrices whose outputs are the experts' own.
+DOWN = "down_proj"
+
+
+@dataclass
+class Routed:
+    """A batch of tokens as it reached the experts."""
+
+    arguments: tuple[Any, ...]  # of the module that has the experts and their router
+    X: Tensor  # (tokens, in) inputs of the experts
+    experts: Tensor  # (tokens, chosen) of each token
+    gates: Tensor  # (tokens, chosen) their weights in the sum
+    Y: Tensor  # (tokens, out) the sum of their outputs
+
+    def to(self, expert: int) -> tuple[Tensor, Tensor]:
+        """(tokens that go to ``expert``, their gates as a column)."""
+        tokens, place = torch.where(self.experts == expert)
+        return tokens, self.gates[tokens, place, None].float()
+
+
+def find_experts(block: nn.Module) -> str | None:
+    """The path of a block's experts, where there are some that niwaki can run one at a time."""
+    paths = [
+        path
+        for path, module in block.named_modules()
+        if any(name == DOWN and value.ndim == 3 for name, value in module.named_parameters(recurse=False))
+        and len(inspect.signature(module.forward).parameters) >= 3
+    ]
+    return paths[0] if len(paths) == 1 else None
+
+
+class Mixture:
+    """The experts at ``path`` of ``block``, whose weights are in memory."""
+
+    def __init__(self, block: DecoderBlock, path: str) -> None:
+        self.block, self.path = block, path
+        self.experts = block.module.get_submodule(path)
+        #: The matrices whose outputs are the experts' own, by expert.
+        self.down = {m.expert: m for m in block.matrices if m.parameter == f"{path}.{DOWN}" and m.expert is not None}
+
+    @torch.no_grad()
+    def observe(self, hidden: Tensor, states: HiddenStates) -> Routed:
+        """How the tokens of a batch of ``states`` reach the experts."""
+        calls: list[tuple[Any, ...]] = []
+        arguments: list[tuple[Any, ...]] = []
+        parent = self.block.module.get_submodule(self.path.rpartition(".")[0])
+        hooks = [
+            parent.register_forward_pre_hook(lambda _, given: arguments.append(given)),
+            self.experts.register_forward_hook(lambda _, given, answer: calls.append((*given, answer))),
+        ]
+        try:
+            self.block.forward(hidden, states)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(calls) != 1 or len(calls[0]) != 4 or not arguments or not arguments[0]:
+            raise self._unknown()
+        X, experts, gates, Y = calls[0]
+        routing = isinstance(experts, Tensor) and isinstance(gates, Tensor) and not experts.is_floating_point()
+        if not routing or experts.ndim != 2 or experts.shape != gates.shape or X.shape[0] != len(experts):
+            raise self._unknown()
+        return Routed(arguments[0], X, experts, gates, Y)
+
+    def answer(self, expert: int, X: Tensor) -> tuple[Tensor, Tensor]:
+        """(inputs of ``expert``'s last matrix, its outputs) float32 for inputs ``X`` (tokens, in)."""
+        seen: list[Tensor] = []
+
+        def on_product(_: str, index: int | None, rows: Tensor, __: bool) -> None:
+            if index == expert:
+                seen.append(rows)
+
+        only = torch.full((len(X), 1), expert, device=X.device)
+        parameters = {self.down[expert].parameter: self.experts.get_parameter(DOWN)}
+        with torch.no_grad(), Products([self.down[expert]], parameters, on_product):
+            outputs = self.experts(X, only, torch.ones(len(X), 1, dtype=X.dtype, device=X.device))
+        if len(seen) != 1 or len(seen[0]) != len(X):
+            raise self._unknown()
+        return seen[0].float(), outputs.float()
+
+    def _unknown(self) -> UnsupportedModelError:
+        return UnsupportedModelError(f"the experts of block {self.block.index} run in a way that is unknown here")
+
+
+class Router:
+    """What chooses between the experts at ``path`` of ``block``, whose other weights are not needed."""
+
+    def __init__(self, block: nn.Module, path: str) -> None:
+        self._parent = block.get_submodule(path.rpartition(".")[0])
+        self._experts = block.get_submodule(path)
+
+    def route(self, batch: Routed) -> Routed:
+        """``batch`` with the experts and gates that this router gives its tokens."""
+        calls: list[tuple[Any, ...]] = []
+
+        def stop(X: Tensor, *given: Any) -> Tensor:
+            calls.append(given)
+            return torch.zeros_like(X)
+
+        try:
+            with self._alone(stop):
+                self._parent(*batch.arguments)
+            ((experts, gates),) = calls
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = f"a router cannot be run alone: {one_line(error)}"
+            raise UnsupportedModelError(reason) from error
+        return Routed(batch.arguments, batch.X, experts, gates, batch.Y)
+
+    @contextlib.contextmanager
+    def _alone(self, stop: Any) -> Iterator[None]:
+        """The module without its experts, those that are shared among them."""
+        others = [
+            part for name, part in self._parent.named_children() if not choice(name) and part is not self._experts
+        ]
+        try:
+            self._experts.forward = stop
+            for part in others:
+                part.forward = lambda X, *_, **__: torch.zeros_like(X)
+            yield
+        finally:
+            for part in (self._experts, *others):
+                part.__dict__.pop("forward", None)

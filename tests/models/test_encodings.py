@@ -1,0 +1,159 @@
+"""Models in FP8 and MXFP4: read as bfloat16 a tensor at a time, by others' decoders to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import niwaki
+from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint
+from support.models import edit_json, message, random_model, random_tokens
+
+BLOCK = (16, 20)
+CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
+
+
+def in_fp8(path: Path, block: tuple[int, int] | None = BLOCK) -> dict[str, Tensor]:
+    """Saves a random DeepSeek V3 with its matrices in FP8; what they stand for, a number at a time."""
+    random_model("deepseek_v3", n_routed_experts=8).to(torch.bfloat16).save_pretrained(path)
+    stored, meant = {}, {}
+    for key, value in load_file(path / SINGLE_NAME).items():
+        stored[key] = meant[key] = value
+        if "proj" not in key or value.ndim != 2:
+            continue
+        rows, columns = value.shape
+        high, wide = block or value.shape
+        scales = torch.rand(-(-rows // high), -(-columns // wide)) / 1000
+        codes = (value.float() / scales.max()).to(torch.float8_e4m3fn)
+        numbers = [
+            [codes[i, j].item() * scales[i // high, j // wide].item() for j in range(columns)] for i in range(rows)
+        ]
+        meant[key] = torch.tensor(numbers, dtype=torch.float64).float().bfloat16()
+        stored |= {key: codes, f"{key}_scale_inv": scales if block else scales.reshape(())}
+    save_file(stored, path / SINGLE_NAME, {"format": "pt"})
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block and list(block)}
+    edit_json(path / "config.json", quantization_config=settings)
+    return meant
+
+
+def in_mxfp4(path: Path) -> dict[str, Tensor]:
+    """Saves a random gpt-oss with its experts in MXFP4; what they are for transformers."""
+    model = random_model("gpt_oss", hidden_size=64, intermediate_size=96)
+    model.to(torch.bfloat16).save_pretrained(path)
+    stored, meant = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for key, value in load_file(path / SINGLE_NAME).items():
+        stored[key] = meant[key] = value
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = value.shape
+            codes = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator).to(torch.uint8)
+            scales = torch.randint(110, 124, codes.shape[:-1], generator=generator).to(torch.uint8)
+            meant[key] = convert_moe_packed_tensors(codes, scales)
+            del stored[key]
+            stored |= {f"{key}_blocks": codes, f"{key}_scales": scales}
+    save_file(stored, path / SINGLE_NAME, {"format": "pt"})
+    edit_json(path / "config.json", quantization_config={"quant_method": "mxfp4"})
+    return meant
+
+
+def split(path: Path) -> None:
+    """In two files, codes and scales not always in the same one."""
+    stored = load_file(path / SINGLE_NAME)
+    names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(sorted(stored))}
+    for name in set(names.values()):
+        save_file({key: stored[key] for key in stored if names[key] == name}, path / name, {"format": "pt"})
+    (path / SINGLE_NAME).unlink()
+    (path / INDEX_NAME).write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize("make", [in_fp8, lambda path: in_fp8(path, None), in_mxfp4], ids=["fp8", "whole", "mxfp4"])
+def test_tensors_are_those_that_others_read(tmp_path: Path, make: Any) -> None:
+    meant = make(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.is_encoded
+    assert "quantization_config" not in checkpoint.config
+    assert checkpoint.entries.keys() == meant.keys()
+    for key, value in meant.items():
+        assert torch.equal(checkpoint.read(key), value), key
+        assert checkpoint.entries[key].shape == tuple(value.shape)
+        if value.ndim == 3:
+            assert torch.equal(checkpoint.read(key, 2), value[2])
+
+
+@pytest.mark.parametrize(("make", "shards"), [(in_fp8, 1), (in_fp8, 2), (in_mxfp4, 2)])
+def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    meant = make(source)
+    if shards == 2:
+        split(source)
+    record = niwaki.prune(source, out, 0.5, effort="fast", calibration=CALIBRATION, measurement=HELDOUT)
+    assert any("FP8 or MXFP4" in note for note in record.notes)
+    written: dict[str, Tensor] = {}
+    for path in sorted(out.glob("model*.safetensors")):
+        written |= load_file(path)
+    assert len([*out.glob("model*.safetensors")]) == shards
+    assert written.keys() == meant.keys()
+    pruned = {key for key in meant if (written[key] == 0).sum() > (meant[key] == 0).sum()}
+    assert pruned == {key for key in meant if "_proj" in key and "bias" not in key and meant[key].ndim > 1}
+    for key in meant.keys() - pruned:
+        assert torch.equal(written[key], meant[key]), key
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    with torch.no_grad():
+        logits = model(HELDOUT).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, HELDOUT[:, 1:].flatten()).exp().item()
+    assert record.perplexity["after"].value == pytest.approx(loss, rel=0.01)  # bfloat16
+
+
+def test_experts_are_removed_from_fp8(tmp_path: Path) -> None:
+    in_fp8(tmp_path / "source")
+    niwaki.shrink(tmp_path / "source", tmp_path / "out", experts=0.25, calibration=CALIBRATION, measurement=HELDOUT)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_routed_experts == 6
+
+
+def damaged(path: Path, key: str, **changes: Any) -> None:
+    """Replaces, or with None takes out, a tensor of the only file."""
+    tensors = load_file(path / SINGLE_NAME)
+    (suffix, value), *_ = changes.items()
+    tensors.pop(f"{key}_{suffix}")
+    if value is not None:
+        tensors[f"{key}_{suffix}"] = value
+    save_file(tensors, path / SINGLE_NAME, {"format": "pt"})
+
+
+def test_files_that_do_not_fit(tmp_path: Path) -> None:
+    key = "model.layers.0.mlp.down_proj.weight"
+    in_fp8(tmp_path / "whole")
+    cases = [
+        (None, "without its scales"),
+        (torch.ones(7, 7), r"scales would be \(2, 3\); they are F32 \(7, 7\)"),
+        (torch.full((2, 3), 3e38), "NaN or infinite"),
+    ]
+    for number, (value, said) in enumerate(cases):
+        path = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", path)
+        damaged(path, key, scale_inv=value)
+        with pytest.raises(CheckpointError, match=said):
+            Checkpoint(path).read(key)
+    edit_json(tmp_path / "whole" / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": 7})
+    assert "two whole numbers" in message(lambda: Checkpoint(tmp_path / "whole"), CheckpointError)
+    in_mxfp4(tmp_path / "mx")
+    damaged(tmp_path / "mx", "model.layers.0.mlp.experts.down_proj", scales=None)
+    assert "scales would be U8" in message(lambda: Checkpoint(tmp_path / "mx"), CheckpointError)
+
+
+def test_only_what_was_pruned_is_packed(tmp_path: Path) -> None:
+    in_fp8(tmp_path / "source")
+    said = message(lambda: niwaki.pack(tmp_path / "source", tmp_path / "out"), UnsupportedModelError)
+    assert "prune it first" in said
+    assert not (tmp_path / "out").exists()

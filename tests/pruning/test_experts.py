@@ -1,0 +1,149 @@
+"""Whole experts removed: which ones, what stays as it is, and that transformers runs what is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import niwaki
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.records.record import Record
+from support.models import decoder_blocks, message, random_model, random_tokens
+
+CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
+#: By family, the names of the number of experts in its configuration.
+MIXTURES = {
+    "qwen3_moe": "num_experts",
+    "qwen3_moe many": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen2_moe dense": "num_experts",
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "gpt_oss": "num_local_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+}
+
+
+def saved(path: Path, case: str) -> Path:
+    changes = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2} if case == "deepseek_v3" else {}
+    random_model(case, **changes).save_pretrained(path)
+    return path
+
+
+def shrunk(source: Path, out: Path, fraction: float = 0.5) -> Record:
+    return niwaki.shrink(source, out, experts=fraction, calibration=CALIBRATION, measurement=HELDOUT)
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    return {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def perplexity(path: Path) -> float:
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(path)(HELDOUT).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), HELDOUT[:, 1:].flatten()).exp().item()
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_what_is_written_is_what_was_measured(tmp_path: Path, case: str) -> None:
+    source, out = saved(tmp_path / "source", case), tmp_path / "out"
+    name = MIXTURES[case]
+    before = getattr(AutoConfig.from_pretrained(source), name)
+    record = shrunk(source, out)
+    assert getattr(AutoConfig.from_pretrained(out), name) == before // 2
+    assert record.structure is not None
+    assert record.structure.experts
+    assert all(len(gone) == before // 2 for gone in record.structure.experts)
+    assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
+    for each in record.matrices:
+        assert each.error < each.stats["error_before_fit"]
+
+
+def test_all_but_the_last_matrices_stays_as_it_was(tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "source", "qwen3_moe"), tmp_path / "out"
+    record = shrunk(source, out)
+    old, new = tensors(source), tensors(out)
+    assert record.structure is not None
+    seen = set()
+    for block, gone in enumerate(record.structure.experts):
+        kept = [expert for expert in range(4) if expert not in gone]
+        router = f"model.layers.{block}.mlp.gate.weight"
+        assert torch.equal(new[router], old[router][kept])
+        seen.add(router)
+        for number, expert in enumerate(kept):
+            for matrix in ("gate_proj", "up_proj", "down_proj"):
+                names = [f"model.layers.{block}.mlp.experts.{n}.{matrix}.weight" for n in (number, expert)]
+                assert torch.equal(new[names[0]], old[names[1]]) == (matrix != "down_proj")
+                seen.add(names[0])
+    assert all(torch.equal(new[key], old[key]) for key in new.keys() - seen)
+    assert {re.sub(r"experts\.\d+", "experts", key) for key in new} == {
+        re.sub(r"experts\.\d+", "experts", key) for key in old
+    }
+
+
+def scores(source: Path, block: int) -> Tensor:
+    """REAP's, from transformers' own experts, a token and an expert at a time."""
+    model = AutoModelForCausalLM.from_pretrained(source, experts_implementation="eager")
+    experts = decoder_blocks(model)[block].mlp.experts
+    totals, counts = torch.zeros(experts.num_experts), torch.zeros(experts.num_experts)
+
+    def hook(_: Any, given: tuple[Tensor, Tensor, Tensor], __: Any) -> None:
+        for x, chosen, gates in zip(*given, strict=True):
+            for expert, gate in zip(chosen.tolist(), gates, strict=True):
+                up = experts.gate_up_proj[expert] @ x
+                inner = nn.functional.silu(up[: len(up) // 2]) * up[len(up) // 2 :]
+                totals[expert] += gate * (experts.down_proj[expert] @ inner).norm()
+                counts[expert] += 1
+
+    experts.register_forward_hook(hook)
+    with torch.no_grad():
+        model(CALIBRATION)
+    return totals / counts
+
+
+def test_the_experts_with_the_lowest_scores_go(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "qwen3_moe many")
+    record = shrunk(source, tmp_path / "out", 0.25)
+    assert record.structure is not None
+    lowest = scores(source, 0).argsort()[:3]  # of 12; later blocks have other inputs than in the dense model
+    assert record.structure.experts[0] == sorted(lowest.tolist())
+
+
+def test_as_many_of_each_group(tmp_path: Path) -> None:
+    record = shrunk(saved(tmp_path / "source", "deepseek_v3"), tmp_path / "out")
+    assert record.structure is not None
+    for gone in record.structure.experts:
+        assert [sum(expert // 4 == group for expert in gone) for group in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("case", "fraction", "kind", "said"),
+    [
+        ("llama", 0.5, UnsupportedModelError, "it has none"),
+        ("llama4_text", 0.5, UnsupportedModelError, "run in a way that niwaki does not follow"),
+        ("qwen3_moe", 0.75, UsageError, "would be 3; its routing allows 0.25, 0.5"),
+        ("qwen3_moe", 0.1, UsageError, "would be 0"),
+        ("qwen3_moe", 1.0, UsageError, "from 0 to below 1"),
+        ("deepseek_v3", 0.6, UsageError, "in 3 groups, 2 for each token, would be 7; its routing allows 0.25, 0.5"),
+    ],
+)
+def test_what_cannot_be_removed(tmp_path: Path, case: str, fraction: float, kind: Any, said: str) -> None:
+    source = saved(tmp_path / "source", case)
+    assert said in message(lambda: shrunk(source, tmp_path / "out", fraction), kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_heads_and_experts_at_once(tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "source", "mixtral"), tmp_path / "out"
+    record = niwaki.shrink(source, out, blocks=1, heads=0.5, experts=0.5, calibration=CALIBRATION, measurement=HELDOUT)
+    assert record.structure is not None
+    assert len(record.structure.experts) == 1
+    assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
