@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -25,7 +25,9 @@ CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
 
 def in_fp8(path: Path, block: tuple[int, int] | None = BLOCK) -> dict[str, Tensor]:
     """Saves a random DeepSeek V3 with its matrices in FP8; what they stand for, a number at a time."""
-    random_model("deepseek_v3", n_routed_experts=8).to(torch.bfloat16).save_pretrained(path)
+    model = random_model("deepseek_v3", n_routed_experts=8)
+    nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(path)
     stored, meant = {}, {}
     for key, value in load_file(path / SINGLE_NAME).items():
         stored[key] = meant[key] = value
@@ -49,7 +51,8 @@ def in_fp8(path: Path, block: tuple[int, int] | None = BLOCK) -> dict[str, Tenso
 def in_mxfp4(path: Path) -> dict[str, Tensor]:
     """Saves a random gpt-oss with its experts in MXFP4; what they are for transformers."""
     model = random_model("gpt_oss", hidden_size=64, intermediate_size=96)
-    model.to(torch.bfloat16).save_pretrained(path)
+    nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(path)
     stored, meant = {}, {}
     generator = torch.Generator().manual_seed(0)
     for key, value in load_file(path / SINGLE_NAME).items():
@@ -111,7 +114,7 @@ def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     with torch.no_grad():
         logits = model(HELDOUT).logits[:, :-1].flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, HELDOUT[:, 1:].flatten()).exp().item()
+    loss = nn.functional.cross_entropy(logits, HELDOUT[:, 1:].flatten()).exp().item()
     assert record.perplexity["after"].value == pytest.approx(loss, rel=0.01)  # bfloat16
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import niwaki
-from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
 from niwaki.records.record import Record
 from support.models import decoder_blocks, message, random_model, random_tokens
 
@@ -33,13 +33,14 @@ MIXTURES = {
 
 
 def saved(path: Path, case: str) -> Path:
-    changes = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2} if case == "deepseek_v3" else {}
+    changes: dict[str, Any] = {"n_routed_experts": 12, "n_group": 3, "topk_group": 2} if case == "deepseek_v3" else {}
     random_model(case, **changes).save_pretrained(path)
     return path
 
 
-def shrunk(source: Path, out: Path, fraction: float = 0.5) -> Record:
-    return niwaki.shrink(source, out, experts=fraction, calibration=CALIBRATION, measurement=HELDOUT)
+def shrunk(source: Path, out: Path, fraction: float = 0.5, what: str = "experts") -> Record:
+    changes: dict[str, Any] = {what: fraction}
+    return niwaki.shrink(source, out, calibration=CALIBRATION, measurement=HELDOUT, **changes)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, case: str) -> None
     assert all(len(gone) == before // 2 for gone in record.structure.experts)
     assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
     for each in record.matrices:
-        assert each.error < each.stats["error_before_fit"]
+        assert each.error < float(each.stats["error_before_fit"])
 
 
 def test_all_but_the_last_matrices_stays_as_it_was(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_all_but_the_last_matrices_stays_as_it_was(tmp_path: Path) -> None:
 def scores(source: Path, block: int) -> Tensor:
     """REAP's, from transformers' own experts, a token and an expert at a time."""
     model = AutoModelForCausalLM.from_pretrained(source, experts_implementation="eager")
-    experts = decoder_blocks(model)[block].mlp.experts
+    experts: Any = decoder_blocks(model)[block].get_submodule("mlp.experts")
     totals, counts = torch.zeros(experts.num_experts), torch.zeros(experts.num_experts)
 
     def hook(_: Any, given: tuple[Tensor, Tensor, Tensor], __: Any) -> None:
@@ -127,12 +128,17 @@ def test_as_many_of_each_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "fraction", "kind", "said"),
     [
-        ("llama", 0.5, UnsupportedModelError, "it has none"),
+        ("llama", 0.5, UnsupportedModelError, "it has no experts"),
         ("llama4_text", 0.5, UnsupportedModelError, "run in a way that niwaki does not follow"),
-        ("qwen3_moe", 0.75, UsageError, "would be 3; its routing allows 0.25, 0.5"),
+        ("qwen3_moe", 0.75, UsageError, "would be 3; its routing allows 1 to 2"),
         ("qwen3_moe", 0.1, UsageError, "would be 0"),
         ("qwen3_moe", 1.0, UsageError, "from 0 to below 1"),
-        ("deepseek_v3", 0.6, UsageError, "in 3 groups, 2 for each token, would be 7; its routing allows 0.25, 0.5"),
+        (
+            "deepseek_v3",
+            0.6,
+            UsageError,
+            "in 3 groups, 2 for each token, would be 7; its routing allows 3 to 6, in steps of 3",
+        ),
     ],
 )
 def test_what_cannot_be_removed(tmp_path: Path, case: str, fraction: float, kind: Any, said: str) -> None:
@@ -147,3 +153,37 @@ def test_heads_and_experts_at_once(tmp_path: Path) -> None:
     assert record.structure is not None
     assert len(record.structure.experts) == 1
     assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_moe many", "qwen2_moe", "mixtral", "olmoe", "gpt_oss"])
+def test_neurons_of_experts(tmp_path: Path, case: str) -> None:
+    source, out = saved(tmp_path / "source", case), tmp_path / "out"
+    record = shrunk(source, out, 0.3, "expert_neurons")  # of 24 or 48, where 16 or 32 stay
+    old, new = tensors(source), tensors(out)
+    assert old.keys() == new.keys()
+    smaller = {key for key in old if old[key].shape != new[key].shape}
+    assert smaller == {key for key in old if "experts." in key and not key.endswith("down_proj_bias")}
+    assert all(3 * new[key].numel() == 2 * old[key].numel() for key in smaller)
+    fitted = {key for key in smaller if key.endswith(("down_proj.weight", "w2.weight", "down_proj"))}
+    for key in smaller - fitted:
+        assert set(new[key].flatten().tolist()) <= set(old[key].flatten().tolist())
+    assert all(torch.equal(new[key], old[key]) for key in old.keys() - smaller)
+    assert record.perplexity["after"].value == pytest.approx(perplexity(out), rel=1e-5)
+    for each in record.matrices:
+        assert each.error <= float(each.stats["error_before_fit"])
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "said"),
+    [
+        ("qwen3_moe", {"expert_neurons": 0.01}, "would be 0, as a multiple of 8 has to stay"),
+        ("qwen3_moe", {"expert_neurons": 0.5, "experts": 0.5}, "in two runs"),
+        ("llama", {"expert_neurons": 0.5}, "it has no experts"),
+        ("deepseek_v2", {"expert_neurons": 0.5}, "shared_experts"),  # which have the same entry in the configuration
+    ],
+)
+def test_neurons_that_cannot_be_removed(tmp_path: Path, case: str, options: dict[str, Any], said: str) -> None:
+    source = saved(tmp_path / "source", case)
+    with pytest.raises(NiwakiError, match=said):
+        niwaki.shrink(source, tmp_path / "out", calibration=CALIBRATION, measurement=HELDOUT, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

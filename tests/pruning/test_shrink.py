@@ -555,7 +555,7 @@ def test_models_that_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to remove; give blocks, neurons, heads or experts"),
+        ({}, "nothing to remove; give blocks, neurons, heads, experts or expert_neurons"),
         ({"blocks": 3}, "blocks 3 of 3: from 0 to 2 can be removed"),
         ({"blocks": -1}, "blocks -1 of 3"),
         ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),

@@ -13,6 +13,7 @@ BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change t
 NEURONS = Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
 HEADS = Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
 EXPERTS = Option(metavar="FRACTION", help="Fraction of the experts of each block to remove, of a mixture of experts.")
+EXPERT_NEURONS = Option(metavar="FRACTION", help="Fraction of the neurons of each expert to remove.")
 
 
 @spread(without=("tf32", "memory"))
@@ -23,6 +24,7 @@ def shrink(
     neurons: Annotated[float, NEURONS] = 0.0,
     heads: Annotated[float, HEADS] = 0.0,
     experts: Annotated[float, EXPERTS] = 0.0,
+    expert_neurons: Annotated[float, EXPERT_NEURONS] = 0.0,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
@@ -39,6 +41,7 @@ def shrink(
             neurons=neurons,
             heads=heads,
             experts=experts,
+            expert_neurons=expert_neurons,
             calibration=calibration,
             measurement=measurement,
             compute=compute,

@@ -15,6 +15,9 @@ _TOWERS = ("vision", "visual", "image", "img", "audio", "speech", "vqmodel")
 #: Where the matrices of experts are (experts, in, out) in the model, and transformers does not say so itself.
 EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text", "recurrent_gemma"})
 
+#: Where the gates and ups of experts come in turns, and not all gates first.
+EXPERTS_INTERLEAVED = frozenset({"gpt_oss"})
+
 _FUSED_ATTENTION = "q, k and v are one matrix, with one threshold"
 _EXPERTS = "each expert's matrices from the tokens that are routed to it"
 
@@ -41,9 +44,9 @@ FAMILIES = {
     "cohere2": "",
     "olmo2": "",
     "olmoe": _EXPERTS,
-    "gpt_oss": _EXPERTS + "; gate and up are one matrix, files in MXFP4 too",
+    "gpt_oss": _EXPERTS + "; gate and up are one matrix; files in MXFP4 too",
     "deepseek_v2": _EXPERTS + "; shared experts as any MLP",
-    "deepseek_v3": _EXPERTS + "; shared experts as any MLP, files in FP8 too",
+    "deepseek_v3": _EXPERTS + "; shared experts as any MLP; files in FP8 too",
 }
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,15 @@ DOWN = "down_proj"
 
 @dataclass
 class Routed:
-    """A batch of tokens as it reached the experts."""
+    """Tokens as they reach the experts."""
 
-    arguments: tuple[Any, ...]  # of the module that has the experts and their router
     X: Tensor  # (tokens, in) inputs of the experts
     experts: Tensor  # (tokens, chosen) of each token
     gates: Tensor  # (tokens, chosen) their weights in the sum
     Y: Tensor  # (tokens, out) the sum of their outputs
 
     def to(self, expert: int) -> tuple[Tensor, Tensor]:
-        """(tokens that go to ``expert``, their gates as a column)."""
+        """(tokens that go to ``expert``, their gates (tokens, 1) float32)."""
         tokens, place = torch.where(self.experts == expert)
         return tokens, self.gates[tokens, place, None].float()
 
@@ -56,8 +55,11 @@ class Mixture:
         self.down = {m.expert: m for m in block.matrices if m.parameter == f"{path}.{DOWN}" and m.expert is not None}
 
     @torch.no_grad()
-    def observe(self, hidden: Tensor, states: HiddenStates) -> Routed:
-        """How the tokens of a batch of ``states`` reach the experts."""
+    def observe(self, states: HiddenStates, done: Callable[[], None]) -> tuple[list[tuple[Any, ...]], Routed]:
+        """(for each batch of ``states`` what the module receives that has the experts and their router, all tokens).
+
+        ``states`` stay as they are. ``done`` is called after each batch.
+        """
         calls: list[tuple[Any, ...]] = []
         arguments: list[tuple[Any, ...]] = []
         parent = self.block.module.get_submodule(self.path.rpartition(".")[0])
@@ -66,17 +68,18 @@ class Mixture:
             self.experts.register_forward_hook(lambda _, given, answer: calls.append((*given, answer))),
         ]
         try:
-            self.block.forward(hidden, states)
+            for hidden in states.hidden:
+                self.block.forward(hidden, states)
+                done()
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(calls) != 1 or len(calls[0]) != 4 or not arguments or not arguments[0]:
+        if not len(arguments) == len(calls) == len(states.hidden) or not all(arguments) or len(calls[0]) != 4:
             raise self._unknown()
-        X, experts, gates, Y = calls[0]
-        routing = isinstance(experts, Tensor) and isinstance(gates, Tensor) and not experts.is_floating_point()
-        if not routing or experts.ndim != 2 or experts.shape != gates.shape or X.shape[0] != len(experts):
+        X, experts, gates, Y = map(torch.cat, zip(*calls, strict=True))
+        if experts.is_floating_point() or experts.ndim != 2 or experts.shape != gates.shape or len(X) != len(experts):
             raise self._unknown()
-        return Routed(arguments[0], X, experts, gates, Y)
+        return arguments, Routed(X, experts, gates, Y)
 
     def answer(self, expert: int, X: Tensor) -> tuple[Tensor, Tensor]:
         """(inputs of ``expert``'s last matrix, its outputs) float32 for inputs ``X`` (tokens, in)."""
@@ -105,22 +108,24 @@ class Router:
         self._parent = block.get_submodule(path.rpartition(".")[0])
         self._experts = block.get_submodule(path)
 
-    def route(self, batch: Routed) -> Routed:
-        """``batch`` with the experts and gates that this router gives its tokens."""
-        calls: list[tuple[Any, ...]] = []
+    @torch.no_grad()
+    def route(self, arguments: list[tuple[Any, ...]]) -> tuple[Tensor, Tensor]:
+        """(experts, gates) (tokens, chosen) for what the module receives that has the experts and this router."""
+        calls: list[tuple[Tensor, Tensor]] = []
 
-        def stop(X: Tensor, *given: Any) -> Tensor:
-            calls.append(given)
+        def stop(X: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+            calls.append((experts, gates))
             return torch.zeros_like(X)
 
         try:
             with self._alone(stop):
-                self._parent(*batch.arguments)
-            ((experts, gates),) = calls
+                for given in arguments:
+                    self._parent(*given)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             reason = f"a router cannot be run alone: {one_line(error)}"
             raise UnsupportedModelError(reason) from error
-        return Routed(batch.arguments, batch.X, experts, gates, batch.Y)
+        experts, gates = map(torch.cat, zip(*calls, strict=True))
+        return experts, gates
 
     @contextlib.contextmanager
     def _alone(self, stop: Any) -> Iterator[None]:

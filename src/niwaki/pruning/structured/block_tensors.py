@@ -33,14 +33,16 @@ class BlockTensors:
         self._changes[matrix.key].append(change)
 
     def keep(self, removal: Removal, kept: Tensor) -> None:
-        """Only the units in the mask ``kept`` (units,) stay. Experts get numbers without gaps."""
-        numbers = dict(zip(kept.nonzero().squeeze(1).tolist(), range(len(kept)), strict=False))
+        """Only the units in the mask ``kept`` stay, (units,) or for each expert. Experts get numbers without gaps."""
+        numbers = {expert: number for number, expert in enumerate(kept.nonzero()[:, 0].tolist())}
         layout = self._model.layout
         for parameter in removal.parameters[self._index]:
             self._units[parameter.name] = without = partial(parameter.without, kept=kept)
             for key, expert in layout.experts(f"{self._model.path}.{self._index}.{parameter.name}").items():
                 if expert is None:
                     self._changes[key].append(without)
+                elif kept.ndim == 2:
+                    self._changes[key].append(partial(parameter.of_expert, kept=kept[expert]))
                 elif expert in numbers:
                     head, number, tail = self._names[key].rpartition(f".{expert}.")
                     self._names[key] = f"{head}{number.replace(str(expert), str(numbers[expert]))}{tail}"

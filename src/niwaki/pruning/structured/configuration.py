@@ -24,7 +24,16 @@ _RULES = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_in
 #: Attributes of modules that say where a block is, and how many heads and neurons it has.
 _SIZES = {
     *("layer_idx", "layer_number", "num_heads", "num_attention_heads", "num_key_value_heads"),
-    *("num_key_value_groups", "intermediate_size", "ffn_dim", "in_features", "out_features", "nf", "nx"),
+    *(
+        "num_key_value_groups",
+        "intermediate_size",
+        "intermediate_dim",
+        "ffn_dim",
+        "in_features",
+        "out_features",
+        "nf",
+        "nx",
+    ),
     *COUNTS,
 }
 #: How much hidden states may differ, relative to their norm, by the dtype of the blocks.

@@ -20,26 +20,60 @@ from niwaki.records.progress import Progress
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Names of the number of groups that routers choose from first.
 _GROUPS = ("n_group", "num_expert_group")
+#: Names of the number of experts for each token.
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 @dataclass(frozen=True)
-class ExpertRemoval(Removal):
-    """Experts: the least useful of each group that the router chooses from."""
+class MixtureRemoval(Removal):
+    """Of units of experts."""
 
-    groups: int
     paths: list[str | None]  # of the experts in each block; None where there are none
     matrices: list[Matrix]  # whose outputs are the experts' own
 
 
 @dataclass(frozen=True)
-class FittedExperts:
-    """The experts of a block that stay."""
+class ExpertRemoval(MixtureRemoval):
+    """Of whole experts, as many of each group that the router chooses from."""
 
-    mask: Tensor  # (experts,) bool, of those that stay
-    weights: list[tuple[Matrix, Tensor]]  # the last matrix of each that stays, as the checkpoint would have it
+    groups: int
+
+
+@dataclass(frozen=True)
+class FittedExperts:
+    """The experts of a block after some units have gone."""
+
+    mask: Tensor  # (units,) or (experts, units) bool, of those that stay
+    weights: list[tuple[Matrix, Tensor]]  # the last matrix of each expert that stays, as the checkpoint would have it
     error: float  # squared, of their outputs' sum, relative to that of all experts
     tokens: int  # the fewest that one of them has had
     stats: dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """The experts of all blocks of a model."""
+
+    paths: list[str | None]  # of the experts in each block; None where there are none
+    experts: int  # in each
+    down: list[Matrix]  # whose outputs are the experts' own
+
+
+def find_mixtures(model: StreamedModel, kind: str) -> Mixtures:
+    """The experts of ``model``; UnsupportedModelError, for the ``kind`` of units to remove, where they are unknown."""
+    paths = [find_experts(block) for block in model.blocks]
+    mixed = dict.fromkeys(matrix.block for matrix in model.matrices() if matrix.expert is not None)
+    if not mixed:
+        raise refused(model, kind, "it has no experts")
+    if unknown := [index for index in mixed if paths[index] is None]:
+        raise refused(model, kind, f"experts of block {unknown[0]} run in a way that niwaki does not follow")
+    counts = {len(model.blocks[index].get_submodule(str(paths[index])).get_parameter(DOWN)) for index in mixed}
+    if len(counts) != 1:
+        raise refused(model, kind, f"blocks differ: they have {', '.join(map(str, sorted(counts)))} experts")
+    down = [matrix for matrix in model.matrices() if matrix.parameter == f"{paths[matrix.block]}.{DOWN}"]
+    if {matrix.block for matrix in down} != set(mixed):
+        raise refused(model, kind, "the last matrices of experts are not known")
+    return Mixtures(paths, counts.pop(), down)
 
 
 def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
@@ -47,45 +81,35 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
 
     Raises UsageError where this number cannot be removed, UnsupportedModelError where there are none, or blocks differ.
     """
-    paths = [find_experts(block) for block in model.blocks]
-    mixed = [matrix.block for matrix in model.matrices() if matrix.expert is not None]
-    if not mixed:
-        raise refused(model, "experts", "it has none")
-    for index in mixed:
-        if paths[index] is None:
-            raise refused(model, "experts", f"those of block {index} run in a way that niwaki does not follow")
-    counts = {len(model.blocks[index].get_submodule(str(paths[index])).get_parameter(DOWN)) for index in mixed}
-    if len(counts) != 1:
-        raise refused(model, "experts", f"blocks differ: there are {', '.join(map(str, sorted(counts)))}")
-    (experts,) = counts
-    names = [name for name in COUNTS if getattr(model.config, name, None) == experts]
+    mixtures = find_mixtures(model, "experts")
+    experts, config = mixtures.experts, model.config
+    names = [name for name in COUNTS if getattr(config, name, None) == experts]
     if not names:
         raise refused(model, "experts", f"its configuration has no entry for their number, {experts}")
-    groups = next((value for name in _GROUPS if (value := getattr(model.config, name, None))), 1)
-    chosen = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_k", None) or 1
-    searched = getattr(model.config, "topk_group", None) or 1  # groups that a token's experts are of
+    groups = next((value for name in _GROUPS if (value := getattr(config, name, None))), 1)
+    searched = getattr(config, "topk_group", None) or 1  # groups that a token's experts are of
+    chosen = next((value for name in _CHOSEN if (value := getattr(config, name, None))), 1)
     count = round(fraction * experts)
     allowed = []
     for n in range(groups, experts, groups):
         left = (experts - n) // groups  # of each group, which is judged by its best two
         enough = left * searched >= chosen and (left > 1 or groups == 1)
-        if enough and accepted(model.config, dict.fromkeys(names, experts - n)):
+        if enough and accepted(config, dict.fromkeys(names, experts - n)):
             allowed.append(n)
     if count not in allowed:
         of = f" in {groups} groups" if groups > 1 else ""
-        possible = ", ".join(f"{n / experts:.4g}" for n in allowed) or "none"
+        possible = f"{allowed[0]} to {allowed[-1]}" if allowed else "none"
+        steps = f", in steps of {groups}" if groups > 1 and allowed else ""
         raise UsageError(
             f"experts {fraction:g} of {experts}{of}, {chosen} for each token, would be {count}; its routing allows "
-            f"{possible}"
+            f"{possible}{steps}"
         )
     parameters = [
-        _parameters(block, path, experts) if path else [] for block, path in zip(model.blocks, paths, strict=True)
+        _parameters(block, path, experts) if path else []
+        for block, path in zip(model.blocks, mixtures.paths, strict=True)
     ]
-    down = [matrix for matrix in model.matrices() if matrix.parameter == f"{paths[matrix.block]}.{DOWN}"]
-    if {matrix.block for matrix in down} != set(mixed):
-        raise refused(model, "experts", "their last matrices are not known")
-    config = dict.fromkeys(names, experts - count)
-    return ExpertRemoval("experts", experts, count, config, parameters, groups, paths, down)
+    left_over = dict.fromkeys(names, experts - count)
+    return ExpertRemoval("experts", experts, count, left_over, parameters, mixtures.paths, mixtures.down, groups)
 
 
 def _parameters(block: nn.Module, path: str, experts: int) -> list[UnitParameter]:
@@ -115,34 +139,26 @@ def fit_experts(
     """
     path = str(removal.paths[block.index])
     mixture = Mixture(block, path)
-    batches: list[Routed] = []
-    for hidden in states.hidden:
-        batches.append(mixture.observe(hidden, states))
-        progress.step()
-    score = scores(mixture, batches, removal.units)
-    kept = highest(score, removal.units - removal.count, removal.groups)
+    arguments, routed = mixture.observe(states, progress.step)
+    kept = highest(scores(mixture, routed, removal.units), removal.units - removal.count, removal.groups)
     mask = torch.zeros(removal.units, dtype=torch.bool).index_fill_(0, torch.tensor(kept), True)
     values = block.module.state_dict()
     choosing = [each for each in removal.parameters[block.index] if not each.name.startswith(path)]
     weights = {each.name: each.without(values[each.name], mask) for each in choosing}
     smaller.load_state_dict(weights, strict=False, assign=True)
-    with torch.no_grad():
-        routed = [Router(smaller, path).route(batch) for batch in batches]
-    return _fitted(mixture, kept, mask, routed)
+    numbers, gates = Router(smaller, path).route(arguments)
+    experts = torch.tensor(kept, device=numbers.device)[numbers]
+    return fit_last(mixture, kept, mask, Routed(routed.X, experts, gates, routed.Y))
 
 
-def scores(mixture: Mixture, batches: list[Routed], experts: int) -> list[float]:
+def scores(mixture: Mixture, routed: Routed, experts: int) -> list[float]:
     """REAP's score of each expert; 0 of one without tokens."""
-    values = []
+    values = [0.0] * experts
     for expert in range(experts):
-        total, tokens = 0.0, 0
-        for batch in batches:
-            rows, gates = batch.to(expert)
-            if len(rows):
-                _, outputs = mixture.answer(expert, batch.X[rows])
-                total += float((gates[:, 0] * outputs.norm(dim=1)).sum(dtype=torch.float64))
-                tokens += len(rows)
-        values.append(total / max(1, tokens))
+        rows, gates = routed.to(expert)
+        if len(rows):
+            _, outputs = mixture.answer(expert, routed.X[rows])
+            values[expert] = float((gates[:, 0] * outputs.norm(dim=1)).mean(dtype=torch.float64))
     return values
 
 
@@ -156,42 +172,33 @@ def highest(scores: list[float], count: int, groups: int) -> list[int]:
     return sorted(kept)
 
 
-def _fitted(mixture: Mixture, kept: list[int], mask: Tensor, batches: list[Routed]) -> FittedExperts:
-    block, parameter = mixture.block, mixture.experts.get_parameter(DOWN)
-    starts = [0]
-    for batch in batches:
-        starts.append(starts[-1] + len(batch.X))
-    residual = torch.cat([batch.Y.float() for batch in batches])
-    power = float(residual.square().sum(dtype=torch.float64))
+def fit_last(mixture: Mixture, experts: list[int], mask: Tensor, routed: Routed) -> FittedExperts:
+    """Fits the last matrices of ``experts``, to which ``routed`` goes, and puts them into the block.
+
+    With a ``mask`` (experts, units) the columns that it leaves out are 0 there already, and stay so.
+    """
+    parameter = mixture.experts.get_parameter(DOWN)
+    residual = routed.Y.to(torch.float32, copy=True)
+    power = max(float(residual.square().sum(dtype=torch.float64)), 1e-30)
     counts = []
-    for new, expert in enumerate(kept):
-        tokens = 0
-        for batch, start in zip(batches, starts, strict=False):
-            rows, gates = batch.to(new)
-            if len(rows):
-                _, outputs = mixture.answer(expert, batch.X[rows])
-                residual[start + rows] -= gates * outputs
-            tokens += len(rows)
-        counts.append(tokens)
+    for expert in experts:
+        rows, gates = routed.to(expert)
+        counts.append(len(rows))
+        if len(rows):
+            residual[rows] -= gates * mixture.answer(expert, routed.X[rows])[1]
 
-    def inputs(new: int) -> tuple[Tensor, Tensor]:
-        places, values = [], []
-        for batch, start in zip(batches, starts, strict=False):
-            rows, gates = batch.to(new)
-            if len(rows):
-                places.append(start + rows)
-                values.append(gates * mixture.answer(kept[new], batch.X[rows])[0])
-        return (torch.cat(places), torch.cat(values)) if places else (torch.empty(0, dtype=torch.int64), torch.empty(0))
+    def inputs(part: int) -> tuple[Tensor, Tensor]:
+        rows, X = routed.to(experts[part])
+        if len(rows):
+            X = X * mixture.answer(experts[part], routed.X[rows])[0]
+            X = X if mask.ndim == 1 else X * mask[experts[part]].to(X)
+        return rows, X
 
-    def old(new: int) -> Tensor:
-        return mixture.down[kept[new]].within(parameter).float()
-
-    fit = fit_sum(old, inputs, len(kept), residual)
+    fit = fit_sum(lambda part: mixture.down[experts[part]].within(parameter).float(), inputs, len(experts), residual)
     weights = []
-    for expert, W in zip(kept, fit.W, strict=True):
+    for expert, W in zip(experts, fit.W, strict=True):
         matrix = mixture.down[expert]
-        weights.append((matrix, block.stored(matrix, W)))
-        block.put(*weights[-1])
-    power = max(power, 1e-30)
+        weights.append((matrix, mixture.block.stored(matrix, W)))
+        mixture.block.put(*weights[-1])
     stats: dict[str, float | int | str] = {"error_before_fit": fit.before / power, "sweeps": fit.sweeps}
     return FittedExperts(mask, weights, fit.after / power, min(counts), stats)

@@ -34,8 +34,9 @@ from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
 from niwaki.pruning.structured.block_tensors import BlockTensors, free
 from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
+from niwaki.pruning.structured.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal, fit_expert_neurons
 from niwaki.pruning.structured.experts import ExpertRemoval, expert_removal, fit_experts
-from niwaki.pruning.structured.units import ColumnRemoval, head_removal, neuron_removal
+from niwaki.pruning.structured.units import ColumnRemoval, Removal, head_removal, neuron_removal
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
 
@@ -49,6 +50,7 @@ def shrink(
     neurons: float = 0.0,
     heads: float = 0.0,
     experts: float = 0.0,
+    expert_neurons: float = 0.0,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -69,6 +71,7 @@ def shrink(
         neurons: Fraction of the MLP neurons of each block to remove.
         heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
+        expert_neurons: Fraction of the neurons of each of them to remove, not at the same time.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``memory`` are not used.
@@ -85,11 +88,14 @@ def shrink(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("shrink")
     compute.only("shrink", "device", "dtype")
-    for name, fraction in (("neurons", neurons), ("heads", heads), ("experts", experts)):
+    shares = {"neurons": neurons, "heads": heads, "experts": experts, "expert_neurons": expert_neurons}
+    for name, fraction in shares.items():
         if not 0 <= fraction < 1:
             raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
-    if not (blocks or neurons or heads or experts):
-        raise UsageError("there is nothing to remove; give blocks, neurons, heads or experts")
+    if not (blocks or any(shares.values())):
+        raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
+    if experts and expert_neurons:
+        raise UsageError("experts and their neurons are removed in two runs, one after the other")
     source = locate_model(str(model))
     target = check_output(source, out)
     checkpoint = Checkpoint(source)
@@ -99,8 +105,12 @@ def shrink(
     if not 0 <= blocks < depth:
         raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
     columns = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
-    mixtures = [expert_removal(streamed, experts)] if experts else []
-    removals: list[ColumnRemoval | ExpertRemoval] = [*columns, *mixtures]
+    mixtures: list[ExpertRemoval | ExpertNeuronRemoval] = []
+    if experts:
+        mixtures.append(expert_removal(streamed, experts))
+    if expert_neurons:
+        mixtures.append(expert_neuron_removal(streamed, expert_neurons))
+    removals = [*columns, *mixtures]
     check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
     progress.status("reading the text to calibrate on")
     written = with_answers(streamed, calibration, compute.budget, World(), progress)
@@ -112,14 +122,7 @@ def shrink(
         texts,
         calibration,
         method="shrink",
-        solver={
-            "name": "shrink",
-            "blocks": blocks,
-            "neurons": neurons,
-            "heads": heads,
-            "experts": experts,
-            "damping": DAMPING,
-        },
+        solver={"name": "shrink", "blocks": blocks, **shares, "damping": DAMPING},
         pattern=", ".join([f"{blocks} of {depth} blocks", *parts] if blocks else parts),
         mask_from=None,
         flops=(depth - blocks) * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in columns),
@@ -187,7 +190,7 @@ def lowest(scores: Sequence[float], count: int) -> list[int]:
 class _Run:
     model: StreamedModel
     columns: list[ColumnRemoval]
-    mixtures: list[ExpertRemoval]
+    mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
     record: Record
     clock: Clock
     progress: Progress
@@ -196,7 +199,7 @@ class _Run:
     removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": [], "experts": []})
 
     @property
-    def removals(self) -> list[ColumnRemoval | ExpertRemoval]:
+    def removals(self) -> list[Removal]:
         """All of them."""
         return [*self.columns, *self.mixtures]
 
@@ -239,7 +242,7 @@ class _Run:
     def _walk(
         self, windows: Windows, smaller: dict[int, nn.Module], blocks: list[dict[str, str]], shards: Shards
     ) -> HiddenStates:
-        """Removes and writes; the outputs after the last block, with zeros for heads and neurons that were removed.
+        """Removes and writes; the outputs after the last block, with zeros for neurons and heads that were removed.
 
         ``smaller`` are the blocks to be, by the numbers that they had.
         """
@@ -294,24 +297,33 @@ class _Run:
     def _remove_experts(
         self,
         block: DecoderBlock,
-        removal: ExpertRemoval,
+        removal: ExpertRemoval | ExpertNeuronRemoval,
         smaller: nn.Module,
         states: HiddenStates,
         tensors: BlockTensors,
     ) -> DecoderBlock:
-        """Removes experts from ``tensors``; the block without them, in memory instead of ``block``."""
+        """Removes experts, or neurons of them, from ``tensors``; the block to go on with.
+
+        That is ``block`` with zeros for neurons, and for experts ``smaller``, in memory instead of it.
+        """
         path = str(removal.paths[block.index])
         self.progress.stage(block.index, "capture", len(states.hidden))
         began = time.perf_counter()
         with named(f"block {block.index}, {path}"):
-            fit = fit_experts(block, removal, smaller, states, self.progress)
+            if isinstance(removal, ExpertRemoval):
+                fit = fit_experts(block, removal, smaller, states, self.progress)
+            else:
+                fit = fit_expert_neurons(block, removal, states, self.progress)
         for matrix, stored in fit.weights:
             tensors.replace(matrix, stored)
         tensors.keep(removal, fit.mask)
-        self.removed["experts"].append((~fit.mask).nonzero().squeeze(1).tolist())
         seconds, shape = time.perf_counter() - began, removal.matrices[0].shape
-        size = (shape[0], shape[1] * len(fit.weights))
+        columns = fit.mask.sum().item() if fit.mask.ndim == 2 else shape[1] * len(fit.weights)
+        size = (shape[0], int(columns))
         self._record(MatrixRecord(block.index, path, size, 0.0, fit.error, seconds, fit.tokens, fit.stats))
+        if not isinstance(removal, ExpertRemoval):
+            return block
+        self.removed["experts"].append((~fit.mask).nonzero().squeeze(1).tolist())
         tensors.move(block.module, smaller)
         return dataclasses.replace(block, module=smaller)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -31,17 +32,30 @@ class UnitParameter:
     times: int = 1  # how often all units are repeated: 2 for gate and up in one matrix
 
     def without(self, value: Tensor, kept: Tensor) -> Tensor:
-        """``value`` with the entries of the units in the mask ``kept`` (units,) only."""
-        entries = kept.to(value.device).repeat_interleave(self.size).repeat(self.times)
-        return value.index_select(self.dimension, entries.nonzero().squeeze(1))
+        """``value`` with the entries of the units in the mask ``kept`` (units,) only.
+
+        Each expert can have its own: then the mask is (experts, units).
+        """
+        if kept.ndim == 2:
+            return torch.stack([self.of_expert(one, mask) for one, mask in zip(value, kept, strict=True)])
+        return self._selected(value, kept, self.dimension, self.times)
+
+    def of_expert(self, value: Tensor, kept: Tensor) -> Tensor:
+        """``value``, an expert's entries or some of its rows, with the units in ``kept`` (units,) only."""
+        dimension = self.dimension - 1
+        return self._selected(value, kept, dimension, value.shape[dimension] // (len(kept) * self.size))
+
+    def _selected(self, value: Tensor, kept: Tensor, dimension: int, times: int) -> Tensor:
+        entries = kept.to(value.device).repeat_interleave(self.size).repeat(times)
+        return value.index_select(dimension, entries.nonzero().squeeze(1))
 
 
 @dataclass(frozen=True)
 class Removal:
     """What is removed from each block."""
 
-    kind: str  # "heads", "neurons" or "experts"
-    units: int  # in a block: experts, neurons, or groups of heads that share keys and values
+    kind: str  # "heads", "neurons", "experts" or "expert neurons"
+    units: int  # in a block or an expert: experts, neurons, or groups of heads that share keys and values
     count: int  # units to remove
     config: dict[str, Any]  # what changes in the configuration
     parameters: list[list[UnitParameter]]  # of each block
