@@ -228,23 +228,6 @@ def structured() -> list[str]:
     return lines[:-1]
 
 
-def experts() -> list[str]:
-    """For each calibration and share of experts: nats above the dense model, by REAP alone and with the fit."""
-    dense, *cells = record("experts")["cells"]
-    found = {(cell["calibration"], cell["experts"], cell["method"]): cell["losses"] for cell in cells}
-    texts, rows = list(dense["losses"]), []
-    for calibration, share in dict.fromkeys((cell["calibration"], cell["experts"]) for cell in cells):
-        row = [calibration, f"{100 * share:.0f} %"]
-        for text in texts:
-            gaps = [
-                _paired(found[calibration, share, method][text], dense["losses"][text]) for method in ("reap", "fitted")
-            ]
-            row += [*(f"{gap:.3f} ±{error:.3f}" for gap, error in gaps), f"{gaps[1][0] / gaps[0][0]:.2f}"]
-        rows.append(row)
-    heads = [head for text in texts for head in (f"{text}: REAP", "fitted", "ratio")]
-    return markdown(["calibrated on", "removed", *heads], rows)
-
-
 def table3() -> list[str]:
     """Seconds of a run and of its solving."""
     cells = [cell for cell in record("table3")["cells"] if cell["pattern"]]
@@ -524,7 +507,6 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/effort.md", "efforts", efforts),
     ("docs/effort.md", "ablation", ablation),
     ("docs/structured.md", "structured", structured),
-    ("docs/structured.md", "experts", experts),
     ("docs/benchmarks.md", "real", real),
     ("docs/benchmarks.md", "third", third),
     ("docs/benchmarks.md", "own_answers", own_answers),

@@ -24,6 +24,7 @@ threads from blocking working ones; without it a small model can be 30 times slo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import itertools
 import lzma
@@ -54,6 +55,7 @@ from transformers import (
 
 PIECE = 1 << 16  # characters read at a time: what keeps memory bounded
 HELD = 200  # windows of the held-out loss
+BALANCE = 0.01  # the weight in the loss of how unevenly a mixture uses its experts
 OPTIONS = [
     ("--hidden", 192, "width of the model"),
     ("--blocks", 6, "number of blocks"),
@@ -165,11 +167,35 @@ def bf16_is_fast(device: torch.device) -> bool:
     return best[torch.bfloat16] < 0.7 * best[torch.float32]  # autocast adds casts of its own
 
 
-def loss_of(model: PreTrainedModel, rows: np.ndarray, **options: bool) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, rows: np.ndarray) -> torch.Tensor:
     """Mean cross-entropy of every token of the windows but their first."""
     ids = torch.from_numpy(rows.astype(np.int64)).to(model.device)
-    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False, **options).loss
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
     return loss
+
+
+@contextlib.contextmanager
+def balances(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """A list that gets a number for each mixture that runs: 1 where all its experts are used alike, and else more.
+
+    Switch Transformers, arXiv 2101.03961, eq. 4. That of transformers is over all blocks at once, which leaves some
+    experts of each block without tokens.
+    """
+    values: list[torch.Tensor] = []
+
+    def hook(router: torch.nn.Module, _: object, answer: tuple[torch.Tensor, ...]) -> None:
+        logits, _, experts = answer
+        count = logits.shape[-1]
+        share = torch.bincount(experts.flatten(), minlength=count) / experts.numel()
+        values.append(count * (share * logits.float().softmax(dim=-1).mean(dim=0)).sum())
+
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [module.register_forward_hook(hook) for module in routers]
+    try:
+        yield values
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 @torch.no_grad()
@@ -199,7 +225,7 @@ def configuration(args: argparse.Namespace) -> PretrainedConfig:
     if args.architecture == "qwen3":
         return Qwen3Config(**shape)
     experts = {"num_experts": args.experts, "num_experts_per_tok": args.chosen, "moe_intermediate_size": args.mlp}
-    return Qwen3MoeConfig(**shape, **experts, norm_topk_prob=True, router_aux_loss_coef=0.01)
+    return Qwen3MoeConfig(**shape, **experts, norm_topk_prob=True)
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:
@@ -240,14 +266,12 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     columns = BarColumn(), MofNCompleteColumn(), text, left
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     every = max(1, min(10, steps // 10))
-    # What keeps experts in use is in the loss that is trained on, and not in what is measured.
-    balanced = {"output_router_logits": True} if args.architecture == "qwen3_moe" else {}
     with bar:
         task = bar.add_task("", total=steps)
         for step in range(1, steps + 1):
             rows = data[order[(step - 1) * args.batch : step * args.batch]]
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = loss_of(model, rows, **balanced)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16), balances(model) as uneven:
+                loss = loss_of(model, rows) + BALANCE * sum(uneven)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
