@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.layer.expert_fit import DAMPING, fit_sum
+from niwaki.layer.expert_fit import fit_sum
 
 OUT, IN, ROWS = 5, 6, 80
 
@@ -24,6 +24,10 @@ def problem(parts: int, seed: int = 0) -> tuple[list[tuple[Tensor, Tensor]], lis
     return inputs, old, torch.randn(ROWS, OUT, generator=generator)
 
 
+def ridge(X: Tensor) -> float:
+    return 0.01 + 10 * X.shape[1] / len(X)
+
+
 def residual(inputs: list[tuple[Tensor, Tensor]], W: list[Tensor], Y: Tensor) -> Tensor:
     left = Y.double().clone()
     for (rows, X), weights in zip(inputs, W, strict=True):
@@ -34,7 +38,7 @@ def residual(inputs: list[tuple[Tensor, Tensor]], W: list[Tensor], Y: Tensor) ->
 def objective(inputs: list[tuple[Tensor, Tensor]], W: list[Tensor], old: list[Tensor], Y: Tensor) -> float:
     value = residual(inputs, W, Y).square().sum()
     for (_, X), new, before in zip(inputs, W, old, strict=True):
-        value = value + DAMPING * ((new.double() - before) * X.double().norm(dim=0)).square().sum()
+        value = value + ridge(X) * ((new.double() - before) * X.double().norm(dim=0)).square().sum()
     return float(value)
 
 
@@ -44,9 +48,10 @@ def solution(inputs: list[tuple[Tensor, Tensor]], old: list[Tensor], Y: Tensor) 
     A = torch.zeros(ROWS, parts * IN, dtype=torch.float64)
     for part, (rows, X) in enumerate(inputs):
         A[rows, part * IN : (part + 1) * IN] = X.double()
-    ridge = DAMPING**0.5 * A.norm(dim=0).diag()
+    strengths = torch.tensor([ridge(X) for _, X in inputs], dtype=torch.float64).repeat_interleave(IN)
+    penalty = (strengths.sqrt() * A.norm(dim=0)).diag()
     start = torch.cat([W.double() for W in old], dim=1).T
-    joint = torch.linalg.lstsq(torch.cat([A, ridge]), torch.cat([Y.double(), ridge @ start])).solution
+    joint = torch.linalg.lstsq(torch.cat([A, penalty]), torch.cat([Y.double(), penalty @ start])).solution
     return list(joint.T.split(IN, dim=1))
 
 

@@ -104,6 +104,7 @@ def compare(
     runs = _runs(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
+    streamed.check_coverage()
     for run in runs:
         patterns_of(run.pattern, None, streamed)
     if out is not None:

@@ -12,6 +12,8 @@ from niwaki.layer.linalg import damped_cholesky
 
 #: The ridge, relative to the diagonal of each Gram matrix; it keeps weights near the old ones.
 DAMPING = 0.01
+#: And for n rows of in inputs as much more as this times in / n: what few rows say is not true of other text.
+DAMPING_FOR_FEW = 10.0
 #: A sweep that lowers the squared error by less than this fraction is the last one.
 _LEAST_GAIN = 1e-3
 _MOST_SWEEPS = 10
@@ -27,6 +29,11 @@ class SumFit:
     sweeps: int
 
 
+def ridge(rows: int, columns: int) -> float:
+    """The ridge for so many ``rows`` of inputs, relative to a diagonal of 1."""
+    return DAMPING + DAMPING_FOR_FEW * columns / rows
+
+
 def fit_sum(
     old: Callable[[int], Tensor], inputs: Callable[[int], tuple[Tensor, Tensor]], parts: int, residual: Tensor
 ) -> SumFit:
@@ -34,8 +41,8 @@ def fit_sum(
 
     X_e (n_e, in) are the inputs of part e, S_e puts its rows in their places among those of Y, and Y - sum_e S_e X_e
     W_e^T is ``residual`` (rows, out) float32 for the old weights, which is changed. ``old(e)`` are these weights (out,
-    in), ``inputs(e)`` the places (n_e,) and X_e. The ridge of part e is 0.01 tr(D diag(X_e^T X_e) D^T) for what its
-    weights change by, D. Parts without rows keep their weights.
+    in), ``inputs(e)`` the places (n_e,) and X_e. The ridge of part e is (0.01 + 10 in / n_e) tr(D diag(X_e^T X_e) D^T)
+    for what its weights change by, D. Parts without rows keep their weights.
 
     One part is solved for after the other, exactly, with the others as they are, in up to 10 sweeps over all, which
     end where one gains less than 0.1 %: block coordinate descent, whose limit is the least squares' solution, and which
@@ -53,7 +60,7 @@ def fit_sum(
             scales = X.norm(dim=0)
             scales[scales == 0] = 1.0  # inputs that are always 0 keep their weights
             X = X / scales
-            L, damping = damped_cholesky(partial(torch.mm, X.T, X), DAMPING)
+            L, damping = damped_cholesky(partial(torch.mm, X.T, X), ridge(*X.shape))
             C = residual[rows].T @ X - damping * (W[part] - old(part)) * scales
             step = torch.cholesky_solve(C.T, L).T
             W[part] += step / scales
