@@ -19,6 +19,7 @@ _PUBLIC = {
     "niwaki.evaluation.generate": ("generate",),
     "niwaki.evaluation.inspect": ("inspect",),
     "niwaki.packed.compressed_tensors": ("export",),
+    "niwaki.packed.gguf_file": ("export_gguf",),
     "niwaki.packed.load": ("load",),
     "niwaki.packed.pack": ("pack", "unpack"),
     "niwaki.reports.page": ("report",),
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from niwaki.models.text import Windows as Windows
     from niwaki.options import Calibration as Calibration, Compute as Compute, Measurement as Measurement
     from niwaki.packed.compressed_tensors import export as export
+    from niwaki.packed.gguf_file import export_gguf as export_gguf
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import pack as pack, unpack as unpack
     from niwaki.pruning.effort import Effort as Effort

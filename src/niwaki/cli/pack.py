@@ -1,15 +1,21 @@
 """``niwaki pack``, ``niwaki unpack`` and ``niwaki export``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from typer import Argument
+from typer import Argument, Option
 
 from niwaki.cli.common import in_session, out, written
 from niwaki.cli.options import Model, Output
 from niwaki.cli.screen import Screen
 
 Packed = Annotated[str, Argument(metavar="MODEL", help="A directory that 'pack' wrote.")]
-Quantized = Annotated[str, Argument(metavar="MODEL", help="A directory that 'prune --quantize' wrote.")]
+Gguf = Annotated[
+    Literal["F16", "Q8_0", "Q4_0"] | None,
+    Option(help="Write one file for llama.cpp, of any MODEL, with its matrices in this format."),
+]
+Exported = Annotated[
+    str, Argument(metavar="OUT", help="A directory that does not exist or is empty; with --gguf a file that does not.")
+]
 
 
 def pack(model: Model, output: Output) -> None:
@@ -36,10 +42,15 @@ def unpack(model: Packed, output: Output) -> None:
     written(output)
 
 
-def export(model: Quantized, output: Output) -> None:
-    """Write MODEL, whose weights are on a grid of 4 or 8 bits, to OUT as packed integers (compressed-tensors)."""
+def export(model: Model, output: Exported, gguf: Gguf = None) -> None:
+    """Write MODEL for other programs: packed integers of a grid of 4 or 8 bits (compressed-tensors), or --gguf."""
     with Screen(f"exporting {model}"), in_session():
-        from niwaki.packed.compressed_tensors import export as run
+        if gguf:
+            from niwaki.packed.gguf_file import export_gguf
 
-        run(model, output)
+            export_gguf(model, output, gguf)
+        else:
+            from niwaki.packed.compressed_tensors import export as run
+
+            run(model, output)
     written(output)
