@@ -54,7 +54,7 @@ def expert_neuron_removal(model: StreamedModel, fraction: float) -> ExpertNeuron
 
 
 def _parameters(model: StreamedModel, index: int, path: str) -> list[UnitParameter]:
-    is_interleaved = model.checkpoint.config.get("model_type") in EXPERTS_INTERLEAVED
+    is_interleaved = model.config.model_type in EXPERTS_INTERLEAVED
     transposed = {m.parameter: m.transposed for m in model.matrices(index) if m.expert is not None}
     parameters = [UnitParameter(f"{path}.{DOWN}", 1 if transposed[f"{path}.{DOWN}"] else 2, 1)]
     for name, value in model.blocks[index].get_submodule(path).named_parameters(recurse=False):

@@ -82,6 +82,8 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
     Raises UsageError where this number cannot be removed, UnsupportedModelError where there are none, or blocks differ.
     """
     mixtures = find_mixtures(model, "experts")
+    if "." not in str(next(filter(None, mixtures.paths))):
+        raise refused(model, "experts", "their router runs outside of a module that has both")
     experts, config = mixtures.experts, model.config
     names = [name for name in COUNTS if getattr(config, name, None) == experts]
     if not names:
@@ -89,6 +91,7 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
     groups = next((value for name in _GROUPS if (value := getattr(config, name, None))), 1)
     searched = getattr(config, "topk_group", None) or 1  # groups that a token's experts are of
     chosen = next((value for name in _CHOSEN if (value := getattr(config, name, None))), 1)
+    chosen = max(chosen) if isinstance(chosen, list | tuple) else chosen  # of each block
     count = round(fraction * experts)
     allowed = []
     for n in range(groups, experts, groups):
@@ -114,14 +117,14 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
 
 def _parameters(block: nn.Module, path: str, experts: int) -> list[UnitParameter]:
     """All parameters and buffers of a block with an entry for each expert: the experts' own and the router's."""
-    beside = f"{path.rpartition('.')[0]}."
-    return [
-        UnitParameter(name, 0, 1)
-        for name, value in block.state_dict().items()
-        if value.ndim
-        and len(value) == experts
-        and (name.startswith(f"{path}.") or (name.startswith(beside) and choice(name) == "router"))
-    ]
+    parent = path.rpartition(".")[0]
+    parameters = []
+    for name, value in block.state_dict().items():
+        own, beside = name.startswith(f"{path}."), name.startswith(f"{parent}." if parent else "")
+        chooses = beside and (choice(name) == "router" or name.endswith("expert_bias"))
+        if experts in (value.shape[:1] if own else value.shape[:2] if chooses else ()):
+            parameters.append(UnitParameter(name, list(value.shape).index(experts), 1))
+    return parameters
 
 
 def fit_experts(
