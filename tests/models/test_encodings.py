@@ -118,6 +118,37 @@ def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -
     assert record.perplexity["after"].value == pytest.approx(loss, rel=0.01)  # bfloat16
 
 
+def test_scales_in_a_file_of_their_own(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    meant = in_fp8(source)
+    stored = load_file(source / SINGLE_NAME)
+    names = {key: f"model-0000{1 + key.endswith('_scale_inv')}-of-00002.safetensors" for key in stored}
+    for name in set(names.values()):
+        save_file({key: stored[key] for key in stored if names[key] == name}, source / name, {"format": "pt"})
+    (source / SINGLE_NAME).unlink()
+    (source / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    record = niwaki.prune(source, out, 0.5, effort="fast", calibration=CALIBRATION, measurement=None)
+    assert not any("not carried over" in note for note in record.notes)
+    assert Checkpoint(out).entries.keys() == meant.keys()
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_other_blocks_are_another_model(tmp_path: Path) -> None:
+    in_fp8(tmp_path)
+    before = Checkpoint(tmp_path).fingerprint()
+    settings = {"quant_method": "fp8", "weight_block_size": [17, 20]}  # for which the scales are as many
+    edit_json(tmp_path / "config.json", quantization_config=settings)
+    assert Checkpoint(tmp_path).fingerprint() != before
+
+
+def test_a_tensor_that_is_there_twice(tmp_path: Path) -> None:
+    in_mxfp4(tmp_path)
+    key = "model.layers.0.mlp.experts.down_proj"
+    stored = load_file(tmp_path / SINGLE_NAME)
+    save_file({**stored, key: torch.zeros(4, 96, 64)}, tmp_path / SINGLE_NAME, {"format": "pt"})
+    assert "twice" in message(lambda: Checkpoint(tmp_path), CheckpointError)
+
+
 def test_experts_are_removed_from_fp8(tmp_path: Path) -> None:
     in_fp8(tmp_path / "source")
     niwaki.shrink(tmp_path / "source", tmp_path / "out", experts=0.25, calibration=CALIBRATION, measurement=HELDOUT)

@@ -58,7 +58,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
     try:
         for path in sorted(_files(source)):
             name = path.relative_to(source)
-            if str(name) in checkpoint.shards:
+            if str(name) in checkpoint.files:
                 continue
             _check(path, name)
             weighs = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json")

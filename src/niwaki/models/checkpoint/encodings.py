@@ -54,7 +54,7 @@ def find_encoded(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dic
     if not isinstance(settings, dict):
         return {}
     if settings.get("quant_method") == "fp8":
-        return _find_fp8(settings.get("weight_block_size"), entries)
+        return _find_fp8(settings.get("weight_block_size", [128, 128]), entries)
     return _find_mxfp4(entries) if settings.get("quant_method") == "mxfp4" else {}
 
 
@@ -69,7 +69,8 @@ def _find_fp8(block: Any, entries: Mapping[str, Entry]) -> dict[str, Encoded]:
         if not (isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)):
             raise CheckpointError(f"weight_block_size is two whole numbers above 0; got {block!r}")
         wanted = (*codes.shape[:-2], *(-(-n // size) for n, size in zip(codes.shape[-2:], sizes, strict=True)))
-        if scales.shape not in (wanted, () if block is None else wanted) or not scales.dtype.startswith(("F", "BF")):
+        fits = scales.shape == wanted or (block is None and scales.shape in ((), (1,)))
+        if not fits or scales.dtype not in ("F64", "F32", "F16", "BF16"):
             raise CheckpointError(
                 f"{key!r} is FP8 {codes.shape} in blocks of {tuple(sizes)}, whose scales would be {wanted}; they are "
                 f"{scales.dtype} {scales.shape}"
@@ -85,8 +86,15 @@ def _find_mxfp4(entries: Mapping[str, Entry]) -> dict[str, Encoded]:
         if codes.dtype != "U8" or not key.endswith(codes_suffix):
             continue
         name = key.removesuffix(codes_suffix)
+        if name in entries:  # which one counts is up to the reader
+            raise CheckpointError(f"the tensor {name!r} is there twice, also in MXFP4 as {key!r}")
         scales = entries.get(f"{name}{scales_suffix}")
-        if scales is None or scales.dtype != "U8" or codes.shape != (*scales.shape, _GROUP // 2):
+        if (
+            scales is None
+            or scales.dtype != "U8"
+            or codes.shape != (*scales.shape, _GROUP // 2)
+            or len(codes.shape) < 3
+        ):
             has = "none" if scales is None else f"{scales.dtype} {scales.shape}"
             raise CheckpointError(f"{key!r} is MXFP4 {codes.shape}, whose scales would be U8 {codes.shape[:-1]}: {has}")
         *first, rows, groups, _ = codes.shape

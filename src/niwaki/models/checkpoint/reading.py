@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from niwaki.errors import CheckpointError, UsageError, first_line
 from niwaki.files import given_path
 from niwaki.layer.linalg import is_finite
-from niwaki.models.checkpoint.encodings import find_encoded
+from niwaki.models.checkpoint.encodings import Encoded, find_encoded
 from niwaki.models.checkpoint.tensors import (
     DTYPES,
     Entry,
@@ -105,6 +106,9 @@ class Checkpoint:
     Those in FP8 or MXFP4 (see :mod:`.encodings`) are bfloat16 here, and nothing says that they were not.
     """
 
+    _encoded: Mapping[str, Encoded] = {}
+    _encoding: object = None  # what config.json says of FP8 or MXFP4
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config: dict[str, Any] = read_json(path / "config.json")
@@ -127,6 +131,7 @@ class Checkpoint:
         #: Those files.
         self.shards = sorted({entry.shard for entry in self.entries.values()}) if self._encoded else shards
         if self._encoded:
+            self._encoding = self.config["quantization_config"]
             self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
 
     @property
@@ -143,6 +148,11 @@ class Checkpoint:
             tensors[key] = Entry(encoded.codes.shard, "BF16", encoded.shape, 0, size)
         parts = [placed({key: one for key, one in tensors.items() if one.shard == shard}) for shard in shards]
         return {key: entry for part in parts for key, entry in part.items()}
+
+    @property
+    def files(self) -> set[str]:
+        """All files that its tensors are in."""
+        return {entry.shard for entry in self._stored.values()} if self._encoded else set(self.shards)
 
     def header(self, shard: str) -> bytes:
         """What the file ``shard`` has before its tensors, or would have without FP8 and MXFP4."""
@@ -224,7 +234,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for key, entry in sorted(self._stored.items()):
+        if self._encoded:
+            digest.update(json.dumps(self._encoding, sort_keys=True).encode())
+        for key, entry in sorted((self._stored if self._encoded else self.entries).items()):
             digest.update(f"{key} {entry}".encode())
             with (self.path / entry.shard).open("rb") as file:
                 for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):

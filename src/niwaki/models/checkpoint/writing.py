@@ -124,7 +124,7 @@ class CheckpointWriter:
                 self._copy_the_rest()
 
     def _copy_the_rest(self) -> None:
-        if self._source.is_encoded and len(self._source.shards) > 1:  # the source's index is about other tensors
+        if self._source.is_encoded and (self._source.path / INDEX_NAME).exists():  # which is about other tensors
             entries = self._source.entries
             size = sum(entry.size for entry in entries.values())
             write_index(self._directory, size, {key: entry.shard for key, entry in entries.items()})

@@ -139,7 +139,8 @@ def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, s
         if match is None or int(match[2]) >= len(blocks):
             outside.append(key)
         else:
-            blocks[int(match[2])][key] = f"{match[1]}{{}}{match[3]}"
+            before, after = (part.replace("{", "{{").replace("}", "}}") for part in (match[1], match[3]))
+            blocks[int(match[2])][key] = f"{before}{{}}{after}"
     return outside, blocks
 
 

@@ -46,8 +46,8 @@ def expert_neuron_removal(model: StreamedModel, fraction: float) -> ExpertNeuron
     count = width - _MULTIPLE * round((1 - fraction) * width / _MULTIPLE)
     if not 0 < count < width or not accepted(model.config, {name: width - count}):
         raise UsageError(
-            f"expert neurons {fraction:g} of {width} would be {count}, as a multiple of {_MULTIPLE} has to stay; give "
-            f"{_MULTIPLE / width:.3g} or more, below 1"
+            f"expert neurons {fraction:g} would leave {width - count} of {width}; a multiple of {_MULTIPLE} below "
+            f"{width} has to stay"
         )
     parameters = [_parameters(model, index, path) if path else [] for index, path in enumerate(mixtures.paths)]
     return ExpertNeuronRemoval(_KIND, width, count, {name: width - count}, parameters, mixtures.paths, mixtures.down)
