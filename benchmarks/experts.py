@@ -12,7 +12,6 @@ on books or on WikiText-2, 128 windows of 256 tokens; measured on 64 windows of 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -70,16 +69,12 @@ def main() -> None:
         text = Calibration(str(arguments.corpus / file), samples=SAMPLES, length=LENGTH)
         for fraction in FRACTIONS:
             for method, fit in {"reap": not_fitted, "fitted": expert_fit.fit_sum}.items():
-                with (
-                    TemporaryDirectory() as scratch,
-                    mock.patch.object(experts, "fit_sum", fit),
-                ):
+                with TemporaryDirectory() as scratch, mock.patch.object(experts, "fit_sum", fit):
                     out = Path(scratch) / "out"
                     record = niwaki.shrink(
                         arguments.model, out, experts=fraction, calibration=text, measurement=Measurement(samples=0)
                     )
                     assert record.structure is not None
-                    errors = [dataclasses.asdict(each) for each in record.matrices]
                     keep(
                         losses(out),
                         method=method,
@@ -87,7 +82,7 @@ def main() -> None:
                         calibration=calibration,
                         removed=record.structure.removed,
                         seconds=record.seconds["total"],
-                        errors=[each["error"] for each in errors],
+                        errors=[each.error for each in record.matrices],
                     )
 
 
