@@ -297,6 +297,23 @@ def decode() -> list[str]:
     return markdown(["size, threads, vectors", "torch, ms", "plain dense kernel, ms", *shown], rows)
 
 
+def llama_cpp() -> list[str]:
+    """The speed of each form of a model, beside transformers'."""
+    forms = record("llama_cpp")["forms"]
+    usual = next(form for form in forms if form["form"].startswith("transformers"))["tokens_per_second"]
+    rows = [
+        [
+            form["form"],
+            f"{form['bytes'] / 2**20:.0f}",
+            f"{form['first_token'] * 1e3:.0f}",
+            f"{form['tokens_per_second']:.0f} ({form['slowest']:.0f} to {form['fastest']:.0f})",
+            f"{form['tokens_per_second'] / usual:.2f}",
+        ]
+        for form in forms
+    ]
+    return markdown(["", "MiB", "first token, ms", "tokens/s", "times transformers'"], rows)
+
+
 def real() -> list[str]:
     """The real model: perplexity, and nats above the dense model with the error of that difference, for each text."""
     return _measured_on_texts("real")
@@ -522,6 +539,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/healing.md", "heal_demo", partial(heal, "heal_demo")),
     ("docs/models.md", "model_types", model_types),
     ("docs/packed.md", "decode", decode),
+    ("docs/packed.md", "llama_cpp", llama_cpp),
 ]
 
 

@@ -8,67 +8,29 @@
 // address of the next values depends on the bits through one count and one addition only. Rows that are computed
 // together lie far apart, so that values and mask of each are read on and on, which the hardware foresees.
 
+#include "products.h"
+
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <system_error>
 #include <thread>
 #include <type_traits>
-#include <vector>
 
 #if defined(NIWAKI_EMULATE)
 #include NIWAKI_EMULATE  // the intrinsics of AVX-512 in plain C++, for tests on machines without it
-#define TARGET(features)
-#elif defined(__x86_64__)
+#elif defined(NIWAKI_X86)
 #include <immintrin.h>
-#define NIWAKI_X86
-#define TARGET(features) __attribute__((target(features)))
 #endif
 
 // Of the OpenMP runtime that torch has loaded; null where none has it. A weak name rather than dlsym, which glibc moved
 // to another library in 2.34, so that a wheel built with a newer glibc loads with an older one.
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 
+namespace niwaki {
 namespace {
 
-enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };
-enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
-
-struct Matrix {
-    int dtype;
-    std::int64_t rows, stride;
-    const std::uint8_t* mask;
-    const void* values;
-    const std::int64_t* starts;
-    const float* scales;  // (rows, groups), of INT8 only
-    std::int64_t groups;
-};
-
-// Up to so many vectors share the work of decoding.
-constexpr int VECTORS = 4;
 // How many bytes of values ahead are asked for.
 constexpr std::int64_t PREFETCH = 4096;
-
-struct Product {
-    Matrix matrix;
-    const float* x;  // (batch, 8 stride), with zeros behind the last column
-    const std::uint16_t* x_bf16;
-    std::int64_t batch;
-    float* y;  // (batch, rows)
-};
-
-template <typename T>
-T load(const void* place) {
-    T value;
-    std::memcpy(&value, place, sizeof value);
-    return value;
-}
-
-float from_bits(std::uint32_t bits) {
-    return load<float>(&bits);
-}
 
 float from_fp16(std::uint16_t half) {
     const std::uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
@@ -191,8 +153,6 @@ struct Tables {
     }
 };
 const Tables tables;
-
-#define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
 
 // The entry that is `place` bytes behind the start of a table.
 template <typename Register, typename T>
@@ -356,8 +316,6 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
 
 #endif
 
-using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
-
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
 
 template <bool pairs>
@@ -371,6 +329,8 @@ void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t 
 }
 
 #endif
+
+}  // namespace
 
 int best_path() {
 #if defined(NIWAKI_EMULATE)
@@ -387,13 +347,13 @@ int best_path() {
 #endif
 }
 
-Rows rows_of(int path, int dtype, bool pairs) {
+Rows rows_of([[maybe_unused]] int path, [[maybe_unused]] const Product& product) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if (path >= AVX512 && dtype == BF16)
-        return path == AVX512_BF16 && pairs ? avx512_rows_of<true> : avx512_rows_of<false>;
+    if (path >= AVX512 && product.matrix.dtype == BF16)
+        return product.x_bf16 ? avx512_rows_of<true> : avx512_rows_of<false>;
 #endif
 #if defined(NIWAKI_X86)
-    if (path >= AVX2) switch (dtype) {
+    if (path >= AVX2) switch (product.matrix.dtype) {
             case BF16:
                 return avx2_rows_of<BF16>;
             case FP16:
@@ -407,7 +367,29 @@ Rows rows_of(int path, int dtype, bool pairs) {
     return portable_rows;
 }
 
-// Calls `body(data)` in `threads` threads at once. They are those of the OpenMP runtime that torch has loaded: threads
+Product Operand::with(const Matrix& matrix, float* y) {
+    Product product{matrix, x, nullptr, batch, y};
+    const std::int64_t size = batch * width;
+    if (path < AVX512 || matrix.dtype != BF16) return product;
+    if (path == AVX512_BF16 && exact) {
+        if (pairs.empty()) {
+            pairs.resize(size);
+            for (std::int64_t i = 0; i < size; ++i)
+                pairs[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + i) >> 16);
+        }
+        product.x_bf16 = pairs.data();
+    } else {
+        if (mixed.empty()) {
+            mixed.resize(size);
+            for (std::int64_t at = 0; at < size; at += 32)
+                for (int i = 0; i < 32; ++i) mixed[at + i / 2 + i % 2 * 16] = x[at + i];
+        }
+        product.x = mixed.data();
+    }
+    return product;
+}
+
+// They are those of the OpenMP runtime that torch has loaded: threads
 // of two pools, each spinning while it waits, take the cores from each other.
 void in_threads(int threads, void (*body)(void*), void* data) {
     static const auto parallel = std::getenv("NIWAKI_NO_OPENMP") ? nullptr : GOMP_parallel;
@@ -425,6 +407,8 @@ void in_threads(int threads, void (*body)(void*), void* data) {
         for (auto& other : others) other.join();
     }
 }
+
+namespace {
 
 // Work on rows, some at a time, by whichever thread is free.
 template <typename Function>
@@ -444,36 +428,68 @@ void for_rows(std::int64_t rows, std::int64_t each, int threads, Function&& func
         &work);
 }
 
+// Where a row goes on that was expanded up to some column.
+template <typename T>
+struct Row {
+    const std::uint8_t* bits;
+    const T* values;
+    std::int64_t columns;
+    T* out;
+    std::int64_t done;
+};
+
 #if defined(NIWAKI_X86)
 
+// As many columns as are whole bytes of the mask.
 TARGET(NIWAKI_AVX2)
-void expand_row_avx2(const std::uint8_t* bits, const std::uint16_t* values, std::int64_t bytes, std::uint16_t* out) {
-    for (std::int64_t i = 0; i < bytes; ++i) {
-        const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(tables.dense[bits[i]]));
-        const __m128i source = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * i), _mm_shuffle_epi8(source, order));
-        values += __builtin_popcount(bits[i]);
+void expand_avx2(Row<std::uint16_t>& row) {
+    for (; row.done + 8 <= row.columns; row.done += 8) {
+        const std::uint8_t byte = row.bits[row.done / 8];
+        const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(tables.dense[byte]));
+        const __m128i source = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row.values));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(row.out + row.done), _mm_shuffle_epi8(source, order));
+        row.values += __builtin_popcount(byte);
+    }
+}
+
+#endif
+
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+
+// As many columns as are whole registers.
+TARGET(NIWAKI_AVX512)
+void expand_avx512(Row<std::uint16_t>& row) {
+    for (; row.done + 32 <= row.columns; row.done += 32) {
+        const auto ones = load<std::uint32_t>(row.bits + row.done / 8);
+        __m512i next = _mm512_loadu_si512(row.values);
+#if defined(NIWAKI_X86)
+        asm("" : "+v"(next));  // as above
+#endif
+        _mm512_storeu_si512(row.out + row.done, _mm512_maskz_expand_epi16(ones, next));
+        row.values += __builtin_popcount(ones);
     }
 }
 
 #endif
 
 template <typename T>
-void expand_row([[maybe_unused]] int path, const std::uint8_t* bits, const T* values, std::int64_t columns, T* out) {
-    std::int64_t done = 0;
-#if defined(NIWAKI_X86)
-    if constexpr (sizeof(T) == 2)
-        if (path >= AVX2) {
-            expand_row_avx2(bits, values, columns / 8, out);
-            done = columns / 8;
-            for (std::int64_t i = 0; i < done; ++i) values += __builtin_popcount(bits[i]);
-        }
+void expand_row([[maybe_unused]] int path, Row<T> row) {
+    if constexpr (sizeof(T) == 2) {
+#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
+        if (path >= AVX512) expand_avx512(row);
 #endif
-    for (std::int64_t column = 8 * done; column < columns; ++column)
-        out[column] = bits[column / 8] >> column % 8 & 1 ? *values++ : T{};
+#if defined(NIWAKI_X86)
+        if (path >= AVX2) expand_avx2(row);
+#endif
+    }
+    for (; row.done < row.columns; ++row.done)
+        row.out[row.done] = row.bits[row.done / 8] >> row.done % 8 & 1 ? *row.values++ : T{};
 }
 
 }  // namespace
+}  // namespace niwaki
+
+using namespace niwaki;
 
 extern "C" {
 
@@ -484,28 +500,13 @@ int niwaki_best_path() {
 
 // y = x W^T, where x is (batch, 8 stride) with zeros behind the last column and y is (batch, rows). `exact`: every x is
 // a bfloat16.
-void niwaki_multiply(int path, int dtype, std::int64_t rows, std::int64_t stride, const std::uint8_t* mask,
-                     const void* values, const std::int64_t* starts, const float* scales, std::int64_t groups,
-                     const float* x, int exact, std::int64_t batch, float* y, int threads) {
-    Product p{{dtype, rows, stride, mask, values, starts, scales, groups}, x, nullptr, batch, y};
-    std::vector<float> mixed;
-    std::vector<std::uint16_t> pairs;
+void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, std::int64_t batch, float* y,
+                     int threads) {
     path = std::min(path, best_path());
-    const std::int64_t size = batch * 8 * stride;
-    if (path >= AVX512 && dtype == BF16) {
-        if (path == AVX512_BF16 && exact) {
-            pairs.resize(size);
-            for (std::int64_t i = 0; i < size; ++i)
-                pairs[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + i) >> 16);
-            p.x_bf16 = pairs.data();
-        } else {
-            mixed.resize(size);
-            for (std::int64_t at = 0; at < size; at += 32)
-                for (int i = 0; i < 32; ++i) mixed[at + i / 2 + i % 2 * 16] = x[at + i];
-            p.x = mixed.data();
-        }
-    }
-    const Rows function = rows_of(path, dtype, p.x_bf16 != nullptr);
+    Operand operand(path, x, batch, 8 * matrix->stride, exact);
+    const Product p = operand.with(*matrix, y);
+    const Rows function = rows_of(path, p);
+    const std::int64_t rows = matrix->rows;
     // Many rows at a time, so that they are read on for long; few, where they are to stay in the cache for more
     // vectors.
     const std::int64_t each = batch > VECTORS ? 48 : std::max<std::int64_t>(48, rows / (8 * std::max(threads, 1)));
@@ -516,18 +517,17 @@ void niwaki_multiply(int path, int dtype, std::int64_t rows, std::int64_t stride
 }
 
 // Rows `first` to `last` as they were, (last - first, columns) numbers of `size` bytes: 1, 2 or 4.
-void niwaki_expand(int path, int size, std::int64_t columns, std::int64_t stride, const std::uint8_t* mask,
-                   const void* values, const std::int64_t* starts, std::int64_t first, std::int64_t last, void* out,
-                   int threads) {
+void niwaki_expand(int path, const Matrix* matrix, int size, std::int64_t columns, std::int64_t first,
+                   std::int64_t last, void* out, int threads) {
     path = std::min(path, best_path());
     for_rows(last - first, 16, threads, [&](std::int64_t from, std::int64_t to) {
         for (std::int64_t row = from; row < to; ++row) {
-            const std::uint8_t* bits = mask + (first + row) * stride;
-            const std::int64_t start = starts[first + row];
+            const std::uint8_t* bits = matrix->mask + (first + row) * matrix->stride;
+            const std::int64_t start = matrix->starts[first + row];
             const auto whole = [&](auto number) {
                 using T = decltype(number);
-                expand_row(path, bits, static_cast<const T*>(values) + start, columns,
-                           static_cast<T*>(out) + row * columns);
+                const T* values = static_cast<const T*>(matrix->values) + start;
+                expand_row(path, Row<T>{bits, values, columns, static_cast<T*>(out) + row * columns, 0});
             };
             if (size == 1)
                 whole(std::uint8_t{});

@@ -5,17 +5,23 @@ python sanitized.py LIBRARY
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from transformers import DynamicCache, StaticCache
 
+import niwaki
 from niwaki.packed import kernels
 from niwaki.packed.matrix import pack
+from support.models import random_tokens, sparse_model
 from support.sparse import on_grid, sparse, vectors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
@@ -40,3 +46,19 @@ for rows, columns, dtype, sparsity in itertools.product((1, 37), (1, 100, 192), 
                 right = x.double() @ W.double().T
                 off = (kernels.multiply(packed, x, path) - right).abs()
                 assert (off <= 1e-6 * (x.abs().double() @ W.abs().double().T) + 1e-30).all()
+
+# A token through each kind of block, behind a few others, in caches that end where their numbers do.
+for case, dtype in itertools.product(("llama", "llama biases", "qwen3"), (torch.bfloat16, torch.float32)):
+    with tempfile.TemporaryDirectory() as scratch:
+        niwaki.pack(sparse_model(Path(scratch) / "model", case, dtype=dtype), Path(scratch) / "packed")
+        loaded: Any = niwaki.load(Path(scratch) / "packed", "cpu")
+    tokens = random_tokens(1, 4)
+    for path in paths:
+        kernels.best_path = functools.partial(kernels.Path, path)
+        model = copy.deepcopy(loaded)
+        for grows in (True, False):
+            cache = DynamicCache() if grows else StaticCache(config=model.config, max_cache_len=5)
+            with torch.no_grad():
+                model(tokens, past_key_values=cache)
+                assert model(tokens[:, :1], past_key_values=cache).logits.isfinite().all()
+        assert all(block.forward._agrees for block in model.model.layers)

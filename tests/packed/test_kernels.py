@@ -6,6 +6,7 @@ import functools
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.matrix import pack
 from support.covering import covered
+from support.models import random_tokens, reference, sparse_model
 from support.sparse import sparse, vectors
 
-SOURCE = Path(niwaki.__file__).parents[1] / "native" / "kernels.cpp"
-pytestmark = pytest.mark.skipif(
-    shutil.which("c++") is None or not SOURCE.exists(), reason="no C++ compiler, or no source"
-)
+SOURCES = sorted((Path(niwaki.__file__).parents[1] / "native").glob("*.cpp"))
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None or not SOURCES, reason="no C++ compiler, or no source")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("native") / "kernels.so"
     header = Path(support.__file__).with_name("avx512.h")
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run(["c++", *flags, f'-DNIWAKI_EMULATE="{header}"', "-o", path, SOURCE], check=True)
+    subprocess.run(["c++", *flags, f'-DNIWAKI_EMULATE="{header}"', "-o", path, *SOURCES], check=True)
     return path
 
 
@@ -59,3 +59,17 @@ def test_other_dtypes_take_another_way(dtype: torch.dtype) -> None:
     W, x = sparse(20, 100, 0.5, dtype), vectors(3, 100)
     assert torch.allclose(kernels.multiply(pack(W), x), x @ W.float().T, atol=1e-4)
     assert torch.equal(kernels.expand(pack(W)), W)
+
+
+def test_single_tokens(tmp_path: Path) -> None:
+    """Blocks and heads, with the pairs of bfloat16 and with float32."""
+    for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        model = sparse_model(tmp_path / str(dtype), "qwen3", dtype=dtype)
+        niwaki.pack(model, tmp_path / f"{dtype}-packed")
+        tokens, found = random_tokens(1, 8), []
+        for whole in (niwaki.load(tmp_path / f"{dtype}-packed", "cpu"), reference(model)):
+            run: Any = whole
+            with torch.no_grad():
+                cache = run(tokens[:, :7], use_cache=True).past_key_values
+                found.append(run(tokens[:, 7:], past_key_values=cache).logits.float())
+        assert (found[0] - found[1]).norm() < most * found[1].norm()

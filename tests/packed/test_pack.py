@@ -42,25 +42,13 @@ from support.models import (
     reference,
     save_model,
     save_model_with_tokenizer,
+    sparse_model,
 )
 from support.packed import SIZES, Raw, component_names, decode, digest_of, read_file, seal, write_file
 from support.sparse import sparse
 
 #: One of each way in which files and modules can have their weights.
 KINDS = ("llama", "llama biases", "gpt2", "opt", "falcon", "mixtral", "llama4_text", "gpt_oss", "gemma3")
-
-
-def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **options: Any) -> Path:
-    """A random model whose matrices to prune have so many zeros."""
-    save_model(path, case, **options)
-    generator = torch.Generator().manual_seed(1)
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key, value in tensors.items():
-            if is_pruned(case, key) and value.ndim > 1:
-                value[torch.rand(value.shape, generator=generator) < sparsity] = 0
-        save_file(tensors, file, {"format": "pt"})
-    return path
 
 
 def same_files(a: Path, b: Path) -> bool:

@@ -14,13 +14,13 @@ import niwaki
 import support
 from support.covering import FULL
 
-SOURCE = Path(niwaki.__file__).parents[1] / "native" / "kernels.cpp"
+SOURCES = sorted((Path(niwaki.__file__).parents[1] / "native").glob("*.cpp"))
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-shared", "-fPIC"]
 
 
 def preloaded() -> str:
     """The libraries of g++ that have to be there before all others; "" where they are missing."""
-    if shutil.which("g++") is None or not SOURCE.exists():
+    if shutil.which("g++") is None or not SOURCES:
         return ""
     names = ("libasan.so", "libubsan.so")
     asked = [subprocess.run(["g++", f"-print-file-name={n}"], capture_output=True, text=True).stdout for n in names]
@@ -37,7 +37,8 @@ def test_no_access_out_of_bounds(emulated: bool, tmp_path: Path) -> None:
     header = Path(support.__file__).with_name("avx512.h")
     flags = [f'-DNIWAKI_EMULATE="{header}"'] if emulated else []
     library = tmp_path / "kernels.so"
-    subprocess.run(["g++", "-std=c++17", "-O1", "-g", *SANITIZE, *flags, "-o", library, SOURCE, "-pthread"], check=True)
+    options = ["-std=c++17", "-O1", "-g", *SANITIZE, *flags, "-pthread"]
+    subprocess.run(["g++", *options, "-o", library, *SOURCES], check=True)
     environment = {
         **os.environ,
         "LD_PRELOAD": libraries,

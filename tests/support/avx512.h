@@ -23,6 +23,10 @@ inline __m512i _mm512_loadu_si512(const void* place) {
     return all;
 }
 
+inline void _mm512_storeu_si512(void* place, __m512i all) {
+    std::memcpy(place, &all, sizeof all);
+}
+
 inline __m512 _mm512_loadu_ps(const void* place) {
     __m512 all;
     std::memcpy(&all, place, sizeof all);

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -253,6 +254,19 @@ def save_model(
 ) -> Path:
     """Writes ``random_model(...)`` to the directory ``path``, without a tokenizer."""
     return _write(path, _saved(case, dtype, shards, seed), seed)
+
+
+def sparse_model(path: Path, case: str = "llama", sparsity: float = 0.7, **options: Any) -> Path:
+    """A random model whose matrices to prune have so many zeros."""
+    save_model(path, case, **options)
+    generator = torch.Generator().manual_seed(1)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key, value in tensors.items():
+            if is_pruned(case, key) and value.ndim > 1:
+                value[torch.rand(value.shape, generator=generator) < sparsity] = 0
+        save_file(tensors, file, {"format": "pt"})
+    return path
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from typing import Any
 from niwaki.errors import NiwakiError, first_line
 
 # Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
-# when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise, except between the
+# many small products of a single token.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000" if sys.argv[1:2] in (["generate"], ["bench"]) else "1000")
 # The next file that is opened would get the number of a closed stream, and with it what is printed.
 for _name in ("stdin", "stdout", "stderr"):
     if getattr(sys, _name) is None:

@@ -18,6 +18,21 @@ TILE = 1 << 20
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
 
 
+class NativeMatrix(ctypes.Structure):
+    """A packed matrix as the native library has it."""
+
+    _fields_ = [  # as ctypes wants it
+        ("dtype", ctypes.c_int),
+        ("rows", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("mask", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("groups", ctypes.c_int64),
+    ]
+
+
 class Path(IntEnum):
     """Which instructions the native library uses."""
 
@@ -48,11 +63,14 @@ def open_library(path: str) -> ctypes.CDLL:
     """The native library in the file ``path``; OSError or AttributeError where it cannot be loaded, or is another."""
     native = ctypes.CDLL(path)
     pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    matrix = (int_, int_, size, size, pointer, pointer, pointer)
     native.niwaki_best_path.restype = int_
-    native.niwaki_multiply.argtypes = [*matrix, pointer, size, pointer, int_, size, pointer, int_]
-    native.niwaki_expand.argtypes = [*matrix, size, size, pointer, int_]
-    native.niwaki_multiply.restype = native.niwaki_expand.restype = None
+    native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, size, pointer, int_]
+    native.niwaki_expand.argtypes = [int_, pointer, int_, size, size, size, pointer, int_]
+    native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
+    native.niwaki_block_end.argtypes = [pointer, pointer, pointer, pointer, pointer, int_]
+    native.niwaki_dense.argtypes = [int_, pointer, size, size, pointer, pointer, int_]
+    for name in ("multiply", "expand", "block_begin", "block_end", "dense"):
+        getattr(native, f"niwaki_{name}").restype = None
     return native
 
 
@@ -81,7 +99,7 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tenso
     native = library()
     if native is None:
         raise RuntimeError("niwaki's native kernels are not built")
-    matrix = _pointers(W)
+    matrix = native_matrix(W)
     rows, columns = W.shape
     if x.device.type != "cpu" or not x.is_floating_point() or x.shape[1:] != (columns,):
         raise RuntimeError(
@@ -91,12 +109,9 @@ def multiply(W: PackedMatrix, x: Tensor, path: Path = Path.AVX512_BF16) -> Tenso
     wide = x.detach().to(torch.float32).contiguous()
     if columns != 8 * stride:
         wide = torch.nn.functional.pad(wide, (0, 8 * stride - columns))
-    scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
     y = torch.empty(len(x), rows)
     vectors = (wide.data_ptr(), x.dtype == torch.bfloat16, len(x), y.data_ptr())
-    native.niwaki_multiply(
-        path, _DTYPES[W.values.dtype], rows, stride, *matrix, scales, groups, *vectors, torch.get_num_threads()
-    )
+    native.niwaki_multiply(path, ctypes.byref(matrix), *vectors, torch.get_num_threads())
     return y
 
 
@@ -109,9 +124,9 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     if native is None:
         raw = _expanded(W, first, last)
     else:
-        matrix = (W.values.itemsize, W.columns, W.mask.shape[1], *_pointers(W))
         raw = torch.empty(last - first, W.columns, dtype=W.values.dtype)
-        native.niwaki_expand(path, *matrix, first, last, raw.data_ptr(), torch.get_num_threads())
+        sizes = (W.values.itemsize, W.columns, first, last)
+        native.niwaki_expand(path, ctypes.byref(native_matrix(W)), *sizes, raw.data_ptr(), torch.get_num_threads())
     if W.scales is None:
         return raw
     scales = W.scales[first:last]
@@ -119,8 +134,9 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     return grouped.flatten(1).to(W.dtype)
 
 
-def _pointers(W: PackedMatrix) -> tuple[int, int, int]:
-    """To mask, values and starts, after a check: the library reads whatever lies where a pointer says."""
+def native_matrix(W: PackedMatrix) -> NativeMatrix:
+    """W, which has to stay; RuntimeError if it is not as :mod:`niwaki.packed.matrix` says, on the CPU."""
+    # The library reads whatever lies where a pointer says.
     values = DTYPES if W.scales is None else (torch.int8,)
     dtypes = {"mask": (torch.uint8,), "values": values, "starts": (torch.int64,), "scales": (torch.float32,)}
     for name, tensor in W.components.items():
@@ -128,7 +144,9 @@ def _pointers(W: PackedMatrix) -> tuple[int, int, int]:
             raise RuntimeError(
                 f"a packed matrix has its {name} in {tensor.dtype} on {tensor.device}; load the model again"
             )
-    return W.mask.data_ptr(), W.values.data_ptr(), W.starts.data_ptr()
+    pointers = (W.mask.data_ptr(), W.values.data_ptr(), W.starts.data_ptr())
+    scales, groups = (None, 1) if W.scales is None else (W.scales.data_ptr(), W.scales.shape[1])
+    return NativeMatrix(_DTYPES[W.values.dtype], W.shape[0], W.mask.shape[1], *pointers, scales, groups)
 
 
 def multiply_by_tiles(W: PackedMatrix, x: Tensor) -> Tensor:

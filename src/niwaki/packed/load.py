@@ -15,7 +15,7 @@ from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import stored_dtype
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.packed import kernels, two_four as semi_structured
+from niwaki.packed import decoding, kernels, two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PackedMatrix
@@ -82,6 +82,8 @@ def load(
         weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
         layer: Any = block.get_submodule(matrix.name)
         block.set_submodule(matrix.name, SparseLinear(weight, layer.bias, matrix.transposed, streamed.dtype))
+    if on_cpu:
+        decoding.attach(whole, streamed.blocks)
     return whole
 
 

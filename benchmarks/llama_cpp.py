@@ -1,0 +1,115 @@
+"""Writing text on a CPU: packed models beside the dense one in transformers and in llama.cpp, in turns.
+
+    npm install --ignore-scripts --prefix PEER node-llama-cpp@3.22.1
+    python benchmarks/llama_cpp.py DENSE PEER PRUNED... --record benchmarks/results/llama_cpp.json
+
+The package brings llama.cpp with kernels for each kind of processor. DENSE is one of the models that `niwaki export
+--gguf` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here. In each round
+every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
+package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ["GOMP_SPINCOUNT"] = "10000"  # as `niwaki generate` has it
+
+import common
+import torch
+from rich.console import Console
+
+import niwaki
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.packed import kernels
+
+FORMATS = ("F16", "Q8_0", "Q4_0")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one form of the model took once: bytes of its file, and speed as in :class:`niwaki.Speed`."""
+
+    bytes: int
+    first_token: float
+    tokens_per_second: float
+
+
+def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
+    """A turn of llama.cpp; ``numbers`` as llama_cpp.mjs has them."""
+    script = peer / "llama_cpp.mjs"  # finds its package beside itself
+    script.write_text(Path(__file__).with_suffix(".mjs").read_text())
+    command = ["node", str(script), str(file), *map(str, numbers)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, check=True, text=True)
+    took = json.loads(ran.stdout.splitlines()[-1])
+    return Turn(file.stat().st_size, took["first"][0], 1 / took["rest"][0])
+
+
+def zeros(model: Path) -> float:
+    """The share of zeros in the matrices of a pruned model's blocks."""
+    checkpoint = Checkpoint(model)
+    found = [value for key in checkpoint.entries if (value := checkpoint.read(key)).ndim == 2 and ".layers." in key]
+    return 1 - sum(int(value.count_nonzero()) for value in found) / sum(value.numel() for value in found)
+
+
+def main() -> None:
+    """Measures, prints, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("dense", type=Path)
+    parser.add_argument("peer", type=Path, help="where npm installed node-llama-cpp")
+    parser.add_argument("pruned", nargs="*", type=Path)
+    parser.add_argument("--formats", nargs="*", default=FORMATS, help="of llama.cpp")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens that are given")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens that are written")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", type=Path)
+    arguments = parser.parse_args()
+    package = arguments.peer / "node_modules" / "node-llama-cpp" / "package.json"
+    if not package.exists():
+        print(f"nothing is measured: {package} is not there; npm installs it, see --help")
+        return
+    turns: dict[str, list[Turn]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as scratch:
+        files = {name: Path(scratch) / f"{name}.gguf" for name in arguments.formats}
+        for name, file in files.items():
+            niwaki.export_gguf(arguments.dense, file, name)
+        packed = {f"packed, {zeros(path):.0%} zeros": Path(scratch) / path.name for path in arguments.pruned}
+        for source, target in zip(arguments.pruned, packed.values(), strict=True):
+            niwaki.pack(source, target)
+        for _ in range(arguments.rounds):
+            for name, file in files.items():
+                numbers = (arguments.prompt, arguments.tokens, 1, torch.get_num_threads())
+                turns[f"llama.cpp, {name}"].append(in_llama_cpp(arguments.peer, file, *numbers))
+            for name, directory in packed.items():
+                speeds = niwaki.bench(directory, prompt=arguments.prompt, tokens=arguments.tokens, repeats=1).speeds
+                for speed in speeds:
+                    form = name if speed.weights == "packed" else "transformers, bfloat16"
+                    turns[form].append(Turn(speed.disk, speed.first_token, speed.tokens_per_second))
+    forms = []
+    for form, those in turns.items():
+        rates = [turn.tokens_per_second for turn in those]
+        first = statistics.median(turn.first_token for turn in those)
+        middle = Turn(those[0].bytes, first, statistics.median(rates))
+        forms.append({"form": form, **asdict(middle), "slowest": min(rates), "fastest": max(rates)})
+        Console().print(
+            f"{form:25s} {middle.bytes / 2**20:6.0f} MiB  first token {first * 1e3:6.1f} ms  "
+            f"{middle.tokens_per_second:6.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f})",
+            highlight=False,
+            soft_wrap=True,
+        )
+    settings = {"prompt": arguments.prompt, "tokens": arguments.tokens, "rounds": arguments.rounds}
+    version = json.loads(package.read_text())["version"]
+    common.save(arguments.record, node_llama_cpp=version, kernels=kernels.describe(), **settings, forms=forms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+// One token through a decoder block with packed matrices: norm, queries, keys and values, rotary positions, attention
+// to the cache, and a gated MLP, in two calls; between them the caller puts keys and values into its cache. And its
+// product with a dense matrix, the head.
+//
+// A token's products take less time than the hundreds of calls around them if each is one of its own. What would be
+// rounded to bfloat16 between torch's operations is rounded here too, so that results agree with theirs to the last
+// digits that bfloat16 has. Sums are float32.
+
+#include "products.h"
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+
+#if defined(NIWAKI_X86)
+#include <immintrin.h>
+#endif
+
+// Loops are written so that compilers make vectors of them, here with the instructions of the function that they are
+// part of.
+#define PART_OF_CALLER inline __attribute__((always_inline))
+
+namespace niwaki {
+namespace {
+
+constexpr int LANES = 16;  // sums that are independent of each other
+
+// Of numbers that are as activations are, where there is a choice.
+struct Linear {
+    Matrix weight;
+    const void* bias;  // may be null
+};
+
+struct Norm {
+    const void* weight;  // null: there is none
+    float epsilon;
+};
+
+}  // namespace
+
+// As niwaki/packed/decoding.py has it.
+struct Block {
+    int path;
+    int half;                                       // activations are bfloat16, or else float32
+    std::int64_t width, heads, pairs, size, inner;  // heads of queries; those of keys and values; their size
+    float scaling;                                  // of the products of queries and keys
+    Norm before_attention, before_mlp, queries, keys;
+    Linear q, k, v, o, gate, up, down;
+};
+
+namespace {
+
+PART_OF_CALLER std::uint16_t to_bf16(float value) {
+    const auto bits = load<std::uint32_t>(&value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 64);
+    return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+PART_OF_CALLER float rounded(float value, bool half) {
+    return half ? from_bits(static_cast<std::uint32_t>(to_bf16(value)) << 16) : value;
+}
+
+PART_OF_CALLER float number(const float* place) {
+    return *place;
+}
+PART_OF_CALLER float number(const std::uint16_t* place) {
+    return from_bits(static_cast<std::uint32_t>(*place) << 16);
+}
+
+PART_OF_CALLER float number(const void* values, bool half, std::int64_t i) {
+    return half ? number(static_cast<const std::uint16_t*>(values) + i) : static_cast<const float*>(values)[i];
+}
+
+void put(void* values, bool half, std::int64_t i, float value) {
+    if (half)
+        static_cast<std::uint16_t*>(values)[i] = to_bf16(value);
+    else
+        static_cast<float*>(values)[i] = value;
+}
+
+// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial in the rest, which has no more than 0.35.
+PART_OF_CALLER float exponential(float x) {
+    x = x > -87.0f ? x : -87.0f;
+    const float n = std::floor(x * 1.44269504f + 0.5f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * r + 1.3981999507e-3f;
+    sum = sum * r + 8.3334519073e-3f;
+    sum = sum * r + 4.1665795894e-2f;
+    sum = sum * r + 1.6666665459e-1f;
+    sum = sum * r + 5.0000001201e-1f;
+    return (sum * r * r + r + 1.0f) * from_bits(static_cast<std::uint32_t>(static_cast<int>(n) + 127) << 23);
+}
+
+template <int lanes = LANES, typename T>
+PART_OF_CALLER float dot(const float* a, const T* b, std::int64_t size) {
+    float sums[lanes] = {};
+    std::int64_t i = 0;
+    for (; i + lanes <= size; i += lanes)
+        for (int j = 0; j < lanes; ++j) sums[j] += a[i + j] * number(b + i + j);
+    float sum = 0;
+    for (; i < size; ++i) sum += a[i] * number(b + i);
+    for (const float part : sums) sum += part;
+    return sum;
+}
+
+PART_OF_CALLER void normalize(const Norm& norm, const float* x, std::int64_t size, bool half, float* out) {
+    const float scale = 1.0f / std::sqrt(dot(x, x, size) / static_cast<float>(size) + norm.epsilon);
+    for (std::int64_t i = 0; i < size; ++i)
+        out[i] = rounded(number(norm.weight, half, i) * rounded(x[i] * scale, half), half);
+}
+
+// silu(gate) up, into gate.
+PART_OF_CALLER void gated(float* gate, const float* up, std::int64_t size, bool half) {
+    for (std::int64_t i = 0; i < size; ++i) {
+        const float e = exponential(-std::fabs(gate[i]));
+        const float silu = gate[i] * (gate[i] < 0 ? e : 1.0f) / (1.0f + e);
+        gate[i] = rounded(rounded(silu, half) * up[i], half);
+    }
+}
+
+// The cache of a layer: the first number of each head and position is `head` and `position` numbers behind the one
+// before.
+struct Cache {
+    const void* numbers;
+    std::int64_t head, position;
+};
+
+struct Attention {
+    Cache keys, values;
+    const std::uint8_t* mask;  // for each position, whether it is seen; null: all are
+    std::int64_t length;
+};
+
+// What one head of queries finds. `scores` has room for the length.
+template <typename T>
+PART_OF_CALLER void attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size, float scaling,
+                           float* scores, float* out) {
+    const T* keys = static_cast<const T*>(a.keys.numbers) + head * a.keys.head;
+    const T* values = static_cast<const T*>(a.values.numbers) + head * a.values.head;
+    float most = -INFINITY, sum = 0;
+    for (std::int64_t t = 0; t < a.length; ++t) {
+        if (a.mask && !a.mask[t]) continue;
+        scores[t] = scaling * dot(query, keys + t * a.keys.position, size);
+        if (scores[t] != scores[t]) sum = scores[t];  // what is not a number stays so
+        most = std::max(most, scores[t]);
+    }
+    std::fill(out, out + size, 0.0f);
+    for (std::int64_t t = 0; t < a.length; ++t) {
+        if (a.mask && !a.mask[t]) continue;
+        const float share = exponential(scores[t] - most);
+        const T* value = values + t * a.values.position;
+        sum += share;
+        for (std::int64_t i = 0; i < size; ++i) out[i] += share * number(value + i);
+    }
+    for (std::int64_t i = 0; i < size; ++i) out[i] /= sum;
+}
+
+// The products of rows `first` to `last` of a dense W (rows, columns) with x.
+PART_OF_CALLER void dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
+                               std::int64_t last, std::uint16_t* y) {
+    for (std::int64_t row = first; row < last; ++row) y[row] = to_bf16(dot<2 * LANES>(x, W + row * columns, columns));
+}
+
+// The functions above with the instructions of a path.
+struct Parts {
+    void (*normalize)(const Norm&, const float* x, std::int64_t size, bool half, float* out);
+    void (*gated)(float* gate, const float* up, std::int64_t size, bool half);
+    void (*attend)(const Attention&, const float* query, std::int64_t head, std::int64_t size, float scaling, bool half,
+                   float* scores, float* out);
+    void (*dense_rows)(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first,
+                       std::int64_t last, std::uint16_t* y);
+};
+
+#define NIWAKI_PARTS(name, target)                                                                                  \
+    target void name##_normalize(const Norm& norm, const float* x, std::int64_t size, bool half, float* out) {      \
+        normalize(norm, x, size, half, out);                                                                        \
+    }                                                                                                               \
+    target void name##_gated(float* gate, const float* up, std::int64_t size, bool half) {                          \
+        gated(gate, up, size, half);                                                                                \
+    }                                                                                                               \
+    target void name##_attend(const Attention& a, const float* query, std::int64_t head, std::int64_t size,         \
+                              float scaling, bool half, float* scores, float* out) {                                \
+        if (half)                                                                                                   \
+            attend<std::uint16_t>(a, query, head, size, scaling, scores, out);                                      \
+        else                                                                                                        \
+            attend<float>(a, query, head, size, scaling, scores, out);                                              \
+    }                                                                                                               \
+    target void name##_dense_rows(const std::uint16_t* W, const float* x, std::int64_t columns, std::int64_t first, \
+                                  std::int64_t last, std::uint16_t* y) {                                            \
+        dense_rows(W, x, columns, first, last, y);                                                                  \
+    }                                                                                                               \
+    constexpr Parts name{name##_normalize, name##_gated, name##_attend, name##_dense_rows};
+
+NIWAKI_PARTS(portable, )
+#if defined(NIWAKI_X86)
+NIWAKI_PARTS(avx2, TARGET(NIWAKI_AVX2))
+#endif
+
+const Parts& parts_of([[maybe_unused]] int path) {
+#if defined(NIWAKI_X86)
+    if (path >= AVX2) return avx2;
+#endif
+    return portable;
+}
+
+// A step of which all parts have to be done before the next begins. Threads take parts as they come, so that one that
+// wakes late, or never, holds up nobody.
+class Step {
+  public:
+    explicit Step(std::int64_t count) : count(count) {}
+    template <typename Function>
+    void work(Function&& function) {
+        for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+            function(i);
+            done.fetch_add(1, std::memory_order_release);
+        }
+        for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn) wait(turn);
+    }
+
+  private:
+    static void wait([[maybe_unused]] int turn) {
+#if defined(NIWAKI_X86)
+        if (turn % 1024 != 1023) return _mm_pause();
+#endif
+        std::this_thread::yield();
+    }
+    const std::int64_t count;
+    std::atomic<std::int64_t> next{0}, done{0};
+};
+
+// Rows that are computed at a time: enough to be read on for long, and a few times as many parts as threads.
+struct Tiles {
+    std::int64_t rows, each, count;
+    Tiles(std::int64_t rows, int threads)
+        : rows(rows),
+          each(std::max<std::int64_t>(48, rows / (4 * std::max(threads, 1)))),
+          count((rows + each - 1) / each) {}
+    std::int64_t first(std::int64_t i) const { return i * each; }
+    std::int64_t last(std::int64_t i) const { return std::min(rows, (i + 1) * each); }
+};
+
+// Columns with the zeros behind them that products read.
+std::int64_t padded(std::int64_t size) {
+    return (size + 63) / 64 * 64;
+}
+
+// Rows `first` to `last` of a layer for one vector, into `out`, which has all of them.
+void rows_of_layer(const Block& b, const Linear& layer, Operand& operand, std::int64_t first, std::int64_t last,
+                   float* out) {
+    const Product product = operand.with(layer.weight, out);
+    rows_of(b.path, product)(product, 0, 1, first, last);
+    for (std::int64_t row = first; row < last; ++row)
+        out[row] = rounded(out[row] + (layer.bias ? number(layer.bias, b.half, row) : 0.0f), b.half);
+}
+
+// Turns the first `rotary` numbers of a head by its position's angles: each of the first half with one of the second.
+void rotate(float* head, const void* cosines, const void* sines, std::int64_t rotary, bool half) {
+    const std::int64_t middle = rotary / 2;
+    for (std::int64_t i = 0; i < middle; ++i) {
+        const float x = head[i], y = head[i + middle];
+        head[i] = rounded(x * number(cosines, half, i) - y * number(sines, half, i), half);
+        head[i + middle] = rounded(y * number(cosines, half, i + middle) + x * number(sines, half, i + middle), half);
+    }
+}
+
+template <typename Function>
+void in_each_thread(int threads, Function&& function) {
+    in_threads(threads, [](void* data) { (*static_cast<Function*>(data))(); }, &function);
+}
+
+}  // namespace
+}  // namespace niwaki
+
+using namespace niwaki;
+
+extern "C" {
+
+// Queries, keys and values (heads, size) of the token whose state is `x` (width), at the position of these angles.
+void niwaki_block_begin(const Block* block, const void* x, const void* cosines, const void* sines, std::int64_t rotary,
+                        void* queries, void* keys, void* values, int threads) {
+    const Block& b = *block;
+    const Parts& parts = parts_of(b.path);
+    const std::int64_t all = b.heads + 2 * b.pairs;
+    // A part is some heads, as many as are worth a thread's while.
+    const std::int64_t each = std::max<std::int64_t>(1, all / (4 * std::max(threads, 1)));
+    std::vector<float> found(all * b.size);
+    Step heads((all + each - 1) / each);
+    in_each_thread(threads, [&] {
+        std::vector<float> state, normal;
+        std::vector<Operand> operand;
+        heads.work([&](std::int64_t part) {
+            if (operand.empty()) {
+                state.resize(b.width);
+                normal.resize(padded(b.width));
+                for (std::int64_t i = 0; i < b.width; ++i) state[i] = number(x, b.half, i);
+                parts.normalize(b.before_attention, state.data(), b.width, b.half, normal.data());
+                operand.emplace_back(b.path, normal.data(), 1, padded(b.width), b.half);
+            }
+            for (std::int64_t head = part * each; head < std::min(all, (part + 1) * each); ++head) {
+                const bool query = head < b.heads, key = !query && head < b.heads + b.pairs;
+                const Linear& layer = query ? b.q : key ? b.k : b.v;
+                const Norm& norm = query ? b.queries : b.keys;
+                const std::int64_t before = query ? 0 : key ? b.heads : b.heads + b.pairs;
+                const std::int64_t row = (head - before) * b.size;
+                rows_of_layer(b, layer, operand[0], row, row + b.size, found.data() + before * b.size);
+                float* place = found.data() + head * b.size;
+                if (query || key) {
+                    if (norm.weight) parts.normalize(norm, place, b.size, b.half, place);
+                    rotate(place, cosines, sines, rotary, b.half);
+                }
+                void* out = query ? queries : key ? keys : values;
+                for (std::int64_t i = 0; i < b.size; ++i) put(out, b.half, row + i, place[i]);
+            }
+        });
+    });
+}
+
+// The state of the token behind the block, from the one before and its queries; keys and values are those of all
+// positions up to its own.
+void niwaki_block_end(const Block* block, const void* x, const void* queries, const Attention* attention, void* out,
+                      int threads) {
+    const Block& b = *block;
+    const Parts& parts = parts_of(b.path);
+    const std::int64_t seen = b.heads * b.size, shared = b.heads / b.pairs;
+    std::vector<float> found(padded(seen)), projected(b.width), state(b.width), gate(padded(b.inner)), up(b.inner),
+        last(b.width);
+    const Tiles narrow(b.width, threads), wide(b.inner, threads);
+    Step heads(b.heads), outputs(narrow.count), gates(wide.count), downs(narrow.count);
+    in_each_thread(threads, [&] {
+        std::vector<float> scores, query, normal;
+        heads.work([&](std::int64_t head) {
+            scores.resize(attention->length);
+            query.resize(b.size);
+            for (std::int64_t i = 0; i < b.size; ++i) query[i] = number(queries, b.half, head * b.size + i);
+            float* place = found.data() + head * b.size;
+            parts.attend(*attention, query.data(), head / shared, b.size, b.scaling, b.half, scores.data(), place);
+            for (std::int64_t i = 0; i < b.size; ++i) place[i] = rounded(place[i], b.half);
+        });
+        Operand attended(b.path, found.data(), 1, padded(seen), b.half);
+        outputs.work([&](std::int64_t i) {
+            rows_of_layer(b, b.o, attended, narrow.first(i), narrow.last(i), projected.data());
+            for (std::int64_t row = narrow.first(i); row < narrow.last(i); ++row)
+                state[row] = rounded(number(x, b.half, row) + projected[row], b.half);
+        });
+        std::vector<Operand> operand;
+        gates.work([&](std::int64_t i) {
+            if (operand.empty()) {
+                normal.resize(padded(b.width));
+                parts.normalize(b.before_mlp, state.data(), b.width, b.half, normal.data());
+                operand.emplace_back(b.path, normal.data(), 1, padded(b.width), b.half);
+            }
+            rows_of_layer(b, b.gate, operand[0], wide.first(i), wide.last(i), gate.data());
+            rows_of_layer(b, b.up, operand[0], wide.first(i), wide.last(i), up.data());
+            parts.gated(gate.data() + wide.first(i), up.data() + wide.first(i), wide.last(i) - wide.first(i), b.half);
+        });
+        Operand inner(b.path, gate.data(), 1, padded(b.inner), b.half);
+        downs.work([&](std::int64_t i) {
+            rows_of_layer(b, b.down, inner, narrow.first(i), narrow.last(i), last.data());
+            for (std::int64_t row = narrow.first(i); row < narrow.last(i); ++row)
+                put(out, b.half, row, state[row] + last[row]);
+        });
+    });
+}
+
+// y = W x in bfloat16, all of them, with W (rows, columns) dense; added up in float32.
+void niwaki_dense(int path, const std::uint16_t* W, std::int64_t rows, std::int64_t columns, const std::uint16_t* x,
+                  std::uint16_t* y, int threads) {
+    const Parts& parts = parts_of(path);
+    const Tiles tiles(rows, 4 * threads);
+    std::vector<float> wide(columns);
+    for (std::int64_t i = 0; i < columns; ++i) wide[i] = number(x + i);
+    Step step(tiles.count);
+    in_each_thread(threads, [&] {
+        step.work([&](std::int64_t i) { parts.dense_rows(W, wide.data(), columns, tiles.first(i), tiles.last(i), y); });
+    });
+}
+
+}  // extern "C"

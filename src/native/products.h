@@ -1,0 +1,87 @@
+// What the files of the native library share: packed matrices, products with some of their rows, threads.
+
+#ifndef NIWAKI_PRODUCTS_H
+#define NIWAKI_PRODUCTS_H
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(NIWAKI_EMULATE)
+#define TARGET(features)
+#elif defined(__x86_64__)
+#define NIWAKI_X86
+#define TARGET(features) __attribute__((target(features)))
+#endif
+
+#define NIWAKI_AVX2 "avx2,fma,f16c,popcnt"
+
+namespace niwaki {
+
+enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };
+enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+
+struct Matrix {
+    int dtype;
+    std::int64_t rows, stride;
+    const std::uint8_t* mask;
+    const void* values;
+    const std::int64_t* starts;
+    const float* scales;  // (rows, groups), of INT8 only
+    std::int64_t groups;
+};
+
+struct Product {
+    Matrix matrix;
+    const float* x;  // (batch, 8 stride), with zeros behind the last column
+    const std::uint16_t* x_bf16;
+    std::int64_t batch;
+    float* y;  // (batch, rows)
+};
+
+// Computes `vectors` columns of y from `b` on, at most VECTORS, in rows `first` to `last`.
+using Rows = void (*)(const Product&, std::int64_t b, int vectors, std::int64_t first, std::int64_t last);
+
+// Up to so many vectors share the work of decoding.
+constexpr int VECTORS = 4;
+
+// Vectors in the order in which the products of a path want them.
+class Operand {
+  public:
+    // Of x (batch, width); `exact`: every number is a bfloat16. x has to stay where it is.
+    Operand(int path, const float* x, std::int64_t batch, std::int64_t width, bool exact)
+        : path(path), x(x), batch(batch), width(width), exact(exact) {}
+    // The product of `matrix`, whose rows have `width` columns, with them.
+    Product with(const Matrix& matrix, float* y);
+
+  private:
+    int path;
+    const float* x;
+    std::int64_t batch, width;
+    bool exact;
+    std::vector<float> mixed;
+    std::vector<std::uint16_t> pairs;
+};
+
+// What this machine can do.
+int best_path();
+// The function for products of a path.
+Rows rows_of(int path, const Product& product);
+// Calls `body(data)` in up to `threads` threads at once.
+void in_threads(int threads, void (*body)(void*), void* data);
+
+template <typename T>
+inline T load(const void* place) {
+    T value;
+    std::memcpy(&value, place, sizeof value);
+    return value;
+}
+
+inline float from_bits(std::uint32_t bits) {
+    return load<float>(&bits);
+}
+
+}  // namespace niwaki
+
+#endif
