@@ -54,11 +54,13 @@ def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
     return Turn(file.stat().st_size, took["first"][0], 1 / took["rest"][0])
 
 
-def zeros(model: Path) -> float:
-    """The share of zeros in the matrices of a pruned model's blocks."""
+def form_of(model: Path) -> str:
+    """What a pruned model is called here: the share of zeros in its blocks' matrices, and its grid."""
     checkpoint = Checkpoint(model)
     found = [value for key in checkpoint.entries if (value := checkpoint.read(key)).ndim == 2 and ".layers." in key]
-    return 1 - sum(int(value.count_nonzero()) for value in found) / sum(value.numel() for value in found)
+    zeros = 1 - sum(int(value.count_nonzero()) for value in found) / sum(value.numel() for value in found)
+    grid = checkpoint.pruning.quantization
+    return f"packed, {zeros:.0%} zeros" + (f", {grid}" if grid else "")
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def main() -> None:
         files = {name: Path(scratch) / f"{name}.gguf" for name in arguments.formats}
         for name, file in files.items():
             niwaki.export_gguf(arguments.dense, file, name)
-        packed = {f"packed, {zeros(path):.0%} zeros": Path(scratch) / path.name for path in arguments.pruned}
+        packed = {form_of(path): Path(scratch) / path.name for path in arguments.pruned}
         for source, target in zip(arguments.pruned, packed.values(), strict=True):
             niwaki.pack(source, target)
         for _ in range(arguments.rounds):

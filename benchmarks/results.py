@@ -297,6 +297,21 @@ def decode() -> list[str]:
     return markdown(["size, threads, vectors", "torch, ms", "plain dense kernel, ms", *shown], rows)
 
 
+def experts() -> list[str]:
+    """Nats above the whole mixture after experts were removed, with and without the fit of the others."""
+    cells = record("experts")["cells"]
+    found = {(cell.get("calibration"), cell.get("experts"), cell["method"]): cell["losses"] for cell in cells}
+    dense, rows = cells[0]["losses"], []
+    for calibration, fraction in dict.fromkeys((cell["calibration"], cell["experts"]) for cell in cells[1:]):
+        reap, fitted = (found[calibration, fraction, method] for method in ("reap", "fitted"))
+        for text in dense:
+            alone, error = _paired(reap[text], dense[text])
+            left, its_error = _paired(fitted[text], dense[text])
+            gaps = [f"{alone:.3f} ±{error:.3f}", f"{left:.3f} ±{its_error:.3f}", f"{left / alone:.2f}"]
+            rows.append([f"{100 * fraction:.0f} %", calibration, text, *gaps])
+    return markdown(["experts removed", "calibrated on", "measured on", "REAP alone", "fitted", "ratio"], rows)
+
+
 def llama_cpp() -> list[str]:
     """The speed of each form of a model, beside transformers'."""
     forms = record("llama_cpp")["forms"]
@@ -540,6 +555,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/models.md", "model_types", model_types),
     ("docs/packed.md", "decode", decode),
     ("docs/packed.md", "llama_cpp", llama_cpp),
+    ("docs/structured.md", "experts", experts),
 ]
 
 

@@ -47,28 +47,38 @@ float value(const Matrix& matrix, std::int64_t index) {
             return from_fp16(static_cast<const std::uint16_t*>(matrix.values)[index]);
         case FP32:
             return static_cast<const float*>(matrix.values)[index];
-        default:
+        case INT8:
             return static_cast<const std::int8_t*>(matrix.values)[index];
+        default: {  // `index` counts halves of bytes
+            const auto byte = static_cast<const std::uint8_t*>(matrix.values)[index / 2];
+            return static_cast<std::int8_t>(index % 2 ? byte & 0xf0 : byte << 4) / 16;
+        }
     }
+}
+
+bool scaled(const Matrix& matrix) {
+    return matrix.dtype == INT8 || matrix.dtype == INT4;
 }
 
 void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     const Matrix& m = p.matrix;
     // Of inputs that share a scale.
-    const std::int64_t groups = m.dtype == INT8 ? m.groups : 1, words = m.stride / 8 / groups;
+    const std::int64_t groups = scaled(m) ? m.groups : 1, words = m.stride / 8 / groups;
     for (std::int64_t row = first; row < last; ++row) {
         const std::uint8_t* bits = m.mask + row * m.stride;
-        std::int64_t at = m.starts[row];
+        std::int64_t at = m.dtype == INT4 ? 2 * m.starts[row] : m.starts[row];
         float sums[VECTORS] = {};
         for (std::int64_t group = 0; group < groups; ++group) {
             float parts[VECTORS] = {};
-            for (std::int64_t word = group * words; word < (group + 1) * words; ++word)
+            for (std::int64_t word = group * words; word < (group + 1) * words; ++word) {
                 for (std::uint64_t rest = load<std::uint64_t>(bits + 8 * word); rest; rest &= rest - 1) {
                     const float weight = value(m, at++);
                     const float* x = p.x + b * 8 * m.stride + 64 * word + __builtin_ctzll(rest);
                     for (int v = 0; v < vectors; ++v) parts[v] += weight * x[v * 8 * m.stride];
                 }
-            const float scale = m.dtype == INT8 ? m.scales[row * groups + group] : 1.0f;
+                if (m.dtype == INT4) at += at % 2;
+            }
+            const float scale = scaled(m) ? m.scales[row * groups + group] : 1.0f;
             for (int v = 0; v < vectors; ++v) sums[v] += parts[v] * scale;
         }
         for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row] = sums[v];
@@ -182,17 +192,30 @@ inline __m256 expand(const std::uint8_t* values, std::uint64_t place) {
     }
 }
 
+// 64 numbers of 4 bits as bytes, 16 times what they are.
+TARGET(NIWAKI_AVX2)
+inline void unpack_halves(const std::uint8_t* halves, std::uint8_t* bytes) {
+    for (int i = 0; i < 2; ++i) {
+        const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + 16 * i)));
+        const __m256i lower = _mm256_and_si256(_mm256_slli_epi16(both, 4), _mm256_set1_epi16(0x00f0));
+        const __m256i upper = _mm256_and_si256(_mm256_slli_epi16(both, 8), _mm256_set1_epi16(-4096));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(bytes + 32 * i), _mm256_or_si256(lower, upper));
+    }
+}
+
 // `rows` rows, `step` apart, and those behind them. What limits it are loads, of which two are possible at a time: 8
 // weights need one of values and one of the table. Rows share those of x, vectors the decoding.
 template <int dtype, int vectors, int rows>
 TARGET(NIWAKI_AVX2)
 void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int64_t step) {
-    constexpr int size = dtype == FP32 ? 4 : dtype == INT8 ? 1 : 2;
+    constexpr int size = dtype == FP32 ? 4 : dtype == INT8 || dtype == INT4 ? 1 : 2;
+    constexpr bool whole = dtype == INT8 || dtype == INT4;
     // Of 8 weights, as many as leave x in registers.
     constexpr int blocks = vectors == 1 ? 8 : vectors < 4 ? 2 : 1;
     const Matrix& m = p.matrix;
-    const std::int64_t groups = dtype == INT8 ? m.groups : 1, bytes = m.stride / groups;
+    const std::int64_t groups = whole ? m.groups : 1, bytes = m.stride / groups;
     Streams<rows> streams(m, size, first, step);
+    alignas(32) std::uint8_t unpacked[dtype == INT4 ? rows : 1][64 + 32];  // and what is read behind them
     for (std::int64_t row = first; row < first + step; ++row, streams.mask += m.stride) {
         const float* x = p.x + b * 8 * m.stride;
         const std::uint8_t* mask = streams.mask;
@@ -205,6 +228,16 @@ void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int
                 for (auto& sum : those) sum = _mm256_setzero_ps();
             for (const std::uint8_t* end = mask + bytes; mask != end; mask += 8, x += 64) {
                 std::uint64_t bits[rows];
+                const std::uint8_t* next[rows];
+                for (int r = 0; r < rows; ++r) {
+                    bits[r] = streams.template bits<size>(r, mask);
+                    next[r] = streams.values[r];
+                    if constexpr (dtype == INT4) {
+                        unpack_halves(next[r], unpacked[r]);
+                        next[r] = unpacked[r];
+                        streams.values[r] += (__builtin_popcountll(bits[r]) + 1) / 2;
+                    }
+                }
 #pragma GCC unroll 8
                 for (int at = 0; at < 8; at += blocks) {
                     __m256 shared[vectors][blocks];
@@ -216,25 +249,27 @@ void avx2_streams(const Product& p, std::int64_t b, std::int64_t first, std::int
                         }
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; ++r) {
-                        if (at == 0) bits[r] = streams.template bits<size>(r, mask);
 #pragma GCC unroll 8
                         for (int i = at; i < at + blocks; ++i) {
                             // 32 times byte i: where a table has its entry, and as many ones.
                             const std::uint64_t place = (i ? bits[r] >> (8 * i - 5) : bits[r] << 5) & 32 * 255;
-                            const __m256 weights = expand<dtype>(streams.values[r], place);
+                            const __m256 weights = expand<whole ? INT8 : dtype>(next[r], place);
 #pragma GCC unroll 4
                             for (int v = 0; v < vectors; ++v)
                                 parts[r][v] = _mm256_fmadd_ps(weights, shared[v][i - at], parts[r][v]);
-                            streams.values[r] += size * __builtin_popcountll(place);
+                            next[r] += size * __builtin_popcountll(place);
                         }
                     }
                 }
+                if constexpr (dtype != INT4)
+                    for (int r = 0; r < rows; ++r) streams.values[r] = next[r];
             }
             for (int r = 0; r < rows; ++r) {
-                const float scale = dtype == INT8 ? m.scales[(row + r * step) * groups + group] * 0x1p-24f : 1.0f;
+                constexpr float unit = dtype == INT4 ? 0x1p-28f : 0x1p-24f;
+                const float scale = whole ? m.scales[(row + r * step) * groups + group] * unit : 1.0f;
                 for (int v = 0; v < vectors; ++v)
                     total[r][v] =
-                        dtype != INT8 ? parts[r][v] : _mm256_fmadd_ps(parts[r][v], _mm256_set1_ps(scale), total[r][v]);
+                        !whole ? parts[r][v] : _mm256_fmadd_ps(parts[r][v], _mm256_set1_ps(scale), total[r][v]);
             }
         }
         for (int r = 0; r < rows; ++r)
@@ -314,16 +349,88 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
     }
 }
 
+// 64 numbers of 4 bits at a time: as bytes, in the places of the ones, then by two look-ups the halves of each as
+// bfloat16. Of 64 numbers the vectors have first those that come out together: 0 to 7, 16 to 23, ... and then the
+// others, each half as avx512_streams has its 32.
+template <int vectors, bool pairs, int rows>
+TARGET(NIWAKI_AVX512 ",avx512bf16")
+void avx512_halves(const Product& p, std::int64_t b, std::int64_t first, std::int64_t step) {
+    const Matrix& m = p.matrix;
+    const std::int64_t bytes = m.stride / m.groups;
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const __m512i low_halves = _mm512_set1_epi32(0x0f0f0f0f);
+    // bfloat16 of 0 to 7 and -8 to -1
+    alignas(64) static constexpr std::uint8_t HIGH[16] = {0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
+                                                          0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf};
+    alignas(64) static constexpr std::uint8_t LOW[16] = {0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0,
+                                                         0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80};
+    const __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(HIGH)));
+    const __m512i low = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(LOW)));
+    Streams<rows> streams(m, 1, first, step);
+    for (std::int64_t row = first; row < first + step; ++row, streams.mask += m.stride) {
+        __m512 total[rows][vectors];
+        for (auto& those : total)
+            for (auto& sum : those) sum = _mm512_setzero_ps();
+        for (std::int64_t group = 0; group < m.groups; ++group) {
+            __m512 sums[rows][vectors][2];
+            for (auto& those : sums)
+                for (auto& sum : those) sum[0] = sum[1] = _mm512_setzero_ps();
+            for (std::int64_t at = group * bytes; at < (group + 1) * bytes; at += 8)
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; ++r) {
+                    const std::uint64_t ones = streams.template bits<1>(r, streams.mask + at);
+                    const __m512i both =
+                        _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(streams.values[r])));
+                    const __m512i codes =
+                        _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi16(both, 4)), low_halves);
+                    const __m512i placed = _mm512_maskz_expand_epi8(ones, codes);
+                    streams.values[r] += (__builtin_popcountll(ones) + 1) / 2;
+                    const __m512i above = _mm512_shuffle_epi8(high, placed), below = _mm512_shuffle_epi8(low, placed);
+                    const __m512i weights[2] = {_mm512_unpacklo_epi8(below, above), _mm512_unpackhi_epi8(below, above)};
+#pragma GCC unroll 4
+                    for (int v = 0; v < vectors; ++v)
+#pragma GCC unroll 2
+                        for (int half = 0; half < 2; ++half) {
+                            const std::int64_t place = (b + v) * 8 * m.stride + 8 * at + 32 * half;
+                            auto& sum = sums[r][v];
+                            if constexpr (pairs) {
+                                const __m512i x = _mm512_loadu_si512(p.x_bf16 + place);
+                                sum[half] =
+                                    _mm512_dpbf16_ps(sum[half], reinterpret_cast<const __m512bh&>(weights[half]),
+                                                     reinterpret_cast<const __m512bh&>(x));
+                            } else {
+                                const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(weights[half], 16));
+                                const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(weights[half], upper));
+                                sum[0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sum[0]);
+                                sum[1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sum[1]);
+                            }
+                        }
+                }
+            for (int r = 0; r < rows; ++r) {
+                const __m512 scale = _mm512_set1_ps(m.scales[(row + r * step) * m.groups + group]);
+                for (int v = 0; v < vectors; ++v)
+                    total[r][v] = _mm512_fmadd_ps(_mm512_add_ps(sums[r][v][0], sums[r][v][1]), scale, total[r][v]);
+            }
+        }
+        for (int r = 0; r < rows; ++r)
+            for (int v = 0; v < vectors; ++v)
+                p.y[(b + v) * m.rows + row + r * step] = _mm512_reduce_add_ps(total[r][v]);
+    }
+}
+
 #endif
 
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
 
-template <bool pairs>
+template <bool pairs, bool halves>
 void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     with_number(vectors, [&](auto number) {
         constexpr int most = number == 1 ? 4 : 2;
         in_streams<most>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
-            avx512_streams<number, pairs, rows>(p, b, from, step);
+            if constexpr (halves)
+                avx512_halves<number, pairs, rows>(p, b, from, step);
+            else
+                avx512_streams<number, pairs, rows>(p, b, from, step);
         });
     });
 }
@@ -350,7 +457,9 @@ int best_path() {
 Rows rows_of([[maybe_unused]] int path, [[maybe_unused]] const Product& product) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
     if (path >= AVX512 && product.matrix.dtype == BF16)
-        return product.x_bf16 ? avx512_rows_of<true> : avx512_rows_of<false>;
+        return product.x_bf16 ? avx512_rows_of<true, false> : avx512_rows_of<false, false>;
+    if (path >= AVX512 && product.matrix.dtype == INT4)
+        return product.x_bf16 ? avx512_rows_of<true, true> : avx512_rows_of<false, true>;
 #endif
 #if defined(NIWAKI_X86)
     if (path >= AVX2) switch (product.matrix.dtype) {
@@ -360,31 +469,41 @@ Rows rows_of([[maybe_unused]] int path, [[maybe_unused]] const Product& product)
                 return avx2_rows_of<FP16>;
             case FP32:
                 return avx2_rows_of<FP32>;
-            default:
+            case INT8:
                 return avx2_rows_of<INT8>;
+            default:
+                return avx2_rows_of<INT4>;
         }
 #endif
     return portable_rows;
 }
 
+// Which number of x comes at place `i`: as it is, or as avx512_halves wants it, of 64 first the lower 8 of each 16.
+static std::int64_t source(std::int64_t i, bool halves) {
+    return halves ? (i & ~INT64_C(63)) + (i & 24) * 2 + (i & 32) / 4 + (i & 7) : i;
+}
+
 Product Operand::with(const Matrix& matrix, float* y) {
     Product product{matrix, x, nullptr, batch, y};
+    const bool halves = matrix.dtype == INT4;
+    if (path < AVX512 || (matrix.dtype != BF16 && !halves)) return product;
     const std::int64_t size = batch * width;
-    if (path < AVX512 || matrix.dtype != BF16) return product;
     if (path == AVX512_BF16 && exact) {
-        if (pairs.empty()) {
-            pairs.resize(size);
+        auto& ordered = pairs[halves];
+        if (ordered.empty()) {
+            ordered.resize(size);
             for (std::int64_t i = 0; i < size; ++i)
-                pairs[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + i) >> 16);
+                ordered[i] = static_cast<std::uint16_t>(load<std::uint32_t>(x + source(i, halves)) >> 16);
         }
-        product.x_bf16 = pairs.data();
+        product.x_bf16 = ordered.data();
     } else {
-        if (mixed.empty()) {
-            mixed.resize(size);
+        auto& ordered = mixed[halves];
+        if (ordered.empty()) {
+            ordered.resize(size);
             for (std::int64_t at = 0; at < size; at += 32)
-                for (int i = 0; i < 32; ++i) mixed[at + i / 2 + i % 2 * 16] = x[at + i];
+                for (int i = 0; i < 32; ++i) ordered[at + i / 2 + i % 2 * 16] = x[source(at + i, halves)];
         }
-        product.x = mixed.data();
+        product.x = ordered.data();
     }
     return product;
 }
@@ -486,6 +605,55 @@ void expand_row([[maybe_unused]] int path, Row<T> row) {
         row.out[row.done] = row.bits[row.done / 8] >> row.done % 8 & 1 ? *row.values++ : T{};
 }
 
+#if defined(NIWAKI_X86)
+
+// 64 numbers, where `ones` says, times a scale.
+TARGET(NIWAKI_AVX2)
+void scaled_avx2(bool halves, const std::uint8_t* values, std::uint64_t ones, float scale, float* out) {
+    alignas(32) std::uint8_t unpacked[64 + 8];  // and what is read behind them
+    if (halves) {
+        unpack_halves(values, unpacked);
+        values = unpacked;
+    }
+    // Not as one factor: with it a small scale would lose digits.
+    const __m256 unit = _mm256_set1_ps(halves ? 0x1p-28f : 0x1p-24f), factor = _mm256_set1_ps(scale);
+    for (int i = 0; i < 8; ++i) {
+        const std::uint64_t place = 32 * (ones >> 8 * i & 255);
+        const __m256 numbers = _mm256_mul_ps(expand<INT8>(values, place), unit);
+        _mm256_storeu_ps(out + 8 * i, _mm256_mul_ps(numbers, factor));
+        values += __builtin_popcountll(place);
+    }
+}
+
+#endif
+
+// A row of whole numbers times their scales.
+void expand_scaled([[maybe_unused]] int path, const Matrix& m, std::int64_t row, std::int64_t columns, float* out) {
+    const bool halves = m.dtype == INT4;
+    const std::uint8_t* values = static_cast<const std::uint8_t*>(m.values) + m.starts[row];
+    const std::int64_t words = m.stride / 8, each = words / m.groups;
+    for (std::int64_t word = 0; word < words; ++word) {
+        const auto ones = load<std::uint64_t>(m.mask + row * m.stride + 8 * word);
+        const float scale = m.scales[row * m.groups + word / each];
+        const std::int64_t count = std::min<std::int64_t>(64, columns - 64 * word);
+        float line[64];
+#if defined(NIWAKI_X86)
+        if (path >= AVX2)
+            scaled_avx2(halves, values, ones, scale, line);
+        else
+#endif
+        {
+            Matrix rest = m;
+            rest.values = values;
+            for (int column = 0, at = 0; column < 64; ++column)
+                line[column] = (ones >> column & 1 ? value(rest, at++) : 0.0f) * scale;
+        }
+        std::memcpy(out + 64 * word, line, count * sizeof(float));
+        const int ahead = __builtin_popcountll(ones);
+        values += halves ? (ahead + 1) / 2 : ahead;
+    }
+}
+
 }  // namespace
 }  // namespace niwaki
 
@@ -516,25 +684,24 @@ void niwaki_multiply(int path, const Matrix* matrix, const float* x, int exact, 
     });
 }
 
-// Rows `first` to `last` as they were, (last - first, columns) numbers of `size` bytes: 1, 2 or 4.
-void niwaki_expand(int path, const Matrix* matrix, int size, std::int64_t columns, std::int64_t first,
-                   std::int64_t last, void* out, int threads) {
+// Rows `first` to `last` as they were, (last - first, columns) numbers; whole ones times their scales, as float32.
+void niwaki_expand(int path, const Matrix* matrix, std::int64_t columns, std::int64_t first, std::int64_t last,
+                   void* out, int threads) {
     path = std::min(path, best_path());
     for_rows(last - first, 16, threads, [&](std::int64_t from, std::int64_t to) {
         for (std::int64_t row = from; row < to; ++row) {
-            const std::uint8_t* bits = matrix->mask + (first + row) * matrix->stride;
-            const std::int64_t start = matrix->starts[first + row];
-            const auto whole = [&](auto number) {
+            const auto as_they_are = [&](auto number) {
                 using T = decltype(number);
-                const T* values = static_cast<const T*>(matrix->values) + start;
+                const T* values = static_cast<const T*>(matrix->values) + matrix->starts[first + row];
+                const std::uint8_t* bits = matrix->mask + (first + row) * matrix->stride;
                 expand_row(path, Row<T>{bits, values, columns, static_cast<T*>(out) + row * columns, 0});
             };
-            if (size == 1)
-                whole(std::uint8_t{});
-            else if (size == 2)
-                whole(std::uint16_t{});
+            if (scaled(*matrix))
+                expand_scaled(path, *matrix, first + row, columns, static_cast<float*>(out) + row * columns);
+            else if (matrix->dtype == FP32)
+                as_they_are(std::uint32_t{});
             else
-                whole(std::uint32_t{});
+                as_they_are(std::uint16_t{});
         }
     });
 }

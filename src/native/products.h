@@ -19,16 +19,18 @@
 
 namespace niwaki {
 
-enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };
+enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4 };
 enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
 
+// Where values begin, and where the next ones: of INT4 two share a byte, the first of which is the lower half, and
+// those of a word of the mask begin with one; `starts` counts bytes then.
 struct Matrix {
     int dtype;
     std::int64_t rows, stride;
     const std::uint8_t* mask;
     const void* values;
     const std::int64_t* starts;
-    const float* scales;  // (rows, groups), of INT8 only
+    const float* scales;  // (rows, groups), of INT8 and INT4
     std::int64_t groups;
 };
 
@@ -60,8 +62,8 @@ class Operand {
     const float* x;
     std::int64_t batch, width;
     bool exact;
-    std::vector<float> mixed;
-    std::vector<std::uint16_t> pairs;
+    std::vector<float> mixed[2];  // in the order of BF16, and of INT4
+    std::vector<std::uint16_t> pairs[2];
 };
 
 // What this machine can do.

@@ -24,16 +24,18 @@ from niwaki.packed.matrix import pack
 from support.models import random_tokens, sparse_model
 from support.sparse import on_grid, sparse, vectors
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 
 found = kernels.open_library(sys.argv[1])
 kernels.library = functools.cache(lambda: found)
 paths = [path for path in kernels.Path if path <= (kernels.best_path() or 0)]
 for rows, columns, dtype, sparsity in itertools.product((1, 37), (1, 100, 192), DTYPES, (0.0, 0.6)):
-    for groups in (1, 3) if dtype == torch.int8 and columns == 192 else (1,):
-        if dtype == torch.int8:
-            W, codes, scales = on_grid(rows, columns, groups)
-            packed = pack(W, codes, scales)
+    whole = dtype in (torch.int8, torch.uint8)
+    for groups in (1, 3) if whole and columns == 192 else (1,):
+        if whole:
+            bits = 8 if dtype == torch.int8 else 4
+            W, codes, scales = on_grid(rows, columns, groups, bits)
+            packed = pack(W, codes, scales, bits)
             W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
         else:
             W = sparse(rows, columns, sparsity, dtype)

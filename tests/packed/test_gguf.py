@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
+from niwaki import Calibration, Measurement
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, UsageError
 from support.models import (
     EMBEDDED,
@@ -26,6 +30,8 @@ from support.models import (
 )
 
 gguf: Any = pytest.importorskip("gguf")
+
+LLAMA_CPP = Path(os.environ.get("NIWAKI_LLAMA_CPP", "nowhere")) / "node_modules"
 
 TEXT = "The old man sat by the river in 1984, and didn't say a word.\n\n"
 
@@ -142,3 +148,36 @@ def test_other_families_and_places(tmp_path: Path) -> None:
     (tmp_path / "there.gguf").touch()
     assert "exists" in message(lambda: niwaki.export_gguf("demo", tmp_path / "there.gguf"))
     assert "no directory" in message(lambda: niwaki.export_gguf("demo", tmp_path / "none" / "model.gguf"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="needs node-llama-cpp in $NIWAKI_LLAMA_CPP")
+@pytest.mark.parametrize("made", ["pruned", "shrunk", "fewer experts"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_llama_cpp_writes_the_same(tmp_path: Path, made: str, kind: Any) -> None:
+    """What it says to a text, the likeliest token each time; of a file that rounds, as transformers reads the file."""
+    model, file = tmp_path / "model", tmp_path / "model.gguf"
+    few: dict[str, Any] = {
+        "calibration": Calibration("demo", samples=8, length=64),
+        "measurement": Measurement(samples=0),
+    }
+    if made == "pruned":
+        niwaki.prune("demo", model, 0.5, effort="fast", **few)
+    elif made == "shrunk":
+        niwaki.shrink("demo", model, neurons=0.25, **few)
+    else:
+        niwaki.shrink(saved(tmp_path / "source", "qwen3_moe", moe_intermediate_size=32), model, experts=0.5, **few)
+    niwaki.export_gguf(model, file, kind)
+    shutil.copy(Path(__file__).parents[1] / "support" / "llama_cpp.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(LLAMA_CPP)
+    command = ["node", "llama_cpp.mjs", str(file), TEXT, "10"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["given"] == AutoTokenizer.from_pretrained(model)(TEXT).input_ids
+    source = {} if kind == "F16" else {"gguf_file": file.name, "config": AutoConfig.from_pretrained(model)}
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path if source else model, dtype=torch.float32, **source)
+    with torch.no_grad():
+        logits = whole(torch.tensor([said["given"] + said["written"]])).logits[0, len(said["given"]) - 1 : -1]
+    # Products are rounded to 8 bits there, so that the likeliest may be another one that is as likely.
+    chosen = logits.gather(1, torch.tensor(said["written"])[:, None])[:, 0]
+    assert (logits.max(dim=1).values - chosen < 0.1 * logits.std(dim=1)).all()

@@ -18,7 +18,7 @@ from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.matrix import pack
 from support.covering import covered
 from support.models import random_tokens, reference, sparse_model
-from support.sparse import sparse, vectors
+from support.sparse import on_grid, sparse, vectors
 
 SOURCES = sorted((Path(niwaki.__file__).parents[1] / "native").glob("*.cpp"))
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None or not SOURCES, reason="no C++ compiler, or no source")
@@ -52,6 +52,18 @@ def test_product(path: Instructions, columns: int, batch: int, dtype: torch.dtyp
         y = kernels.multiply(pack(W), x, path)
         scale = x.abs().double() @ W.abs().double().T
         assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+
+
+@pytest.mark.parametrize("path", [Instructions.AVX512, Instructions.AVX512_BF16])
+@pytest.mark.parametrize(("columns", "groups"), [(192, 1), (192, 3), (100, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_with_four_bits(path: Instructions, columns: int, groups: int, dtype: torch.dtype) -> None:
+    W, codes, scales = on_grid(37, columns, groups, 4)
+    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, columns)
+    for batch in (1, 2, 3, 5):
+        x = vectors(batch, columns, dtype)
+        y = kernels.multiply(pack(W, codes, scales, 4), x, path)
+        assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -23,7 +23,7 @@ from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.linear import DIRECT, SparseLinear
 from niwaki.packed.load import in_large_pages
-from niwaki.packed.matrix import PackedMatrix, pack, unpacked
+from niwaki.packed.matrix import PackedMatrix, pack, unpacked, with_bytes
 from support.covering import covered
 from support.sparse import on_grid, sparse, vectors
 
@@ -62,9 +62,12 @@ def test_layout() -> None:
 
 
 def test_bytes_of_scales_count() -> None:
-    packed = pack(*on_grid(20, 192, 3))
-    values = int(packed.starts[-1]) + 64
-    assert packed.nbytes == 20 * 24 + values + 21 * 8 + 20 * 3 * 4
+    for bits in (4, 8):
+        W, codes, scales = on_grid(20, 192, 3, bits)
+        packed = pack(W, codes, scales, bits)
+        ones = (codes != 0).view(20, 3, 64).sum(dim=2)
+        values = int(((ones + 1) // 2 if bits == 4 else ones).sum()) + 64
+        assert packed.nbytes == 20 * 24 + values + 21 * 8 + 20 * 3 * 4
 
 
 @covered
@@ -90,13 +93,36 @@ def test_any_shape_comes_back(rows: int, columns: int, sparsity: float, dtype: t
     assert same_bits(kernels.expand(pack(W)), W)
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_whole_numbers_come_back_bit_for_bit(groups: int) -> None:
-    W, codes, scales = on_grid(20, 192, groups)
-    packed = pack(W, codes, scales)
-    assert packed.values.dtype == torch.int8
-    assert same_bits(kernels.expand(packed), W)
-    assert same_bits(kernels.expand(packed, 3, 11), W[3:11])
+@pytest.mark.parametrize(("columns", "groups"), [(192, 1), (192, 3), (100, 1), (7, 1)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_whole_numbers_come_back_bit_for_bit(columns: int, groups: int, bits: int) -> None:
+    W, codes, scales = on_grid(20, columns, groups, bits)
+    packed = pack(W, codes, scales, bits)
+    assert packed.values.dtype == (torch.int8 if bits == 8 else torch.uint8)
+    for path in PATHS:
+        assert same_bits(kernels.expand(packed, path=path), W)
+        assert same_bits(kernels.expand(packed, 3, 11, path=path), W[3:11])
+    assert torch.equal(kernels._expanded(packed, 0, 20), codes)
+    assert torch.equal(kernels._expanded(packed, 3, 11), codes[3:11])
+    again = unpacked(packed.mask, packed.values, columns, W.dtype, scales.bfloat16())
+    assert torch.equal(again.starts, packed.starts)
+    assert again.scales is not None
+    assert torch.equal(again.scales, scales)
+    wide = with_bytes(packed)
+    assert wide.values.dtype == torch.int8
+    assert same_bits(kernels.expand(wide), W)
+
+
+def test_numbers_of_four_bits_lie_in_halves_of_bytes() -> None:
+    """The first one in the lower half; each 64 columns begin with a byte."""
+    codes = torch.zeros(2, 128, dtype=torch.int8)
+    codes[0, [0, 5, 63]] = torch.tensor([1, -1, 7], dtype=torch.int8)
+    codes[0, 64] = -8
+    codes[1, 127] = 2
+    packed = pack(codes.float(), codes, torch.ones(2, 1), 4)
+    assert packed.values[:5].tolist() == [0xF1, 0x07, 0x08, 0x02, 0]
+    assert packed.values.shape == (4 + 64,)
+    assert packed.starts.tolist() == [0, 3, 4]
 
 
 @covered
@@ -114,13 +140,18 @@ def test_product(path: Instructions, dtype: torch.dtype, columns: int, batch: in
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("groups", [1, 3])
-def test_product_with_whole_numbers(path: Instructions, groups: int) -> None:
-    W, codes, scales = on_grid(37, 192, groups)
-    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, 192)
-    x = vectors(5, 192)
-    y = kernels.multiply(pack(W, codes, scales), x, path)
-    assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
+@pytest.mark.parametrize(("columns", "groups"), [(192, 1), (192, 3), (100, 1)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_with_whole_numbers(
+    path: Instructions, columns: int, groups: int, bits: int, dtype: torch.dtype
+) -> None:
+    W, codes, scales = on_grid(37, columns, groups, bits)
+    exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, columns)
+    for batch in (1, 2, 5):
+        x = vectors(batch, columns, dtype)
+        y = kernels.multiply(pack(W, codes, scales, bits), x, path)
+        assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
 
 
 @pytest.mark.parametrize("value", [65504.0, 6e-8, -6.1e-5, 1.0])

@@ -71,8 +71,8 @@ def as_documented(directory: Path) -> dict[str, torch.Tensor]:
     index = json.loads((directory / "packed.json").read_text())
     digest = index.pop("sha256")
     assert hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest() == digest
-    assert (index["format"], index["version"]) == ("niwaki-packed", 1)
-    kind = {"quant_method": "niwaki-packed", "version": 1}
+    assert (index["format"], index["version"]) == ("niwaki-packed", 2)
+    kind = {"quant_method": "niwaki-packed", "version": 2}
     config = {**json.loads(index["config"]), "quantization_config": kind}
     assert json.loads((directory / "config.json").read_text()) == config
     for key, stored in index["tensors"].items():
@@ -248,8 +248,8 @@ def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("grid", ["int8", "int4", "int4:16"])
-def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("grid", "bits"), [("int8", 8), ("int4", 4), ("int3", 4), ("int4:16", 0)])
+def test_weights_on_a_grid(grid: str, bits: int, tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
     edit = tmp_path / "pruned"
     niwaki.prune(
@@ -266,7 +266,8 @@ def test_weights_on_a_grid(grid: str, tmp_path: Path) -> None:
     niwaki.pack(edit, tmp_path / "packed")
     stored = Index.read(tmp_path / "packed").tensors
     # Groups of 16 do not fill words of the mask, so that these stay as they are.
-    assert any(tensor.groups for tensor in stored.values()) == (grid != "int4:16")
+    assert {tensor.bits for tensor in stored.values() if tensor.packed} == {bits}
+    assert any(tensor.groups for tensor in stored.values()) == bool(bits)
     niwaki.unpack(tmp_path / "packed", tmp_path / "again")
     assert same_files(edit, tmp_path / "again")
     assert (tmp_path / "packed" / SCALES).exists()
@@ -593,18 +594,15 @@ class TestRefusals:
         said = message(lambda: niwaki.pack(model, tmp_path / "out"), CheckpointError)
         assert "invalid offset for tensor" in said
 
-    def test_later_version(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("version", "advice"), [(1, "pack the dense model again"), (3, "install a later one")])
+    def test_other_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, advice: str) -> None:
         niwaki.pack(sparse_model(tmp_path / "model"), tmp_path / "packed")
         index = Index.read(tmp_path / "packed")
-        from niwaki.packed import format as files
-
-        before, files.VERSION = files.VERSION, 2
-        try:
+        with monkeypatch.context() as patched:
+            patched.setattr("niwaki.packed.format.VERSION", version)
             (tmp_path / "packed" / "packed.json").write_text(index.to_json())
-        finally:
-            files.VERSION = before
         said = message(lambda: niwaki.load(tmp_path / "packed"), CheckpointError)
-        assert "version 2" in said
+        assert f"version {version} of the format and this niwaki reads 2; {advice}" in said
 
     def test_names_that_two_tensors_would_have(self, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")
@@ -864,7 +862,7 @@ def test_what_readers_of_json_differ_about(whole: Path, tmp_path: Path) -> None:
         (text.replace('"groups"', '"groups": 0, "groups"', 1), "a key twice"),
         ("\ufeff" + text, "BOM"),
         ("[" * 100_000, "recursion"),
-        (text.replace('"version": 1', f'"version": {"9" * 5000}'), "digits"),
+        (text.replace('"version": 2', f'"version": {"9" * 5000}'), "digits"),
     ):
         (directory / "packed.json").write_text(changed)
         assert said in message(lambda: PackedCheckpoint(directory), CheckpointError)

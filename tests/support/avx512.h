@@ -17,6 +17,86 @@ struct __m512 {
     float lane[16];
 };
 
+struct __m256i {
+    std::uint8_t lane[32];
+};
+struct __m128i {
+    std::uint8_t lane[16];
+};
+
+inline __m128i _mm_load_si128(const __m128i* place) {
+    return *place;
+}
+
+inline __m256i _mm256_loadu_si256(const __m256i* place) {
+    __m256i all;
+    std::memcpy(&all, place, sizeof all);
+    return all;
+}
+
+inline __m512i _mm512_broadcast_i32x4(__m128i from) {
+    __m512i all;
+    for (int i = 0; i < 4; ++i) std::memcpy(all.lane + 8 * i, from.lane, sizeof from);
+    return all;
+}
+
+inline __m512i _mm512_cvtepu8_epi16(__m256i from) {
+    __m512i all;
+    for (int i = 0; i < 32; ++i) all.lane[i] = from.lane[i];
+    return all;
+}
+
+inline __m512i _mm512_slli_epi16(__m512i from, unsigned count) {
+    for (auto& lane : from.lane) lane = static_cast<std::uint16_t>(lane << count);
+    return from;
+}
+
+inline __m512i _mm512_or_si512(__m512i a, __m512i b) {
+    for (int i = 0; i < 32; ++i) a.lane[i] |= b.lane[i];
+    return a;
+}
+
+// What `byte(i)` gives for each byte i.
+template <typename Function>
+inline __m512i of_bytes(Function&& byte) {
+    __m512i all;
+    std::uint8_t bytes[64];
+    for (int i = 0; i < 64; ++i) bytes[i] = byte(i);
+    std::memcpy(&all, bytes, sizeof all);
+    return all;
+}
+
+inline std::uint8_t byte_of(const __m512i& from, int i) {
+    return static_cast<std::uint8_t>(from.lane[i / 2] >> i % 2 * 8);
+}
+
+inline __m512i _mm512_maskz_expand_epi8(std::uint64_t mask, __m512i from) {
+    int next = 0;
+    return of_bytes([&](int i) { return mask >> i & 1 ? byte_of(from, next++) : std::uint8_t{}; });
+}
+
+// Each 16 bytes are a table of their own.
+inline __m512i _mm512_shuffle_epi8(__m512i table, __m512i at) {
+    return of_bytes([&](int i) {
+        const std::uint8_t place = byte_of(at, i);
+        return place & 128 ? std::uint8_t{} : byte_of(table, i / 16 * 16 + (place & 15));
+    });
+}
+
+inline __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
+    return of_bytes([&](int i) { return byte_of(i % 2 ? b : a, i / 16 * 16 + i % 16 / 2); });
+}
+
+inline __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
+    return of_bytes([&](int i) { return byte_of(i % 2 ? b : a, i / 16 * 16 + 8 + i % 16 / 2); });
+}
+
+inline __m512 _mm512_set1_ps(float value) {
+    __m512 all;
+    for (auto& lane : all.lane) lane = value;
+    return all;
+}
+
 inline __m512i _mm512_loadu_si512(const void* place) {
     __m512i all;
     std::memcpy(&all, place, sizeof all);

@@ -70,18 +70,38 @@ def _dense(stored: dict[str, Any], parts: list[Raw]) -> Raw:
     bits = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
     assert not bits[:, columns:].any()
     kind = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}[dtype]
-    assert parts[-1][0] == ("I8" if groups else dtype)
-    values = np.frombuffer(parts[-1][2], "i1" if groups else kind)
-    assert len(values) == bits.sum() + 64 == stored["count"] + 64
+    assert bool(stored["bits"]) == bool(groups)
+    assert parts[-1][0] == {0: dtype, 4: "U8", 8: "I8"}[stored["bits"]]
+    values = np.frombuffer(parts[-1][2], {0: kind, 4: "u1", 8: "i1"}[stored["bits"]])
+    assert len(values) == stored["count"] + 64
+    assert not values[-64:].any()
+    values = values[:-64]
+    values = _from_halves(values, bits) if stored["bits"] == 4 else values
+    assert len(values) == bits.sum()
     W = np.zeros((lines, columns), values.dtype)
-    W[bits[:, :columns]] = values[:-64]
+    W[bits[:, :columns]] = values
     if groups:
-        assert parts[1][:2] == ("F32", (lines, groups))
-        scales = np.frombuffer(parts[1][2], "<f4").reshape(lines, groups)
+        assert parts[1][:2] == (dtype, (lines, groups))
+        scales = np.frombuffer(parts[1][2], "<f2" if dtype == "F16" else kind)
+        if dtype == "BF16":
+            scales = (scales.astype("<u4") << 16).view("<f4")
+        scales = scales.view("<f4") if dtype == "F32" else scales.astype("<f4")
         with np.errstate(all="ignore"):  # forged ones
-            W = _rounded(W.astype("<f4") * scales.repeat(columns // groups, axis=1), dtype)
+            W = _rounded(W.astype("<f4") * scales.reshape(lines, groups).repeat(columns // groups, axis=1), dtype)
     W = W.reshape(*experts, rows, columns)
     return dtype, shape, (W.swapaxes(-1, -2) if stored["transposed"] else W).tobytes()
+
+
+def _from_halves(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """The numbers of 4 bits in ``values``, in which each word of 64 columns of the mask ``bits`` begins with a byte."""
+    found, at = [], 0
+    for ones in bits.reshape(-1, 64).sum(axis=1):
+        for i in range(ones):
+            half = int(values[at + i // 2]) >> 4 * (i % 2) & 15
+            found.append(half - 16 * (half > 7))
+        at += (ones + 1) // 2
+    assert at == len(values)
+    return np.array(found, "i1")
 
 
 def _rounded(W: np.ndarray, dtype: str) -> np.ndarray:

@@ -21,11 +21,13 @@ def vectors(count: int, columns: int, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
-def on_grid(rows: int, columns: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(W in bfloat16, its numbers from -128 to 127 (rows, columns), the scales (rows, groups))."""
+def on_grid(rows: int, columns: int, groups: int, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """(W in bfloat16, its numbers of so many bits (rows, columns), the scales (rows, groups)); all kinds of rows."""
     generator = torch.Generator().manual_seed(3)
-    codes = torch.randint(-128, 128, (rows, columns), generator=generator)
+    codes = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), (rows, columns), generator=generator)
     codes[torch.rand(rows, columns, generator=generator) < 0.6] = 0
-    scales = torch.rand(rows, groups, generator=generator).bfloat16().float() + 0.5
+    if rows > 3:
+        codes[1], codes[2] = codes[1] | 1, 0
+    scales = (torch.rand(rows, groups, generator=generator) + 0.5).bfloat16().float()
     W = (codes.float().view(rows, groups, -1) * scales.unsqueeze(2)).view(rows, columns)
     return W.bfloat16(), codes.to(torch.int8), scales

@@ -24,7 +24,7 @@ from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
 
 INDEX = PACKED_INDEX
-FORMAT, VERSION = "niwaki-packed", 1
+FORMAT, VERSION = "niwaki-packed", 2
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
@@ -38,8 +38,9 @@ class Stored:
     shape: tuple[Number, ...]
     packed: bool  # as a mask and values, or else as it is
     transposed: bool  # packed rows run along its last dimension but one, and not the last
-    count: Number  # of values, if it is packed
-    groups: Number  # scales for each row, if its values are whole numbers of 8 bits
+    count: Number  # of values, if it is packed; with 4 bits, of their bytes
+    bits: Number  # of its values, if these are whole numbers with scales: 4 or 8, or else 0
+    groups: Number  # scales for each row, if its values are whole numbers
     sha256: str  # of its bytes in the file: of mask, scales and values in this order
 
     def components(self, key: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -49,8 +50,9 @@ class Stored:
         *outer, columns = self.untransposed
         rows = math.prod(outer)
         mask = {f"{key}.mask": ("U8", (rows, stride(columns)))}
-        scales = {f"{key}.scales": ("F32", (rows, self.groups))} if self.groups else {}
-        return mask | scales | {f"{key}.values": ("I8" if self.groups else self.dtype, (self.count + PADDING,))}
+        values = {0: self.dtype, 4: "U8", 8: "I8"}[self.bits]
+        scales = {f"{key}.scales": (self.dtype, (rows, self.groups))} if self.bits else {}
+        return mask | scales | {f"{key}.values": (values, (self.count + PADDING,))}
 
     @property
     def untransposed(self) -> tuple[int, ...]:
@@ -70,6 +72,8 @@ class Stored:
             return
         if DTYPES[self.dtype] not in PACKABLE or len(self.shape) < 2 or 0 in self.shape:
             raise ValueError(f"{self.dtype} {self.shape} cannot be packed")
+        if self.bits not in (0, 4, 8) or (self.bits > 0) != (self.groups > 0):
+            raise ValueError(f"values of {self.bits} bits cannot have {self.groups} scales for a row")
         if self.groups and not groups_fit(self.untransposed[-1], self.groups):
             raise ValueError(f"rows of {self.untransposed[-1]} columns cannot have {self.groups} scales")
 
@@ -130,7 +134,7 @@ class Index:
 
     @classmethod
     def read(cls, directory: Path) -> Index:
-        """That of a packed model; CheckpointError if not readable, not what was written, or of a later version."""
+        """That of a packed model; CheckpointError if not readable, not what was written, or of another version."""
         path = directory / INDEX
         try:
             values = parse(path.read_bytes().decode())
@@ -141,9 +145,9 @@ class Index:
             if type(values["version"]) is not int:
                 raise ValueError(f"its version is {shown(values['version'])}, which is not a whole number")
             if values["version"] != VERSION:
+                what = "install a later one" if values["version"] > VERSION else "pack the dense model again"
                 raise CheckpointError(
-                    f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; "
-                    "install a later one"
+                    f"{path} has version {values['version']} of the format and this niwaki reads {VERSION}; {what}"
                 )
             json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text that files can have
             index = msgspec.convert(values, cls)

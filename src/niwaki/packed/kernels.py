@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from niwaki.packed.matrix import DTYPES, PackedMatrix
+from niwaki.packed.matrix import DTYPES, PackedMatrix, in_bytes
 
 #: Weights that are unpacked at a time where products cannot read a matrix as it is: a tile stays in the cache.
 TILE = 1 << 20
 
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+#: As the native library numbers them; uint8 are two numbers of 4 bits.
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
 
 
 class NativeMatrix(ctypes.Structure):
@@ -65,7 +66,7 @@ def open_library(path: str) -> ctypes.CDLL:
     pointer, size, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     native.niwaki_best_path.restype = int_
     native.niwaki_multiply.argtypes = [int_, pointer, pointer, int_, size, pointer, int_]
-    native.niwaki_expand.argtypes = [int_, pointer, int_, size, size, size, pointer, int_]
+    native.niwaki_expand.argtypes = [int_, pointer, size, size, size, pointer, int_]
     native.niwaki_block_begin.argtypes = [pointer, pointer, pointer, pointer, size, pointer, pointer, pointer, int_]
     native.niwaki_block_end.argtypes = [pointer, pointer, pointer, pointer, pointer, int_]
     native.niwaki_dense.argtypes = [int_, pointer, size, size, pointer, pointer, int_]
@@ -123,21 +124,22 @@ def expand(W: PackedMatrix, first: int = 0, last: int | None = None, path: Path 
     native = library() if W.mask.device.type == "cpu" else None
     if native is None:
         raw = _expanded(W, first, last)
+        if W.scales is not None:
+            scales = W.scales[first:last]
+            raw = (raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)).flatten(1)
     else:
-        raw = torch.empty(last - first, W.columns, dtype=W.values.dtype)
-        sizes = (W.values.itemsize, W.columns, first, last)
-        native.niwaki_expand(path, ctypes.byref(native_matrix(W)), *sizes, raw.data_ptr(), torch.get_num_threads())
-    if W.scales is None:
-        return raw
-    scales = W.scales[first:last]
-    grouped: Tensor = raw.to(torch.float32).unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(2)
-    return grouped.flatten(1).to(W.dtype)
+        raw = torch.empty(last - first, W.columns, dtype=torch.float32 if W.scales is not None else W.values.dtype)
+        matrix = native_matrix(W)
+        native.niwaki_expand(
+            path, ctypes.byref(matrix), W.columns, first, last, raw.data_ptr(), torch.get_num_threads()
+        )
+    return raw.to(W.dtype)
 
 
 def native_matrix(W: PackedMatrix) -> NativeMatrix:
     """W, which has to stay; RuntimeError if it is not as :mod:`niwaki.packed.matrix` says, on the CPU."""
     # The library reads whatever lies where a pointer says.
-    values = DTYPES if W.scales is None else (torch.int8,)
+    values = DTYPES if W.scales is None else (torch.int8, torch.uint8)
     dtypes = {"mask": (torch.uint8,), "values": values, "starts": (torch.int64,), "scales": (torch.float32,)}
     for name, tensor in W.components.items():
         if tensor.device.type != "cpu" or tensor.dtype not in dtypes[name] or not tensor.is_contiguous():
@@ -165,6 +167,8 @@ def _expanded(W: PackedMatrix, first: int, last: int) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=W.mask.device)
     bits = (W.mask[first:last].unsqueeze(2) >> shifts) & 1
     nonzero = bits.flatten(1)[:, : W.columns].bool()
-    raw = torch.zeros(nonzero.shape, dtype=W.values.dtype, device=W.mask.device)
-    raw[nonzero] = W.values[int(W.starts[first]) : int(W.starts[last])]
+    halves = W.values.dtype == torch.uint8
+    values = in_bytes(W, first, last) if halves else W.values[int(W.starts[first]) : int(W.starts[last])]
+    raw = torch.zeros(nonzero.shape, dtype=values.dtype, device=W.mask.device)
+    raw[nonzero] = values
     return raw

@@ -18,7 +18,7 @@ from niwaki.options import Compute
 from niwaki.packed import decoding, kernels, two_four as semi_structured
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.linear import SparseLinear
-from niwaki.packed.matrix import PackedMatrix
+from niwaki.packed.matrix import PackedMatrix, with_bytes
 
 _log = logging.getLogger(__name__)
 _PAGE = 1 << 21  # bytes of a large page on x86-64 and most others
@@ -79,7 +79,7 @@ def load(
     vars(whole.config).pop("quantization_config", None)
     for matrix in packed:
         block, weight = streamed.blocks[matrix.block], checkpoint.packed(matrix.key)
-        weight = in_large_pages(weight) if on_cpu else weight.to(streamed.device)
+        weight = in_large_pages(weight) if on_cpu else with_bytes(weight).to(streamed.device)
         layer: Any = block.get_submodule(matrix.name)
         block.set_submodule(matrix.name, SparseLinear(weight, layer.bias, matrix.transposed, streamed.dtype))
     if on_cpu:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,10 +26,12 @@ class PackedMatrix:
     Attributes:
         mask: (rows, stride) uint8: bit j % 8, counted from the lowest, of byte j / 8 says whether column j has a value.
             Rows are whole words of 64 columns; bits after the last column are 0.
-        values: (count + PADDING,) row by row, then zeros; of W's dtype, or int8 with ``scales``.
+        values: (count + PADDING,) row by row, then zeros; of W's dtype, or with ``scales`` int8, or uint8 with two
+            numbers of 4 bits in each, the first one in the lower half; those of a word of the mask begin with a byte.
         dtype: That of W.
         starts: (rows + 1,) int64: where each row's values begin, and where the last one's end.
-        scales: (rows, groups) float32: W is an int8 times that of its row and group of columns, rounded to ``dtype``.
+        scales: (rows, groups) float32: W is a whole number times that of its row and group of columns, rounded to
+            ``dtype``.
     """
 
     mask: Tensor
@@ -56,19 +58,24 @@ class PackedMatrix:
         return PackedMatrix(columns=self.columns, dtype=self.dtype, **moved)
 
 
-def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None) -> PackedMatrix:
+def pack(W: Tensor, codes: Tensor | None = None, scales: Tensor | None = None, bits: int = 8) -> PackedMatrix:
     """``W`` (rows, columns), a float tensor on the CPU, packed.
 
-    ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit.
+    ``codes`` int8, 0 only where W is 0, and ``scales`` replace its values; they have to give W to the bit. Of 4
+    ``bits`` they are from -8 to 7.
     """
     rows, columns = W.shape
     nonzero = W.contiguous().view(_BITS[W.dtype.itemsize]) != 0
     wide = torch.zeros(rows, stride(columns) * 8, dtype=torch.bool)
     wide[:, :columns] = nonzero
     mask = torch.from_numpy(np.packbits(wide.numpy(), axis=1, bitorder="little"))
-    source = W if codes is None else codes
-    values = torch.cat([source[nonzero], torch.zeros(PADDING, dtype=source.dtype)])
-    return PackedMatrix(mask, values, columns, W.dtype, _starts(mask), scales)
+    values = (W if codes is None else codes)[nonzero]
+    if bits == 4:
+        halves = torch.zeros(2 * int(_starts(mask, 4)[-1]), dtype=torch.uint8)
+        halves[_places_of_halves(mask)] = values.view(torch.uint8) & 15
+        values = halves[::2] | halves[1::2] << 4
+    values = torch.cat([values, torch.zeros(PADDING, dtype=values.dtype)])
+    return PackedMatrix(mask, values, columns, W.dtype, _starts(mask, bits if codes is not None else 8), scales)
 
 
 def unpacked(
@@ -76,9 +83,10 @@ def unpacked(
 ) -> PackedMatrix:
     """What :func:`pack` made, from tensors of a file whose dtypes and dimensions agree with its index.
 
-    ValueError where their contents do not go together: kernels rely on what is checked here.
+    ``scales`` may have another float dtype. ValueError where their contents do not go together: kernels rely on what is
+    checked here.
     """
-    starts = _starts(mask)
+    starts = _starts(mask, 4 if values.dtype == torch.uint8 else 8)
     if len(values) != int(starts[-1]) + PADDING or bool(values[-PADDING:].any()):
         raise ValueError(f"a mask of {int(starts[-1]):,} ones needs as many values and {PADDING} zeros")
     last = np.unpackbits(mask[:, -WORD // 8 :].numpy(), axis=1, bitorder="little")
@@ -86,7 +94,24 @@ def unpacked(
         raise ValueError(f"a mask has ones after column {columns}")
     if scales is not None and not bool((scales > 0).all()):
         raise ValueError("a scale is not above 0")
-    return PackedMatrix(mask, values, columns, dtype, starts, scales)
+    return PackedMatrix(mask, values, columns, dtype, starts, None if scales is None else scales.float())
+
+
+def in_bytes(W: PackedMatrix, first: int = 0, last: int | None = None) -> Tensor:
+    """The values of rows ``first`` to ``last`` of a matrix with 4 bits as int8, without zeros behind them."""
+    last = W.shape[0] if last is None else last
+    values = W.values[int(W.starts[first]) : int(W.starts[last])]
+    halves = torch.stack([values & 15, values >> 4], dim=1).flatten()
+    found = halves[_places_of_halves(W.mask[first:last].cpu()).to(halves.device)].to(torch.int8)
+    return torch.where(found > 7, found - 16, found)
+
+
+def with_bytes(W: PackedMatrix) -> PackedMatrix:
+    """``W`` on the CPU; if its values have 4 bits, with the same ones in 8, for kernels that read no others."""
+    if W.values.dtype != torch.uint8:
+        return W
+    values = torch.cat([in_bytes(W), torch.zeros(PADDING, dtype=torch.int8)])
+    return replace(W, values=values, starts=_starts(W.mask, 8))
 
 
 def stride(columns: int) -> int:
@@ -99,6 +124,21 @@ def groups_fit(columns: int, groups: int) -> bool:
     return groups == 1 or (groups > 0 and columns % (groups * WORD) == 0)
 
 
-def _starts(mask: Tensor) -> Tensor:
-    counts = np.bitwise_count(mask.numpy()).sum(axis=1, dtype=np.int64)
+def _starts(mask: Tensor, bits: int) -> Tensor:
+    """Where the values of each row begin; with 4 ``bits``, which byte of them."""
+    counts = _counts(mask)
+    counts = ((counts + 1) // 2 if bits == 4 else counts).sum(axis=1, dtype=np.int64)
     return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), counts.cumsum()]))
+
+
+def _counts(mask: Tensor) -> np.ndarray:
+    """(rows, words): the ones of each word."""
+    return np.bitwise_count(mask.numpy().view(np.uint64)).astype(np.int64)
+
+
+def _places_of_halves(mask: Tensor) -> Tensor:
+    """For each one of the mask the half of a byte that has its value, counted from the first row's first."""
+    counts = _counts(mask).ravel()
+    even = counts + counts % 2
+    before = np.cumsum(even) - even - (np.cumsum(counts) - counts)  # halves that are left out
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(before, counts))

@@ -68,7 +68,7 @@ class Sizes:
 def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -> Sizes:
     """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
-    Each matrix that gets smaller becomes a mask and its values, which are whole numbers of 8 bits with scales if
+    Each matrix that gets smaller becomes a mask and its values, which are whole numbers of 4 or 8 bits with scales if
     ``prune(..., quantize=...)`` put it on a grid. All else stays. Every file is rebuilt in memory and compared.
 
     Raises:
@@ -202,12 +202,13 @@ class _Packer:
         value, matrices = read_tensor(self._path / shard, key, entry), self._matrices[key]
         W = self._packed(value, matrices)
         tensors = [value] if W is None else _written(W)
-        transposed, count, groups = False, 0, 0
+        transposed, count, bits, groups = False, 0, 0, 0
         if W is not None:
             transposed, count = matrices[0].is_stored_transposed, int(W.starts[-1])
-            groups = 0 if W.scales is None else W.scales.shape[1]
+            if W.scales is not None:
+                bits, groups = (4 if W.values.dtype == torch.uint8 else 8), W.scales.shape[1]
         digest = sha256(map(raw, tensors))
-        stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, groups, digest)
+        stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, bits, groups, digest)
         self.tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):
@@ -239,12 +240,13 @@ class _Packer:
         values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
         if bytes(raw(values)) != bytes(raw(W)):
             return None
-        return pack_matrix(W, codes, scales)
+        return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8)
 
 
 def _written(W: PackedMatrix) -> list[Tensor]:
     """The tensors of ``W`` that are written, in the order of :meth:`Stored.components`."""
-    return [tensor for tensor in (W.mask, W.scales, W.values) if tensor is not None]
+    scales = [] if W.scales is None else [W.scales.to(W.dtype)]  # as they were read
+    return [W.mask, *scales, W.values]
 
 
 def _text(path: Path) -> str:
