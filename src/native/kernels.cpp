@@ -298,6 +298,26 @@ void avx2_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t fi
 
 #define NIWAKI_AVX512 "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt"
 
+// Numbers in the places of `ones`, and zeros. From memory some processors take many times as long to expand them; and
+// with the form that clears the register by itself they wait until what it had before is there.
+TARGET(NIWAKI_AVX512)
+inline __m512i expand_words(std::uint32_t ones, __m512i numbers) {
+    __m512i clear = _mm512_setzero_si512();
+#if defined(NIWAKI_X86)
+    asm("" : "+v"(numbers), "+v"(clear));
+#endif
+    return _mm512_mask_expand_epi16(clear, ones, numbers);
+}
+
+TARGET(NIWAKI_AVX512)
+inline __m512i expand_bytes(std::uint64_t ones, __m512i numbers) {
+    __m512i clear = _mm512_setzero_si512();
+#if defined(NIWAKI_X86)
+    asm("" : "+v"(numbers), "+v"(clear));
+#endif
+    return _mm512_mask_expand_epi8(clear, ones, numbers);
+}
+
 // `rows` rows, `step` apart, and those behind them, of BF16 only. The vectors are in another order: of 32 numbers first
 // those at even places, as they come out of a register of pairs; for `pairs` they are bfloat16, in their own order, and
 // so are the products.
@@ -308,9 +328,10 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     Streams<rows> streams(m, 2, first, step);
     for (std::int64_t row = first; row < first + step; ++row, streams.mask += m.stride) {
-        __m512 sums[rows][vectors][2];
+        // One for each, because how many there are is to change no result, and four times four fit into registers.
+        __m512 sums[rows][vectors];
         for (auto& those : sums)
-            for (auto& sum : those) sum[0] = sum[1] = _mm512_setzero_ps();
+            for (auto& sum : those) sum = _mm512_setzero_ps();
         for (std::int64_t at = 0; at < m.stride; at += 8) {
             std::uint64_t bits[rows];
             for (int r = 0; r < rows; ++r) bits[r] = streams.template bits<2>(r, streams.mask + at);
@@ -319,11 +340,7 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; ++r) {
                     const auto ones = static_cast<std::uint32_t>(bits[r] >> 32 * half);
-                    __m512i next = _mm512_loadu_si512(streams.values[r]);
-#if defined(NIWAKI_X86)
-                    asm("" : "+v"(next));  // from memory some processors take many times as long to expand
-#endif
-                    const __m512i weights = _mm512_maskz_expand_epi16(ones, next);
+                    const __m512i weights = expand_words(ones, _mm512_loadu_si512(streams.values[r]));
                     streams.values[r] += 2 * __builtin_popcount(ones);
 #pragma GCC unroll 4
                     for (int v = 0; v < vectors; ++v) {
@@ -331,21 +348,20 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
                         auto& sum = sums[r][v];
                         if constexpr (pairs) {
                             const __m512i x = _mm512_loadu_si512(p.x_bf16 + place);
-                            sum[half] = _mm512_dpbf16_ps(sum[half], reinterpret_cast<const __m512bh&>(weights),
-                                                         reinterpret_cast<const __m512bh&>(x));
+                            sum = _mm512_dpbf16_ps(sum, reinterpret_cast<const __m512bh&>(weights),
+                                                   reinterpret_cast<const __m512bh&>(x));
                         } else {
                             const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(weights, 16));
                             const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(weights, upper));
-                            sum[0] = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sum[0]);
-                            sum[1] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sum[1]);
+                            sum = _mm512_fmadd_ps(even, _mm512_loadu_ps(p.x + place), sum);
+                            sum = _mm512_fmadd_ps(odd, _mm512_loadu_ps(p.x + place + 16), sum);
                         }
                     }
                 }
         }
         for (int r = 0; r < rows; ++r)
             for (int v = 0; v < vectors; ++v)
-                p.y[(b + v) * m.rows + row + r * step] =
-                    _mm512_reduce_add_ps(_mm512_add_ps(sums[r][v][0], sums[r][v][1]));
+                p.y[(b + v) * m.rows + row + r * step] = _mm512_reduce_add_ps(sums[r][v]);
     }
 }
 
@@ -383,7 +399,7 @@ void avx512_halves(const Product& p, std::int64_t b, std::int64_t first, std::in
                         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(streams.values[r])));
                     const __m512i codes =
                         _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi16(both, 4)), low_halves);
-                    const __m512i placed = _mm512_maskz_expand_epi8(ones, codes);
+                    const __m512i placed = expand_bytes(ones, codes);
                     streams.values[r] += (__builtin_popcountll(ones) + 1) / 2;
                     const __m512i above = _mm512_shuffle_epi8(high, placed), below = _mm512_shuffle_epi8(low, placed);
                     const __m512i weights[2] = {_mm512_unpacklo_epi8(below, above), _mm512_unpackhi_epi8(below, above)};
@@ -425,7 +441,7 @@ void avx512_halves(const Product& p, std::int64_t b, std::int64_t first, std::in
 template <bool pairs, bool halves>
 void avx512_rows_of(const Product& p, std::int64_t b, int vectors, std::int64_t first, std::int64_t last) {
     with_number(vectors, [&](auto number) {
-        constexpr int most = number == 1 ? 4 : 2;
+        constexpr int most = halves && number > 2 ? 2 : 4;
         in_streams<most>(first, last, [&](auto rows, std::int64_t from, std::int64_t step) {
             if constexpr (halves)
                 avx512_halves<number, pairs, rows>(p, b, from, step);
@@ -580,11 +596,7 @@ TARGET(NIWAKI_AVX512)
 void expand_avx512(Row<std::uint16_t>& row) {
     for (; row.done + 32 <= row.columns; row.done += 32) {
         const auto ones = load<std::uint32_t>(row.bits + row.done / 8);
-        __m512i next = _mm512_loadu_si512(row.values);
-#if defined(NIWAKI_X86)
-        asm("" : "+v"(next));  // as above
-#endif
-        _mm512_storeu_si512(row.out + row.done, _mm512_maskz_expand_epi16(ones, next));
+        _mm512_storeu_si512(row.out + row.done, expand_words(ones, _mm512_loadu_si512(row.values)));
         row.values += __builtin_popcount(ones);
     }
 }

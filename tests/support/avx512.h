@@ -70,9 +70,9 @@ inline std::uint8_t byte_of(const __m512i& from, int i) {
     return static_cast<std::uint8_t>(from.lane[i / 2] >> i % 2 * 8);
 }
 
-inline __m512i _mm512_maskz_expand_epi8(std::uint64_t mask, __m512i from) {
+inline __m512i _mm512_mask_expand_epi8(__m512i others, std::uint64_t mask, __m512i from) {
     int next = 0;
-    return of_bytes([&](int i) { return mask >> i & 1 ? byte_of(from, next++) : std::uint8_t{}; });
+    return of_bytes([&](int i) { return byte_of(mask >> i & 1 ? from : others, mask >> i & 1 ? next++ : i); });
 }
 
 // Each 16 bytes are a table of their own.
@@ -123,9 +123,12 @@ inline __m512i _mm512_set1_epi32(int value) {
     return all;
 }
 
-// The numbers of `from`, from the first on, go to the lanes of the ones of `mask`; the other lanes are 0.
-inline __m512i _mm512_maskz_expand_epi16(std::uint32_t mask, __m512i from) {
-    __m512i all{};
+inline __m512i _mm512_setzero_si512() {
+    return __m512i{};
+}
+
+// The numbers of `from`, from the first on, go to the lanes of the ones of `mask`; the other lanes stay as they are.
+inline __m512i _mm512_mask_expand_epi16(__m512i all, std::uint32_t mask, __m512i from) {
     int next = 0;
     for (int i = 0; i < 32; ++i)
         if (mask >> i & 1) all.lane[i] = from.lane[next++];
