@@ -360,8 +360,7 @@ void avx512_streams(const Product& p, std::int64_t b, std::int64_t first, std::i
                 }
         }
         for (int r = 0; r < rows; ++r)
-            for (int v = 0; v < vectors; ++v)
-                p.y[(b + v) * m.rows + row + r * step] = _mm512_reduce_add_ps(sums[r][v]);
+            for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row + r * step] = _mm512_reduce_add_ps(sums[r][v]);
     }
 }
 
