@@ -5,6 +5,7 @@
 # builds the sdist and the wheel.
 .POSIX:
 PYTHON = python3
+PYTHON_LOWEST = python3.10
 VENV = .venv
 BIN = $(VENV)/bin
 # A process for each core, with one thread each; who has nothing left to do takes over from others. Bytecode is kept,
@@ -45,11 +46,18 @@ campaign: setup
 quick: setup
 	$(PYTEST) -m 'not slow'
 
+# With the oldest Python and libraries that pyproject.toml allows. torch is a build for GPUs there, gigabytes of it.
+LOWEST = .lowest
+lowest:
+	$(PYTHON_LOWEST) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet torch==2.9.* transformers==5.10.* datasets pytest pytest-timeout pytest-xdist hypothesis -e .
+	$(LOWEST)/bin/pytest -n auto -m 'not slow' -W 'ignore:Conversion of an array:DeprecationWarning' --ignore tests/evaluation/test_tasks.py
+
 # In dist/, checked and tried. For Linux with a C++ compiler.
 dist:
 	PYTHON=$(PYTHON) scripts/dist
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results docs check test campaign quick dist clean
+.PHONY: setup demo results docs check test campaign quick lowest dist clean

@@ -3,10 +3,12 @@
     python scripts/random_checkpoint.py big --like llama-2-7b
     python benchmarks/block_time.py big --samples 32 --memory 4GiB --solvers wanda sparsegpt admm-grad continuation
     python benchmarks/block_time.py big --device cuda --samples 128       # on a machine with a GPU
+    python benchmarks/block_time.py two-blocks --solvers continuation@balanced --of 32
 
-Each solver prunes the first --blocks blocks in a process of its own. A capture pass is a forward pass and the Gram
-matrices; the floors are the floating-point operations of each stage over the rate of plain products of the same
-shapes, measured in the same run. The last line of each solver predicts the time for the whole model.
+Each solver, at the effort after "@" or else fast, prunes the first --blocks blocks in a process of its own. A capture
+pass is a forward pass and the Gram matrices; the floors are the floating-point operations of each stage over the rate
+of plain products of the same shapes, measured in the same run; other efforts do more than these count. The last line of
+each solver predicts the time for the whole model, of --of blocks. The text is the embedded model's, repeated as needed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.text_sources import read_pieces
 
 TOKENS = 4096  # that go through a block at a time
 
@@ -63,6 +66,11 @@ def operations(shape: dict[str, Any], tokens: int, length: int) -> dict[str, flo
     }
 
 
+def text(tokens: int) -> str:
+    """At least so many: the embedded model's text, some 100,000 tokens or fewer in other vocabularies, repeated."""
+    return "".join(read_pieces("demo")) * math.ceil(tokens / 50_000)
+
+
 def main() -> None:
     """Measures, prints, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -71,6 +79,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--of", type=int, help="blocks of the whole model; by default those of MODEL")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--memory", help="for niwaki prune")
@@ -84,9 +93,13 @@ def main() -> None:
     results = []
     for solver in arguments.solvers:
         with tempfile.TemporaryDirectory(dir=arguments.model.parent) as scratch:
+            name, _, effort = solver.partition("@")
+            calibration = Path(scratch, "text.txt")
+            calibration.write_text(text(arguments.samples * arguments.length), encoding="utf-8")
             command = [sys.executable, "-m", "niwaki", "prune", arguments.model, f"{scratch}/out"]
-            command += ["--solver", solver, "--sparsity", 0.6, "--blocks", f"0:{arguments.blocks}"]
-            command += ["--calibration", "demo", "--samples", arguments.samples, "--seqlen", arguments.length]
+            command += ["--solver", name, "--effort", effort or "fast"]
+            command += ["--sparsity", 0.6, "--blocks", f"0:{arguments.blocks}"]
+            command += ["--calibration", calibration, "--samples", arguments.samples, "--seqlen", arguments.length]
             command += ["--text-samples", 0, "--device", arguments.device, "--dtype", arguments.dtype]
             command += ["--memory", arguments.memory] if arguments.memory else []
             subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)
@@ -99,7 +112,7 @@ def main() -> None:
             "advance": needed["forward"] / speed["forward"],
             "solve": record["flops"] / arguments.blocks / speed["solve"],
         }
-        stages = ("read", "capture", "solve", "advance", "write")
+        stages = [stage for stage in ("plan", "read", "capture", "solve", "advance", "fit", "write") if stage in spent]
         block = math.fsum(spent[name] for name in stages)
         print(
             f"{solver}: {block:.2f} s a block, peak memory "
@@ -111,12 +124,14 @@ def main() -> None:
                 line += f"   {floors[name]:8.2f} s in plain products: {spent[name] / floors[name]:.2f}"
             print(line)
         # Blocks that are not pruned are copied in the end, which "write" has too.
-        written = record["seconds"]["write"]
-        whole = (block - spent["write"]) * shape["num_hidden_layers"] + written
-        print(f"  {shape['num_hidden_layers']} blocks: {whole:,.0f} s", flush=True)
+        there = shape["num_hidden_layers"]
+        blocks = arguments.of or there
+        whole = blocks * (block - spent["write"] + record["seconds"]["write"] / there)
+        print(f"  {blocks} blocks: {whole:,.0f} s", flush=True)
         peak = record["peak_memory"]
         results.append({"solver": solver, "block": spent, "floors": floors, "whole": whole, "record": peak})
-    common.save(arguments.record, rates=speed, samples=arguments.samples, length=arguments.length, results=results)
+        sizes = {"samples": arguments.samples, "length": arguments.length, "blocks": blocks}
+        common.save(arguments.record, rates=speed, **sizes, results=results)
 
 
 if __name__ == "__main__":

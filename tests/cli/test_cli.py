@@ -297,4 +297,4 @@ def test_libraries_keep_quiet(model: Path, niwaki_: Command) -> None:
     edit_json(model / "config.json", use_return_dict=False)
     ran = niwaki_("inspect", model)
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
-    assert "config.json is refused by transformers: property 'use_return_dict'" in ran.err
+    assert re.search("config.json is refused by transformers: .*'use_return_dict'", ran.err)

@@ -36,7 +36,7 @@ def in_fp8(path: Path, block: tuple[int, int] | None = BLOCK) -> dict[str, Tenso
         rows, columns = value.shape
         high, wide = block or value.shape
         scales = torch.rand(-(-rows // high), -(-columns // wide)) / 1000
-        codes = (value.float() / scales.max()).to(torch.float8_e4m3fn)
+        codes = (value.float() / scales.max()).clamp(-448, 448).to(torch.float8_e4m3fn)
         numbers = [
             [codes[i, j].item() * scales[i // high, j // wide].item() for j in range(columns)] for i in range(rows)
         ]

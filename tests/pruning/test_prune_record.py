@@ -182,7 +182,7 @@ def test_the_record(model: Path, out: Path, tmp_path: Path) -> None:
     assert values["calibration"]["seed"] == 5
     assert set(values["versions"]) >= {"python", "niwaki", "torch", "transformers"}
     assert values["versions"]["niwaki"] == niwaki.__version__
-    assert values["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(values["versions"]["torch"])
     assert {"capture", "solve", "advance", "total"} <= set(values["seconds"])
     parts = sum(seconds for name, seconds in values["seconds"].items() if name != "total")
     assert parts == pytest.approx(values["seconds"]["total"], rel=0.05)

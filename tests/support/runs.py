@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def listing(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+    found = [Path(place, name) for place, *names in os.walk(directory) for name in (*names[0], *names[1])]
+    return sorted(str(path.relative_to(directory)) for path in found)
 
 
 class Diary(Progress):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from typer import Argument, Option
 
@@ -64,8 +64,10 @@ def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comman
     """
 
     def decorate(command: Command) -> Command:
-        hints = get_type_hints(command, include_extras=True)
-        usual = {name: each.default for name, each in inspect.signature(command).parameters.items()}
+        # Not typing.get_type_hints, which before Python 3.11 wraps what has the default None.
+        parameters = inspect.signature(command, eval_str=True).parameters
+        hints = {name: each.annotation for name, each in parameters.items()}
+        usual = {name: each.default for name, each in parameters.items()}
         objects = {name: _OPTIONS[hints[name]] for name in usual if hints[name] in _OPTIONS}
         options: dict[str, tuple[Any, Any]] = {}  # what typer is to know, and the default
         for name, default in usual.items():
@@ -85,8 +87,8 @@ def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comman
             command(**given)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [inspect.Parameter(o, keyword, default=d, annotation=kind) for o, (kind, d) in options.items()]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        known = [inspect.Parameter(o, keyword, default=d, annotation=kind) for o, (kind, d) in options.items()]
+        run.__signature__ = inspect.Signature(known)  # type: ignore[attr-defined]
         run.__annotations__ = {option: kind for option, (kind, _) in options.items()}
         return run  # type: ignore[return-value]
 

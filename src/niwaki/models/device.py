@@ -41,7 +41,8 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
 def training_dtype(name: str, device: str, checkpoint: Checkpoint) -> str:
     """``name``, but "auto" is bfloat16 where files are in it and the processor has units for products of it (AMX)."""
     if name == "auto" and find_device(device).type == "cpu" and stored_dtype(checkpoint) == torch.bfloat16:
-        return "bfloat16" if torch.cpu.get_capabilities().get("amx_bf16") else name
+        capabilities = getattr(torch.cpu, "get_capabilities", None)  # torch 2.9 has none
+        return "bfloat16" if capabilities and capabilities().get("amx_bf16") else name
     return name
 
 
