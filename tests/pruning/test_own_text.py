@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.generation import for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.effort import make_effort
@@ -220,3 +222,16 @@ def test_stages(tmp_path: Path) -> None:
 def test_values() -> None:
     assert make_effort("fast:synthetic=0.5").plans
     assert "synthetic must be 0 or more" in message(lambda: make_effort("fast:synthetic=-1"), UsageError)
+
+
+@pytest.mark.parametrize("units", ["amx_bf16", "avx512_bf16", "avx512_f"])
+def test_the_dtype_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, units: str) -> None:
+    """It is that of the files on processors with units for it, and what is written is the same text of that model."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {units: True}, raising=False)
+    for stored in (torch.float32, torch.bfloat16):
+        path = save_model(tmp_path / str(stored), "llama", dtype=stored)
+        model, half = (StreamedModel(Checkpoint(path), "cpu", dtype) for dtype in ("float32", "bfloat16"))
+        expected = torch.bfloat16 if units != "avx512_f" and stored == torch.bfloat16 else torch.float32
+        assert for_writing(model).dtype == expected
+        assert torch.equal(write(model, 2), write(half if expected == torch.bfloat16 else model, 2))
+        assert for_writing(half) is half

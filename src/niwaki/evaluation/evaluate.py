@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 from niwaki.arguments import checked
-from niwaki.layer.tf32 import products
+from niwaki.layer.products import products
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget

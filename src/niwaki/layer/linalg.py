@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.layer.tf32 import products
+from niwaki.layer.products import products
 
 #: Rows that are worked on at a time, to save memory: enough for the full rate of products.
 STRIP = 1024

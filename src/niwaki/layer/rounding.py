@@ -9,7 +9,7 @@ from torch import Tensor
 from niwaki.layer.grid import Grid, usable
 from niwaki.layer.linalg import STRIP, resolvent
 from niwaki.layer.problem import Gram, LayerProblem, Solution
-from niwaki.layer.tf32 import products
+from niwaki.layer.products import products
 
 _SWEEPS = 20
 #: The penalty of the choice of grid points, in the first and the last sweep; and the weights' own.

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, first_line, panics_as_errors
 from niwaki.files import output_errors, write_json
-from niwaki.models.generation import Sampling, at_a_time, continued
+from niwaki.layer.products import products
+from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows, check_known, load_tokenizer
@@ -81,6 +82,7 @@ def _answered(
             f"prompt {longest + 1} of {source} has {len(prompts[longest]):,} tokens, more than half of a window of "
             f"{length:,}; give longer windows (--seqlen), or shorter prompts"
         )
+    model = for_writing(model)
     together = min(world.collected(at_a_time(model, length + length // 2, budget, _TOGETHER)))
     if not together:
         raise CalibrationError(
@@ -212,7 +214,7 @@ class _Writer(contextlib.ExitStack):
 
         if self._whole is None:
             self._whole = self.enter_context(self.model.whole())
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with products(tf32=False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(1_000_003 * (self.seed + 1) + number)
             text = continued(self._whole, padded.to(device), length, done, mask.to(device), self.ends, self.sampling)
         return [self._cut(text[i, width:].tolist(), self.length - len(prompt)) for i, prompt in enumerate(prompts)]

@@ -4,6 +4,7 @@ import contextlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -41,9 +42,25 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
 def training_dtype(name: str, device: str, checkpoint: Checkpoint) -> str:
     """``name``, but "auto" is bfloat16 where files are in it and the processor has units for products of it (AMX)."""
     if name == "auto" and find_device(device).type == "cpu" and stored_dtype(checkpoint) == torch.bfloat16:
-        capabilities = getattr(torch.cpu, "get_capabilities", None)  # torch 2.9 has none
-        return "bfloat16" if capabilities and capabilities().get("amx_bf16") else name
+        return "bfloat16" if _processor_has("amx_bf16") else name
     return name
+
+
+def writing_dtype(dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """What a model that runs in ``dtype`` writes text in: bfloat16 if its files are and the processor has units for it.
+
+    That takes half of float32's time and memory.
+    """
+    stored = stored_dtype(checkpoint)
+    if device.type == "cpu" and stored == torch.bfloat16 and _processor_has("amx_bf16", "avx512_bf16"):
+        return stored
+    return dtype
+
+
+def _processor_has(*units: str) -> bool:
+    """Whether it has any of these; not known before torch 2.13, and so False."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(unit) for unit in units)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from niwaki.errors import UnsupportedModelError, one_line
+from niwaki.models.device import writing_dtype
 from niwaki.models.streamed import StreamedModel
 
 #: The share of the memory left by the weights that is for keys and values.
@@ -37,6 +38,14 @@ class Sampling:
     def __str__(self) -> str:
         top_k = f", top-k {self.top_k}" if self.top_k else ""
         return f"temperature {self.temperature:g}, top-p {self.top_p:g}{top_k}"
+
+
+def for_writing(model: StreamedModel) -> StreamedModel:
+    """The model that writes its text: itself, or the same in :func:`niwaki.models.device.writing_dtype`."""
+    dtype = writing_dtype(model.dtype, model.device, model.checkpoint)
+    if dtype == model.dtype:
+        return model
+    return StreamedModel(model.checkpoint, str(model.device), str(dtype).removeprefix("torch."))
 
 
 def continued(

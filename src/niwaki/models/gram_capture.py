@@ -14,7 +14,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
 from niwaki.layer.problem import Gram
-from niwaki.layer.tf32 import gram_in_tf32, products
+from niwaki.layer.products import gram_in_tf32, products
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.products import Products
@@ -48,7 +48,7 @@ class InputGrams:
 
     matrices: list[Matrix]
     parameters: Mapping[str, Tensor]  # theirs by path, with the memory that the passes use
-    tf32: TF32 = "auto"  # see niwaki.layer.tf32
+    tf32: TF32 = "auto"  # see niwaki.layer.products
     gather: bool = True  # whether Gram matrices are wanted, and not only inputs
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError
-from niwaki.models.generation import at_a_time, continued, device_memory
+from niwaki.models.generation import at_a_time, continued, device_memory, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
@@ -39,6 +39,7 @@ def synthesize(
     """
     if model.sees_ahead:
         raise UnsupportedModelError("it is an encoder, which writes no text")
+    model = for_writing(model)
     budget = device_memory(model.device) // 2 if budget is None else budget
     short = min(length, _LONGEST)
     drawing = torch.Generator().manual_seed(0)

@@ -8,8 +8,8 @@ from pathlib import Path
 from niwaki.arguments import checked
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
+from niwaki.layer.products import products
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
-from niwaki.layer.tf32 import products
 from niwaki.models.answers import with_answers
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model

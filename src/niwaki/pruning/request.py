@@ -11,8 +11,8 @@ from niwaki.errors import PatternError, UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Fixed, MixedNM, Pattern, Unstructured
+from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
-from niwaki.layer.tf32 import has_tf32
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import device_name
 from niwaki.models.layout import Matrix, check_dtypes

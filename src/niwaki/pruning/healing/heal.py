@@ -15,7 +15,7 @@ from torch import Tensor
 from niwaki.arguments import checked
 from niwaki.errors import CalibrationError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import check_space, output_errors
-from niwaki.layer.tf32 import products
+from niwaki.layer.products import products
 from niwaki.models.answers import with_answers
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model

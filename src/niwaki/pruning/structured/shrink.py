@@ -14,7 +14,7 @@ from torch import nn
 from niwaki.arguments import checked
 from niwaki.errors import NumericalError, UsageError, named
 from niwaki.layer.problem import LayerProblem
-from niwaki.layer.tf32 import products
+from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
 from niwaki.models.answers import with_answers
 from niwaki.models.block import DecoderBlock

@@ -1,4 +1,4 @@
-"""TF32: where it is used, and the benchmark's way to do without a GPU what one does to factors."""
+"""TF32: where it is used, and the benchmark's way to do without a GPU what one does to factors; oneDNN."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from precision import Rounding, cut, rounded  # benchmarks/precision.py
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from niwaki.layer.tf32 import has_tf32, products
+from niwaki.layer import products as module
+from niwaki.layer.products import has_tf32, onednn_is_faster, products
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
 from support.models import random_tokens, save_model
 
 MATMUL = torch.backends.cuda.matmul
+ONEDNN = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = MATMUL.fp32_precision
+    before = MATMUL.fp32_precision, ONEDNN.fp32_precision
     yield
-    assert MATMUL.fp32_precision == before
+    assert (MATMUL.fp32_precision, ONEDNN.fp32_precision) == before
 
 
 # Rounding
@@ -178,7 +180,7 @@ def test_the_older_setting_is_as_before_too(old: str, inside: bool) -> None:
         assert MATMUL.allow_tf32 == (old == "high")
     finally:
         torch.set_float32_matmul_precision("highest")
-        MATMUL.fp32_precision = "none"
+        MATMUL.fp32_precision = ONEDNN.fp32_precision = "none"
 
 
 def test_which_devices_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,3 +274,43 @@ def test_a_device_that_has_none(tmp_path: Path, tf32: str) -> None:
     assert record.tf32 == "never"
     note = "--tf32 always has no effect: cpu has no TF32, products are in float32"
     assert (note in record.notes) == (tf32 == "always")
+
+
+# oneDNN
+
+
+@pytest.fixture(params=["AuthenticAMD", "GenuineIntel", ""])
+def vendor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(module, "_vendor", lambda: request.param)
+    onednn_is_faster.cache_clear()
+    yield request.param
+    onednn_is_faster.cache_clear()
+
+
+def test_onednn_only_where_it_is_faster(vendor: str) -> None:
+    """And as exact, which it is on none of AMD's processors so far that rounds factors."""
+    before = ONEDNN.fp32_precision
+    with products(tf32=False):
+        assert ONEDNN.fp32_precision == ("bf16" if onednn_is_faster() else before)
+    if vendor != "AuthenticAMD":
+        assert not onednn_is_faster()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_in_float32(name: str) -> None:
+    """By whatever library: no factor is rounded."""
+    A, B, C = factors(70, 600, seed=7), factors(600, 33, seed=8), factors(70, 33, seed=9)
+    with products(tf32=False):
+        found = PRODUCTS[name](A, B, C)
+    torch.testing.assert_close(found.double(), A.double() @ B.double() + C, rtol=0, atol=1e-4)
+    with Rounding(7):
+        rounded = PRODUCTS[name](A, B, C)
+    assert not torch.allclose(rounded.double(), A.double() @ B.double() + C, rtol=0, atol=1e-4)
+
+
+def test_a_library_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_vendor", lambda: "AuthenticAMD")
+    onednn_is_faster.cache_clear()
+    with Rounding(7):
+        assert not onednn_is_faster()
+    onednn_is_faster.cache_clear()
