@@ -79,7 +79,7 @@ def test_efforts_by_name() -> None:
     [
         ("bast", "no effort is called 'bast'; did you mean fast or best?"),
         ("", "no effort is called ''; known: fast, balanced, best, heal"),
-        ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs?"),
+        ("best:epoch=1", "no parameter of best is called 'epoch'; did you mean epochs or uniform_epochs?"),
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants float here"),
         ("best:allocation=outliers", "allocation must be uniform, owl, error or loss; got 'outliers'"),
@@ -362,6 +362,20 @@ def test_efforts_in_words() -> None:
     }
     other = describe(make_effort("best:epochs=3"))
     assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3)"
+
+
+@pytest.mark.parametrize(
+    ("effort", "unstructured", "two_four"),
+    [("balanced", 0.3, 0.6), ("balanced:epochs=2", 2, 2), ("balanced:epochs=0", 0, 0), ("best", 1, 1)],
+)
+def test_more_epochs_where_zeros_cannot_be_shared_out(
+    tmp_path: Path, effort: str, unstructured: float, two_four: float
+) -> None:
+    model = save_model(tmp_path / "model")
+    for pattern, epochs in ((0.5, unstructured), ("2:4", two_four)):
+        record = run(model, tmp_path / str(pattern), sparsity=pattern, effort=f"{effort}:synthetic=0")
+        assert record.effort is not None
+        assert (record.effort["name"], record.effort["epochs"]) == (effort.partition(":")[0], epochs)
 
 
 def test_the_files_say_it(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What is done for the model as a whole, in addition to what the solver does to each matrix."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from niwaki.arguments import check_fields
@@ -34,6 +34,8 @@ class Effort:
         batch: Tokens per step of the fit, over all processes; each takes at least one sample.
         healing: On how many tokens the result is then trained towards the dense model's predictions, for each token of
             the calibration text, see :func:`niwaki.heal`; 0 for none.
+        uniform_epochs: How many epochs there are at least, if any, where the pattern gives all matrices the same
+            sparsity (n:m): no time is spent there on sharing zeros out.
 
     Raises:
         UsageError: a value is out of range.
@@ -49,6 +51,7 @@ class Effort:
     rate: float = 0.01
     batch: int = 512
     healing: float = 0.0
+    uniform_epochs: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,6 +61,7 @@ class Effort:
             ("synthetic", 0 <= self.synthetic < math.inf, "0 or more"),
             ("dense_targets", 0 <= self.dense_targets <= 1, "from 0 to 1"),
             ("epochs", 0 <= self.epochs < math.inf, "0 or more"),
+            ("uniform_epochs", 0 <= self.uniform_epochs < math.inf, "0 or more"),
             ("rate", 0 < self.rate < math.inf, "above 0"),
             ("batch", self.batch >= 1, "1 or more"),
             ("healing", 0 <= self.healing < math.inf, "0 or more"),
@@ -70,6 +74,10 @@ class Effort:
         """Whether the dense model is examined before anything is pruned."""
         return self.allocation != "uniform" or self.importance > 0 or self.synthetic > 0
 
+    def for_pattern(self, shares: bool) -> "Effort":
+        """With the epochs that it has where a pattern ``shares`` zeros out among matrices, or where it cannot."""
+        return self if shares or not self.epochs else replace(self, epochs=max(self.epochs, self.uniform_epochs))
+
     @property
     def dense(self) -> bool:
         """Whether the dense model's hidden states are needed next to the pruned model's."""
@@ -79,7 +87,7 @@ class Effort:
 #: By name on the command line.
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
-    "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.3),
+    "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.3, uniform_epochs=0.6),
     "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1),
     "heal": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1, healing=3),
 }
@@ -107,4 +115,6 @@ def describe(effort: Effort) -> dict[str, Any]:
 def described(effort: dict[str, Any]) -> str:
     """A record's effort in words: "balanced (allocation loss, epochs 0.3)", without what is as in the plain one."""
     plain = parameters(Effort())
-    return in_words({key: value for key, value in effort.items() if key not in plain or value != plain[key]})
+    said = {key: value for key, value in effort.items() if key not in plain or value != plain[key]}
+    said.pop("uniform_epochs", None)  # where it counts, it is among the epochs
+    return in_words(said)

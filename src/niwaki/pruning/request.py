@@ -49,15 +49,24 @@ class Request:
         if isinstance(self.pattern, MixedNM) and self.effort.allocation == "owl":
             raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
 
+    @property
+    def _shares(self) -> bool:
+        """Whether some matrices may have more zeros than others."""
+        return self.mask_model is None and self.pattern is not None and self.pattern.at(0.0) is not None
+
     def for_model(self, model: StreamedModel) -> "Request":
-        """The same without what a model that makes no predictions cannot do, of which it then has a note."""
+        """The same with the effort that fits its pattern and the model.
+
+        It is without what a model that makes no predictions cannot do, of which that then has a note.
+        """
+        fitting = self.effort.for_pattern(self._shares)
         if model.has_head:
-            return self
-        allocation = "error" if self.effort.allocation == "loss" else self.effort.allocation
-        effort = replace(self.effort, allocation=allocation, importance=0.0, synthetic=0.0)
+            return replace(self, effort=fitting)
+        allocation = "error" if fitting.allocation == "loss" else fitting.allocation
+        effort = replace(fitting, allocation=allocation, importance=0.0, synthetic=0.0)
         model.notes.append(
             "this model has no head: no perplexity is measured"
-            + (f", and the effort is {described(describe_effort(effort))}" if effort != self.effort else "")
+            + (f", and the effort is {described(describe_effort(effort))}" if effort != fitting else "")
         )
         return replace(self, effort=effort, measurement=replace(self.measurement, samples=0))
 
