@@ -68,7 +68,8 @@ EFFORTS = {
     "continuation": ("`fast`", "each matrix alone, as methods were published"),
     "continuation@balanced": (
         "`balanced`",
-        "shares zeros out by what they cost the loss, adds a quarter of own text, fits each block on 0.3 of it all (n:m: 0.6)",
+        "shares zeros out by what they cost the loss, adds a quarter of own text, fits each block on 0.3 of it all, "
+        "or 0.6 (n:m)",
     ),
     "continuation@best": ("`best`", "fits on all of the text, and on text that the dense model writes"),
 }
