@@ -299,6 +299,24 @@ def decode() -> list[str]:
     return markdown(["size, threads, vectors", "torch, ms", "plain dense kernel, ms", *shown], rows)
 
 
+def gpu_instructions() -> list[str]:
+    """For each kind of values and number of vectors and rows: instructions for a position, by generation of GPUs."""
+    entries = record("gpu_instructions")["results"]
+    names = list(dict.fromkeys(e["architecture"] for e in entries))
+    sizes = list(dict.fromkeys(e["rows"] for e in entries))
+    lines = []
+    for kind, vectors in dict.fromkeys((e["kind"], e["vectors"]) for e in entries):
+        found: dict[tuple[str, ...], list[int]] = defaultdict(list)  # rows with the same figures
+        for rows in sizes:
+            cases = [e for e in entries if (e["kind"], e["vectors"], e["rows"]) == (kind, vectors, rows)]
+            waits, registers = max(e["waits"] for e in cases), max(e["registers"] for e in cases)
+            found[(*(f"{e['instructions']:.1f}" for e in cases), str(waits), str(registers))].append(rows)
+        for figures, alike in found.items():
+            shown = "any" if alike == sizes else ", ".join(f"{rows:,}" for rows in alike)
+            lines.append([kind, str(vectors), shown, *figures])
+    return markdown(["values", "vectors", "rows", *(f"sm_{name}" for name in names), "waits", "registers"], lines)
+
+
 def experts() -> list[str]:
     """Nats above the whole mixture after experts were removed, with and without the fit of the others."""
     cells = record("experts")["cells"]
@@ -596,6 +614,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/models.md", "model_types", model_types),
     ("docs/packed.md", "decode", decode),
     ("docs/packed.md", "llama_cpp", llama_cpp),
+    ("docs/packed.md", "gpu_instructions", gpu_instructions),
     ("docs/structured.md", "experts", experts),
     ("docs/when-to-prune.md", "sizes", partial(sizes, "sizes")),
     ("docs/when-to-prune.md", "sizes_demo", partial(sizes, "sizes_demo")),
