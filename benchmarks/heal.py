@@ -27,7 +27,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 import niwaki
-from niwaki.options import HEALING_RATE, Calibration, Compute, Measurement
+from niwaki.options import HEALING_RATE, OWN_TEXT, Calibration, Compute, Measurement
 from niwaki.records.record import Record
 
 
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["full"], help="of healing")
     parser.add_argument("--time", default="40m", help="for each healing")
     parser.add_argument("--rate", type=float, default=HEALING_RATE)
+    parser.add_argument("--own-text", type=float, default=OWN_TEXT, help="share of it, see niwaki heal")
     parser.add_argument("--texts", nargs="+", choices=MEASURED, default=MEASURED, help="to measure on")
     parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
     parser.add_argument("--text-samples", type=int, default=16, help="windows of each text to measure on")
@@ -58,8 +59,8 @@ def main() -> None:
         common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
 
 
-def _key(result: dict[str, Any]) -> tuple[bool, str, str, str, str]:
-    values = (str(result.get(name, "")) for name in ("pattern", "effort", "method", "time"))
+def _key(result: dict[str, Any]) -> tuple[bool, str, str, str, str, str]:
+    values = (str(result.get(name, "")) for name in ("pattern", "effort", "method", "time", "own_text"))
     return result["effort"] != "dense", *values
 
 
@@ -104,7 +105,9 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
             yield result(pruned, effort=effort, pattern=pattern)
             for method in arguments.methods:
                 rate = "" if arguments.rate == HEALING_RATE else f"-{arguments.rate}"
-                healed = models / f"{pruned.name}-{method}-{arguments.time}{rate}"
+                own = {"own_text": arguments.own_text} if arguments.own_text else {}
+                suffix = f"{rate}-own-{arguments.own_text:g}" if own else rate
+                healed = models / f"{pruned.name}-{method}-{arguments.time}{suffix}"
                 if not (healed / "niwaki.json").exists():
                     text = [*texts.to_calibrate("books"), *texts.to_calibrate("wikitext2")]
                     niwaki.heal(
@@ -114,10 +117,11 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
                         method=method,
                         time=arguments.time,
                         rate=arguments.rate,
+                        own_text=arguments.own_text,
                         calibration=Calibration(text, length=arguments.length),
                         measurement=None,
                     )
-                yield result(healed, effort=effort, pattern=pattern, method=method, time=arguments.time)
+                yield result(healed, effort=effort, pattern=pattern, method=method, time=arguments.time, **own)
 
 
 if __name__ == "__main__":

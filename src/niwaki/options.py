@@ -27,10 +27,14 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 DEFAULT_SOLVER = "continuation"
 #: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
-#: Its learning rate, relative to the size of the weights, and tokens in a step; see docs/healing.md.
-HEALING_RATE, HEALING_BATCH = 0.0007, 512
-#: What healing trains: all weights that are left, factors of low rank, norms and biases; "auto" is what memory is for.
-HealingMethod = Literal["auto", "full", "lora", "norms"]
+#: Its learning rate, relative to the size of the weights, that of the method blocks, and tokens in a step; see
+#: docs/healing.md.
+HEALING_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.01, 512
+#: The share of what healing trains on that the dense model writes itself; see docs/healing.md.
+OWN_TEXT = 0.25
+#: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
+#: "auto" is what memory is for.
+HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.
 OWN_ANSWERS = "answers"
 #: Which windows of a text.

@@ -14,7 +14,7 @@ from niwaki.cli import display as module
 from niwaki.cli.display import Display
 from niwaki.cli.tables import summary
 from niwaki.pruning.effort import EFFORTS, describe
-from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record
+from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Perplexity, Record
 from niwaki.records.wording import duration, operations
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -250,6 +250,30 @@ def test_an_interrupted_run_gives_the_terminal_back(clock: Clock) -> None:
         run()
     assert text(where).count("\x1b[?25h") == 1
     display.__exit__()  # once is enough, twice does no harm
+
+
+def test_healed_blocks(clock: Clock) -> None:
+    """A line for each, and the divergences in the end."""
+    where = console(False)
+    healing = HealingRecord("dense", "blocks", 1000, None, 0.01, 64, 128)
+    with Display("", where) as display:
+        display.begin(record(healing=healing), 2, 6)
+        for fit in (FitRecord(0, 0.5, 0.25, 1, 3.0, 8), FitRecord(1, 0.125, 0.0625, 1, 4.5, 8)):
+            display.stage(fit.block, "fit", 4)
+            display.fitted(fit)
+        for tokens, error in ((0, 0.5), (960, 0.25)):
+            healing.points.append(HealingPoint(tokens, tokens // 64, tokens / 16, error, None))
+            display.healing(healing, 1.0, 60.0)
+    lines = [re.split(" {2,}", line.strip()) for line in text(where).splitlines()]
+    assert lines[lines.index(["block", "seconds", "before", "after"]) :] == [
+        ["block", "seconds", "before", "after"],
+        ["0", "3.0", "0.5000", "0.2500"],
+        ["1", "4.5", "0.1250", "0.0625"],
+        ["KL from the dense model, in nats a token:"],
+        ["tokens", "minutes", "held out"],
+        ["0", "0.0", "0.5000"],
+        ["960", "1.0", "0.2500"],
+    ]
 
 
 def test_blocks_without_anything_to_solve_have_no_line(clock: Clock) -> None:

@@ -21,24 +21,15 @@ from niwaki.models.device import training_dtype
 from niwaki.models.journal import Journal
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import HEALING_BATCH, HEALING_RATE, Calibration, Compute
+from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute
 from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits
 from niwaki.pruning.healing.student import LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.records.progress import Progress
 from niwaki.records.record import HealingPoint, HealingRecord, Record
-from support.models import (
-    COMMON,
-    EACH_CASE,
-    message,
-    random_tokens,
-    reference,
-    save_model,
-)
+from support.healing import LENGTH, TOKENS, divergence, heal, held, pruned_model, same_tensors
+from support.models import COMMON, EACH_CASE, message, reference, save_model
 from support.runs import files, tensors, zeros
-
-LENGTH = 16
-TOKENS = random_tokens(40, LENGTH)
 
 
 class Notes(Progress):
@@ -56,44 +47,6 @@ class Notes(Progress):
         self.points = record.points
         if len(record.points) == self._stop_at:
             raise KeyboardInterrupt
-
-
-def pruned_model(tmp_path: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
-    """(a dense model, the same with every other weight of its matrices zero)."""
-    dense = save_model(tmp_path / "dense", case, dtype=dtype)
-    pruned = tmp_path / "pruned"
-    niwaki.prune(dense, pruned, 0.5, solver="magnitude", calibration=TOKENS[:4], measurement=None, compute="cpu")
-    return dense, pruned
-
-
-def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
-    options: dict[str, Any] = {
-        "tokens": 1000,
-        "rate": 0.01,
-        "batch": 64,
-        "calibration": TOKENS,
-        "measurement": None,
-        "compute": Compute("cpu", "float32"),
-        **changes,
-    }
-    return niwaki.heal(pruned, out, teacher, **options)
-
-
-def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
-    """KL in nats a token, by transformers in float64."""
-    with torch.no_grad():
-        p, q = (reference(path)(tokens).logits.double().log_softmax(-1) for path in (dense, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
-    assert record.healing
-    return tokens[-(record.healing.held // LENGTH) :]
-
-
-def same_tensors(one: Path, other: Path) -> bool:
-    before, after = tensors(one), tensors(other)
-    return all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 @pytest.mark.parametrize("case", EACH_CASE)
@@ -456,7 +409,7 @@ def test_pruned_and_healed_in_one(tmp_path: Path) -> None:
     before = prune_and_heal(dense, tmp_path / "pruned", effort=effort)
     base = Record.load(tmp_path / "out" / "niwaki.base.json")
     assert (base.effort, base.sparsity, record.sparsity) == (before.effort, 0.5, 0.5)
-    usual = {"rate": HEALING_RATE, "batch": HEALING_BATCH, "tokens": record.healing.tokens}
+    usual = {"rate": HEALING_RATE, "batch": HEALING_BATCH, "own_text": OWN_TEXT, "tokens": record.healing.tokens}
     heal(tmp_path / "pruned", tmp_path / "healed", dense, **usual)
     assert same_tensors(tmp_path / "out", tmp_path / "healed")
 
@@ -554,9 +507,10 @@ def test_a_time(tmp_path: Path) -> None:
         ({"time": "soon"}, "invalid time 'soon'"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"batch": -1}, "batch must be above 0"),
+        ({"own_text": 1.0}, "own_text must be from 0 to less than 1; got 1.0"),
         ({"calibration": Calibration(TOKENS, samples=3)}, "heal does not use samples"),
     ],
-    ids=["tokens", "too many", "words", "time", "rate", "batch", "samples"],
+    ids=["tokens", "too many", "words", "time", "rate", "batch", "own text", "samples"],
 )
 def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
@@ -646,7 +600,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
 
 
 def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.pruning.healing.heal.RANK", 1)  # or that of such a small model takes more
+    monkeypatch.setattr("niwaki.pruning.healing.method.RANK", 1)  # or that of such a small model takes more
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
     model = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     enough = model.size + 16 * sum(matrix.size for matrix in model.matrices())

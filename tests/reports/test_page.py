@@ -30,7 +30,15 @@ from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.text import load_tokenizer
 from niwaki.records.comparison import Comparison
-from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
+from niwaki.records.record import (
+    FitRecord,
+    HealingPoint,
+    HealingRecord,
+    MatrixRecord,
+    Perplexity,
+    Record,
+    StructureRecord,
+)
 from niwaki.records.speed import Speed, SpeedRecord
 from niwaki.records.wording import printable
 from niwaki.reports import head, sections
@@ -381,6 +389,20 @@ def test_fits(tmp_path: Path) -> None:
         ["1", "0.125", "0.1", "0", "2.5"],
     ]
     assert len(re.findall(r'aria-roledescription="point"', shown.figures[0].wide)) == 4
+
+
+def test_healing(tmp_path: Path) -> None:
+    """With what was trained on, where that was measured."""
+    for method, losses in (("full", (0.75, 0.5)), ("blocks", (None, None))):
+        points = [HealingPoint(100 * i, i, 2.0 * i, 0.5 / (i + 1), loss) for i, loss in enumerate(losses)]
+        healing = HealingRecord("dense", method, 100, None, 0.01, 64, 128, points=points, best=1)
+        shown = only(sections.healing(load(model_directory(tmp_path / method, healing=healing))))
+        assert shown.table is not None
+        rows = [["0", "0", "0.5", "0.75"], ["100", "2", "0.25", "0.5"]]
+        columns = 4 if method == "full" else 3
+        assert [[cell.text for cell in row] for row in shown.table.rows] == [row[:columns] for row in rows]
+        assert len(shown.table.head) == columns
+        assert len(re.findall(r'aria-roledescription="point"', shown.figures[0].wide)) == 2 * (columns - 2)
 
 
 def marks(svg: str) -> dict[str, float]:

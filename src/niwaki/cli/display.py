@@ -13,7 +13,7 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_tables, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
-from niwaki.records.record import HealingPoint, HealingRecord, MatrixRecord, Record
+from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Record
 from niwaki.records.wording import counted, duration, in_words, kind, operations, short, text_in_words
 
 #: Stages that are a walk over all blocks before or after that which prunes.
@@ -101,15 +101,23 @@ class Display(Screen):
         self._detail = f"{matrix.name} error {matrix.error:.3g}"
         self._solved.append(matrix)
 
+    def fitted(self, fit: FitRecord) -> None:
+        if not self._names:
+            self._names = ["before", "after"]
+            self.line("relative error of each block's outputs, before and after:")
+            self.line("block  seconds  before   after")
+        self.line(f"{fit.block:5}  {fit.seconds:7.1f}  {fit.before:6.4f}  {fit.after:6.4f}")
+
     def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
         point = record.points[-1]
         if self._healed is None:
             self.line("KL from the dense model, in nats a token:")
-            self.line("   tokens  minutes  held out  trained on")
+            self.line("   tokens  minutes  held out" + ("" if point.loss is None else "  trained on"))
         if self._healed != point:
             self._healed = point
-            kl = [round(value, 4) + 0.0 for value in (point.error, point.loss)]  # rounding leaves negative zeros
-            self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl[0]:8.4f}  {kl[1]:10.4f}")
+            values = [value for value in (point.error, point.loss) if value is not None]
+            kl = "    ".join(f"{round(value, 4) + 0.0:8.4f}" for value in values)  # rounding leaves negative zeros
+            self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl}")
         left = f"{duration(seconds * (1 - share) / share)} left" if share else ""
         self._at = "healing", share, left
         self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")

@@ -9,10 +9,12 @@ from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import TEXT, Output, Restart, spread
 from niwaki.options import (
+    BLOCKS_RATE,
     HEALING_BATCH,
     HEALING_LENGTH,
     HEALING_RATE,
     HEALING_TOKENS,
+    OWN_TEXT,
     Calibration,
     Compute,
     HealingMethod,
@@ -21,11 +23,18 @@ from niwaki.options import (
 
 PRUNED = Argument(metavar="PRUNED", help="The pruned model: a directory or a hub id.")
 TEACHER = Option(metavar="DENSE", help="The dense model that it was pruned from.")
-METHOD = Option(help="What is trained: all weights (full), products of low rank (lora), or norms and biases.")
+METHOD = Option(
+    help="What is trained: all weights (full), products of low rank (lora), norms and biases (norms), or one block "
+    "after the other, in the memory of one (blocks). auto is the first of full, lora and blocks that fits in memory."
+)
 TOKENS = Option(metavar="N", help="How many tokens to train on, such as 500k or 2M.")
 TIME = Option(help="A limit for all of it, such as 90m or 2h.")
-RATE = Option(help="The learning rate, relative to the size of the weights.")
+RATE = Option(
+    help="The learning rate, relative to the size of the weights. "
+    rf"\[default: {HEALING_RATE}, or {BLOCKS_RATE} for blocks]"
+)
 BATCH = Option(metavar="TOKENS", help="Tokens in a step, such as 512 or 1k.")
+OWN = Option(metavar="SHARE", help="The share of what is trained on that the dense model writes itself; 0 for none.")
 TRAINED = Option(help=f"What to train on. {TEXT} May be given several times, for equal shares.")
 LENGTH = Option(
     "--seqlen", help=rf"Tokens in a window. \[default: {HEALING_LENGTH}, or the model's positions if fewer]"
@@ -44,8 +53,9 @@ def heal(
     method: Annotated[HealingMethod, METHOD] = "auto",
     tokens: Annotated[str, TOKENS] = HEALING_TOKENS,
     time: Annotated[str | None, TIME] = None,
-    rate: Annotated[float, RATE] = HEALING_RATE,
+    rate: Annotated[float | None, RATE] = None,
     batch: Annotated[str, BATCH] = str(HEALING_BATCH),
+    own_text: Annotated[float, OWN] = OWN_TEXT,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
@@ -66,6 +76,7 @@ def heal(
                 time=time,
                 rate=rate,
                 batch=batch,
+                own_text=own_text,
                 calibration=calibration,
                 measurement=measurement,
                 compute=dataclasses.replace(compute, device=device),

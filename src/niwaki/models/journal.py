@@ -37,7 +37,8 @@ class Journal:
     def extent(self) -> str:
         """How much is done, in words."""
         healing = Record.from_json(self.record).healing if self.record else None
-        return f"{healing.points[-1].tokens:,} tokens" if healing else f"{self.blocks} blocks"
+        is_whole = healing is not None and healing.method != "blocks"
+        return f"{healing.points[-1].tokens:,} tokens" if healing and is_whole else f"{self.blocks} blocks"
 
     @property
     def complete(self) -> bool:

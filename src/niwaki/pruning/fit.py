@@ -49,6 +49,7 @@ class Fit:
     world: World
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
     on_grid: OnGrid | None = None
+    seconds: float = math.inf  # that it may take; the rate then decreases with the share that is left of them
 
     def __post_init__(self) -> None:
         self._parts = self.targets.minibatches(tokens_per_part(self.effort, self.world))
@@ -80,25 +81,35 @@ class Fit:
                 self.world.sum(gradients)
                 for gradient, mask in zip(gradients, masks, strict=True):
                     gradient.mul_(mask)  # a pruned weight without gradient stays where it is
+                share = self._share(step, began)
                 for group in optimizer.param_groups:
-                    group["lr"] = group["rate"] * (1 - step / steps)
+                    group["lr"] = group["rate"] * (1 - share)
                 optimizer.step()
                 optimizer.zero_grad()
                 self.done()
-                if (step + 1) % len(rest) and step + 1 < steps:
+                is_last = step + 1 == steps or share == 1
+                if (step + 1) % len(rest) and not is_last:
                     continue
                 now = self._error()
                 if now < best:
                     best, at = now, (step + 1) / len(rest)
                     for old, value in zip(kept, parameters, strict=True):
                         old.copy_(value.detach())
+                if is_last:
+                    break
             for old, value, mask in zip(kept, parameters, masks, strict=True):
                 value.data = _off_zero(old, mask, smallest_weight(block))
             with projected(block, self.on_grid):
                 rounded = [value.data for value in parameters]
             for value, data in zip(parameters, rounded, strict=True):
                 value.data = data
-        return FitRecord(block.index, before, best, at, time.perf_counter() - began)
+        return FitRecord(block.index, before, best, at, time.perf_counter() - began, step + 1)
+
+    def _share(self, step: int, began: float) -> float:
+        """How much of what the fit may take is behind it before ``step``, up to 1, in all processes."""
+        if math.isinf(self.seconds):
+            return step / self._steps
+        return self.world.received(min(1.0, max(step / self._steps, (time.perf_counter() - began) / self.seconds)))
 
     def _target(self, i: int) -> Tensor:
         return self.targets.hidden.samples(*self._parts[i])

@@ -18,13 +18,19 @@ _TOGETHER = 256
 
 
 def synthesize(
-    model: StreamedModel, count: int, length: int, budget: int | None, world: World, progress: Progress
+    model: StreamedModel,
+    count: int,
+    length: int,
+    budget: int | None,
+    world: World,
+    progress: Progress,
+    seed: int = 0,
 ) -> Tensor:
     """(``count``, ``length``) int64: texts drawn from the dense model, token by token from its own probabilities.
 
     Each begins with a token that is drawn from all, so that they are of as many kinds as the model knows (Liu et al.
     2023, arXiv 2305.17888), and after the end of a text another one follows. They are short, and joined to windows. All
-    processes have the same.
+    processes have the same; another ``seed`` gives other texts.
 
     The whole model with its keys and values takes up to ``budget`` bytes of each process, by default half of the
     device's, because the usual effort does this unasked.
@@ -42,7 +48,7 @@ def synthesize(
     model = for_writing(model)
     budget = device_memory(model.device) // 2 if budget is None else budget
     short = min(length, _LONGEST)
-    drawing = torch.Generator().manual_seed(0)
+    drawing = torch.Generator().manual_seed(seed)
     known = model.config.get_text_config().vocab_size
     first = torch.randint(known, (math.ceil(count * length / short), 1), generator=drawing)
     together = min(world.collected(at_a_time(model, short, budget, _TOGETHER)))
@@ -54,6 +60,6 @@ def synthesize(
     cuda = [model.device] if model.device.type == "cuda" else []
     with model.whole() as whole, torch.random.fork_rng(cuda):
         for turn, part in enumerate(parts):
-            torch.manual_seed(1_000_003 * world.rank + turn)
+            torch.manual_seed(1_000_003 * world.rank + turn + 1_000_000_007 * seed)
             drawn.append(continued(whole, part.to(model.device), short, progress.step))
     return torch.cat(world.collected(torch.cat(drawn))).flatten()[: count * length].view(count, length)

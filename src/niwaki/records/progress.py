@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.record import HealingRecord, MatrixRecord, Record
+from niwaki.records.record import FitRecord, HealingRecord, MatrixRecord, Record
 
 
 class Progress:
@@ -44,6 +44,9 @@ class Progress:
 
     def end(self, record: Record) -> None:
         """The output is in place."""
+
+    def fitted(self, fit: FitRecord) -> None:
+        """A block is healed."""
 
     def healing(self, record: HealingRecord, share: float, seconds: float) -> None:
         """``share`` of a training is done after ``seconds``; ``record`` may have a new point."""

@@ -168,6 +168,7 @@ class FitRecord:
         before: Squared error of its outputs on held-out samples, relative to the dense block's squared outputs.
         after: The same in the end.
         epochs: After how many it was lowest, which is the end; 0 where the weights stayed as they were.
+        steps: How many were made.
     """
 
     block: Count
@@ -175,6 +176,7 @@ class FitRecord:
     after: Amount
     epochs: Amount
     seconds: Seconds
+    steps: Count = 0
 
 
 @dataclass(frozen=True)
@@ -220,14 +222,14 @@ class HealingPoint:
     Attributes:
         error: The mean KL of the dense from the pruned model on what is held out, in nats a token; of weights as files
             have them.
-        loss: The same on what was trained on since the last point.
+        loss: The same on what was trained on since the last point; None where blocks are trained, each towards its own.
     """
 
     tokens: Count
     steps: Count
     seconds: Seconds
     error: Amount
-    loss: Finite
+    loss: Finite | None
 
 
 @dataclass
@@ -255,12 +257,13 @@ class HealingRecord:
 
     Attributes:
         teacher: The dense model, as it was given.
-        method: What was trained: "full", "lora" or "norms".
+        method: What was trained: "full", "lora", "norms", or one of the "blocks" after the other.
         tokens: How many were to be trained on, at most.
         limit: The seconds that it was given; None for no limit.
         rate: The learning rate, relative to the root mean square of each parameter's weights.
         batch: Tokens in a step.
         held: Tokens that were held out.
+        own_text: The share of what was trained on that the dense model was to write itself.
         halved: How often the rate was halved, after outputs that were not finite.
         points: From the pruned model as it came to the end.
         best: The number of the point with the lowest error, whose weights are the result.
@@ -273,6 +276,7 @@ class HealingRecord:
     rate: Amount
     batch: Positive
     held: Positive
+    own_text: Fraction = 0.0
     halved: Count = 0
     points: list[HealingPoint] = field(default_factory=list)
     best: Count = 0

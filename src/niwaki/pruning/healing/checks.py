@@ -1,0 +1,68 @@
+"""What has to be true of a pruned and a dense model before one is trained towards the other."""
+
+import contextlib
+from pathlib import Path
+
+from niwaki.errors import CalibrationError, UsageError
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.layout import Matrix
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import load_tokenizer
+from niwaki.records.record import Record
+
+#: The pruned model's own record, in the output.
+BASE = "niwaki.base.json"
+#: By how much the fraction of zeros may differ from what a record says.
+_OFF = 1e-3
+
+
+def base_record(path: Path) -> Record | None:
+    """How a model was pruned, where niwaki did that; of a healed one how it was before."""
+    for name in (BASE, "niwaki.json"):
+        if (path / name).is_file():
+            return Record.load(path / name)
+    return None
+
+
+def check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
+    """UsageError where the two do not mean the same by a token."""
+    sizes = [each.config.vocab_size for each in (model, teacher)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{teacher.checkpoint.path} has a vocabulary of {sizes[1]:,} tokens and {model.checkpoint.path} one of "
+            f"{sizes[0]:,}; give the model that it was pruned from"
+        )
+    with contextlib.suppress(CalibrationError):  # a model may come without one
+        own, other = (load_tokenizer(each.checkpoint.path).get_vocab() for each in (model, teacher))
+        if own != other:
+            raise UsageError(
+                f"{teacher.checkpoint.path} and {model.checkpoint.path} have vocabularies of the same size and with "
+                "other words; give the model that it was pruned from"
+            )
+
+
+def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | None) -> None:
+    """UsageError where nothing of the model was pruned, or not what ``record``, of how it was pruned, says."""
+    path, matrices = model.checkpoint.path, model.matrices()
+    zeros = {matrix.place: zeros_of(matrix, model.checkpoint) for matrix in matrices}
+    said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.structure else set()
+    pruned = [matrix for matrix in matrices if matrix.place in said]
+    if record and pruned:
+        sparsity = sum(zeros[matrix.place] for matrix in pruned) / sum(matrix.size for matrix in pruned)
+        if abs(sparsity - record.sparsity) > _OFF:
+            raise UsageError(
+                f"{path} has {100 * sparsity:.2f} % zeros and its record says {100 * record.sparsity:.2f} %; was it "
+                "trained without its mask? Prune it again, or remove the record, niwaki.json"
+            )
+    is_smaller = [matrix.shape for matrix in matrices] != [matrix.shape for matrix in dense.matrices()]
+    is_as_dense = sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices)
+    if is_as_dense and not is_smaller and not model.checkpoint.pruning.quantization:
+        raise UsageError(
+            f"{path} has no zeros and the shape of {dense.checkpoint.path}: nothing of it was pruned; the pruned model "
+            "comes first, and the dense one is its --teacher"
+        )
+
+
+def zeros_of(matrix: Matrix, checkpoint: Checkpoint) -> int:
+    """How many weights of a matrix are zero."""
+    return int((matrix.read(checkpoint) == 0).sum())

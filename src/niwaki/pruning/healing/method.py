@@ -1,0 +1,86 @@
+"""What is trained of a pruned model: as much as there is memory for."""
+
+import torch
+
+from niwaki.errors import UnsupportedModelError
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.generation import device_memory
+from niwaki.models.streamed import StreamedModel
+from niwaki.options import Compute, HealingMethod
+from niwaki.pruning.fit import COPIES
+from niwaki.pruning.healing.student import RANK
+from niwaki.records.wording import size
+
+#: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.
+_BYTES = 4 + 8 + 4
+#: Bytes for each weight of a block whose changes are computed, and their gradients.
+_BLOCK_BYTES = 24
+
+
+def choose(
+    checkpoint: Checkpoint, dense: StreamedModel, compute: Compute, asked: HealingMethod
+) -> tuple[StreamedModel, HealingMethod, list[str]]:
+    """The pruned model, the method by which it is healed towards ``dense``, and notes on that.
+
+    ``auto`` is the first of full, lora (norms on a grid) and blocks that memory is enough for. UnsupportedModelError
+    where it is not enough, or the method does not suit the model.
+    """
+    grid, half = checkpoint.pruning.quantization, dense.dtype != torch.float32
+    thin: HealingMethod = "norms" if grid else "lora"
+    if asked == "lora" != thin:
+        raise UnsupportedModelError(
+            f"the weights of {checkpoint.path} are on a grid, which products of low rank would leave; try the method "
+            "full or norms"
+        )
+    there = device_memory(dense.device) if compute.budget is None else compute.budget
+    methods: tuple[HealingMethod, ...] = ("full", thin, "blocks") if asked == "auto" else (asked,)
+    too_large = list[str]()
+    for method in methods:
+        dtype = "bfloat16" if half and method != "full" else "float32"
+        model = StreamedModel(checkpoint, compute.device, dtype)
+        if method == "blocks":
+            _check_blocks(model, dense, too_large, there)
+        needed = _needed(method, model, dense, grid is not None)
+        if needed <= there:
+            tried = " and ".join(too_large)
+            notes = [f"healing takes {tried}, and there are {size(there)} of memory: {method} instead"]
+            return model, method, notes if too_large else []
+        too_large.append(f"{size(needed)} ({method})")
+    raise UnsupportedModelError(
+        f"healing {checkpoint.path} takes {', '.join(too_large)} of memory, and there are {size(there)}"
+        + ("" if method == "blocks" else "; try the method blocks")
+    )
+
+
+def block_memory(model: StreamedModel, dense: StreamedModel, on_grid: bool) -> int:
+    """Bytes that healing a block at a time takes, without hidden states."""
+    weights = max(sum(matrix.size for matrix in model.matrices(index)) for index in range(len(model.blocks)))
+    fitting = model.block_size + dense.block_size + 4 * (COPIES + on_grid) * weights
+    return max(fitting, sum(_ends(each) for each in (model, dense)))
+
+
+def _needed(method: HealingMethod, model: StreamedModel, dense: StreamedModel, on_grid: bool) -> int:
+    """Bytes of memory that a method takes."""
+    if method == "blocks":
+        return block_memory(model, dense, on_grid)
+    if method == "full":
+        half = dense.dtype != torch.float32
+        return model.size + (_BYTES + 2 * half + 4 * on_grid) * sum(matrix.size for matrix in model.matrices())
+    factors = 0 if method == "norms" else RANK * sum(sum(matrix.shape) for matrix in model.matrices())
+    return model.size + (4 + _BYTES) * factors + _BLOCK_BYTES * (model.block_size // model.dtype.itemsize)
+
+
+def _ends(model: StreamedModel) -> int:
+    """Bytes of all weights outside the blocks, which measuring takes."""
+    return model.size - sum(value.nbytes for block in model.blocks for value in block.parameters())
+
+
+def _check_blocks(model: StreamedModel, dense: StreamedModel, too_large: list[str], there: int) -> None:
+    """UnsupportedModelError where blocks of the two models have no outputs to compare."""
+    shapes = [(len(each.blocks), each.config.hidden_size) for each in (model, dense)]
+    if shapes[0] != shapes[1]:
+        whole = f", which takes {', '.join(too_large)}, and there are {size(there)} of memory" if too_large else ""
+        raise UnsupportedModelError(
+            f"{model.checkpoint.path} has {shapes[0][0]} blocks of width {shapes[0][1]} and {dense.checkpoint.path} "
+            f"{shapes[1][0]} of {shapes[1][1]}, so that it can only be healed as a whole{whole}"
+        )

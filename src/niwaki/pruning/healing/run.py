@@ -1,0 +1,198 @@
+"""A healing from its first measurement to a directory that only has to be moved into place."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import UnsupportedModelError
+from niwaki.files import output_errors
+from niwaki.models.carried import CarriedFiles
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.writing import verify
+from niwaki.models.device import peak_memory
+from niwaki.models.journal import Journal
+from niwaki.models.output import Workplace, write_config
+from niwaki.models.processes import World
+from niwaki.models.scales import grid_of, verify_grid
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import Texts, Windows
+from niwaki.pruning import card
+from niwaki.pruning.healing import own_text
+from niwaki.pruning.healing.checks import BASE, zeros_of
+from niwaki.pruning.plan import Plan
+from niwaki.records.progress import Progress
+from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
+
+#: The share of a limit of time that writing own text may take.
+_WRITING_TIME = 0.1
+
+
+@dataclass
+class Run(ABC):
+    """A healing of ``model`` towards the ``dense`` one, by one of the methods."""
+
+    dense: StreamedModel
+    model: StreamedModel
+    held: int  # windows
+    record: Record
+    clock: Clock
+    progress: Progress
+    world: World
+    journal: Journal
+    place: Workplace | None  # of the first process
+    memory: int | None  # bytes that it may take, by default the device's
+    measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
+
+    def __post_init__(self) -> None:
+        if self.journal.blocks:
+            self._resume()
+
+    def train(self, windows: Windows) -> None:
+        """Trains on ``windows``, of which the last are held out; the first process writes the weights."""
+        self._train(self._with_own_text(windows.tokens))
+
+    @abstractmethod
+    def _train(self, tokens: Tensor) -> None:
+        """Likewise, on these windows alone (windows, length)."""
+
+    @abstractmethod
+    def _resumed(self, earlier: HealingRecord) -> tuple[int, str]:
+        """How far an earlier run came, as a number for the record and in words."""
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
+        return 0, 0
+
+    @property
+    def healing(self) -> HealingRecord:
+        """That of the record."""
+        assert self.record.healing
+        return self.record.healing
+
+    def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
+        """Trains, and writes everything; then it only has to be moved into place."""
+        place, heldout = self.place, texts.only
+        assert place
+        self.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
+        if heldout and not self.journal.blocks:
+            self._measure_first(heldout, measure_before)
+        place.clear(self._kept)
+        carried.copy(place.directory)
+        self.train(texts.calibration)
+        self.note(carried.notes)
+        self._check(place.directory)
+        self.clock.lap("write")
+        if heldout:
+            self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
+        self.record.peak_memory = peak_memory(self.dense.device)
+        own, base = place.directory / "niwaki.json", place.directory / BASE
+        with output_errors(place.directory):
+            if own.exists() and not base.exists():
+                own.replace(base)
+        card.finish(place, self.record, self.clock)
+
+    @property
+    def _kept(self) -> list[str]:
+        """Names of the files of the output that have what an earlier run has done."""
+        return []
+
+    def note(self, notes: Iterable[str]) -> None:
+        """Adds notes to the record, but for those that it has from an earlier run, and says them."""
+        for note in notes:
+            if note not in self.record.notes:
+                self.record.notes.append(note)
+            self.progress.note(note)
+
+    def _with_own_text(self, tokens: Tensor) -> Tensor:
+        """``tokens``, with text of the dense model's own among those to train on."""
+        if not self.healing.own_text:
+            return tokens
+        real, held = tokens.split([len(tokens) - self.held, self.held])
+        share, length = self.healing.own_text, tokens.shape[1]
+        chosen, count = own_text.windows(self.healing.tokens, length, len(real), share)
+        own = self._own_text(count, length)
+        self.record.calibration["synthetic"] = len(own)
+        return torch.cat([own_text.mixed(real[:chosen], own, share), held]) if len(own) else tokens
+
+    def _own_text(self, count: int, length: int) -> Tensor:
+        """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
+        place, limit = self.place, self.healing.limit
+        kept = Plan.load(place.plan, self.journal.plan) if place and self.journal.blocks else None
+        if (kept := self.world.received(kept)) is not None and kept.synthetic is not None:
+            return kept.synthetic
+        began, own = monotonic(), torch.empty(0, length, dtype=torch.int64)
+        try:
+            own = own_text.written(
+                self.dense,
+                count,
+                length,
+                self.memory,
+                self.world,
+                self.progress,
+                lambda: limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit,
+            )
+        except UnsupportedModelError as error:
+            self.note([f"the dense model wrote no text to train on: {error}"])
+        if place:
+            self.journal.plan = Plan(synthetic=own).save(place.plan, self.journal.plan)
+        self.clock.lap("plan")
+        return own
+
+    def note_reuse(self, there: int) -> None:
+        """Notes that the text has fewer tokens than are to be trained on, only ``there``."""
+        times = f"{self.healing.tokens / there:.3g} times"
+        self.note([f"the text has {there:,} tokens to train on, each of which is used {times}"])
+
+    def share(self, tokens: Tensor) -> Tensor:
+        """Those that are held out, for the first process, and this one's of the others, as many as each has."""
+        # What is held out is from the end of the text, because what the model was pruned on is often from its start.
+        count, world = (len(tokens) - self.held) // self.world.size, self.world
+        own = tokens[: len(tokens) - self.held][world.rank :: world.size][:count]
+        return torch.cat([tokens[-self.held :], own]) if world.first else own
+
+    def _check(self, directory: Path) -> None:
+        """Writes the configuration and reads weights back: zeros are to be as before, and weights on their grid."""
+        checkpoint, matrices, zeros = self.model.checkpoint, self.model.matrices(), Counter[str]()
+        for matrix in matrices:
+            zeros[matrix.key] += zeros_of(matrix, checkpoint)
+        self.record.sparsity = zeros.total() / sum(matrix.size for matrix in matrices)
+        write_config(directory, checkpoint.config, self.record)
+        verify(directory, checkpoint, zeros)
+        if grid := grid_of(checkpoint):
+            verify_grid(directory, matrices, grid)
+
+    def _resume(self) -> None:
+        earlier, limit = Record.from_json(self.journal.record), self.healing.limit
+        assert earlier.healing
+        earlier.healing.limit = limit  # another one may be given
+        self.record = replace(earlier, command=self.record.command, device=self.record.device)
+        number, words = self._resumed(earlier.healing)
+        self.record.resumed.append(number)
+        self.clock.add(earlier.seconds)
+        self.progress.note(f"resuming after {words}, where an earlier run was interrupted")
+
+    def _measure_first(self, heldout: Windows, dense_too: bool) -> None:
+        """The perplexity of the pruned model as it came, and of the dense one."""
+        perplexity = self.record.perplexity
+        if dense_too:
+            perplexity["before"] = self._perplexity(self.dense, heldout)
+        perplexity["pruned"] = self._perplexity(self._opened(self.model.checkpoint.path), heldout)
+        if dense_too and perplexity["before"].value > perplexity["pruned"].value:
+            self.note(["the dense model's perplexity is higher than the pruned model's; is it the right one?"])
+
+    def _opened(self, path: Path) -> StreamedModel:
+        return StreamedModel(Checkpoint(path), str(self.dense.device), self.record.dtype)
+
+    def _perplexity(self, model: StreamedModel, heldout: Windows) -> Perplexity:
+        began = monotonic()
+        measured = model.perplexity(heldout, lambda i, _: self.progress.stage(i - 1, "perplexity", 1))
+        self.measuring = monotonic() - began
+        self.clock.lap("perplexity")
+        return measured

@@ -1,0 +1,100 @@
+"""Healing of a pruned model that is in memory as a whole."""
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import OutputError
+from niwaki.files import check_space, output_errors
+from niwaki.models.checkpoint.writing import CheckpointWriter
+from niwaki.models.journal import digest
+from niwaki.pruning.healing.objective import Logits
+from niwaki.pruning.healing.run import Run
+from niwaki.pruning.healing.student import RANK, LowRankStudent, Student
+from niwaki.pruning.healing.teacher import Lessons, teach
+from niwaki.pruning.healing.training import Training, point_file
+from niwaki.records.record import HealingRecord
+from niwaki.records.wording import counted
+
+#: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
+_POINT = 4 + 8 + 4
+
+
+@dataclass
+class WholeRun(Run):
+    """Trains the whole model at once, see :class:`.training.Training`."""
+
+    logits: Logits = field(kw_only=True)  # of both models
+
+    def _resumed(self, earlier: HealingRecord) -> tuple[int, str]:
+        point = earlier.points[-1]
+        return point.steps, f"{point.tokens:,} tokens"
+
+    def _train(self, tokens: Tensor) -> None:
+        """What is saved meanwhile the first process saves."""
+        healing, place = self.healing, self.place
+        if healing.method == "full":
+            student = Student(self.model, self.logits, half=self.dense.dtype != torch.float32)
+        else:
+            student = LowRankStudent(self.model, self.logits, RANK if healing.method == "lora" else 0)
+        with contextlib.ExitStack() as stack:
+            scratch = place.scratch if place else Path(stack.enter_context(TemporaryDirectory()))
+            self._check_scratch(scratch, tokens, student)
+            training = self._training(student, tokens, scratch)
+            trained = training.run()
+        self.clock.lap("heal")
+        if healing.halved:
+            how_often = counted(healing.halved, "time")
+            self.record.notes.append(f"healing became NaN or infinite, and its learning rate was halved, {how_often}")
+        if healing.best == 0:
+            why = "no step was made" if not healing.points[-1].steps else "no point was better on what was held out"
+            self.note([f"the weights are those of the pruned model: {why}"])
+        if place:
+            with CheckpointWriter(self.model.checkpoint, place.directory) as writer:
+                for key, value in student.tensors(trained):
+                    writer.write(key, value)
+
+    def _check_scratch(self, scratch: Path, tokens: Tensor, student: Student) -> None:
+        """OutputError where the first process has no space for what a stopped run resumes from, or that is damaged."""
+        healing, place = self.healing, self.place
+        if not place:
+            return
+        if not healing.points:
+            weights = sum(value.numel() for value in student.parameters.values())
+            check_space(scratch, 2 * _POINT * weights)  # for a moment there are a new point and the last one
+            there = tokens[self.held :].numel()
+            if there < healing.tokens and healing.limit is None:
+                self.note_reuse(there)
+            return
+        file = scratch / point_file(healing)
+        if not (file.is_file() and digest(file) in place.journal.digests):
+            raise OutputError(f"{file} is missing or damaged; start over with --restart")
+
+    def _training(self, student: Student, tokens: Tensor, scratch: Path) -> Training:
+        healing, place = self.healing, self.place
+        lessons = Lessons(scratch, self.share(tokens), student.head)
+
+        def ask(asked: range) -> None:
+            self.clock.lap("heal")
+            teach(self.dense, student.head, lessons, asked, self.progress)
+            self.clock.lap("teach")
+
+        def saved(file: Path) -> None:
+            assert place
+            self.clock.lap("heal")
+            self.record.seconds = dict(self.clock.seconds)
+            with output_errors(place.directory):
+                place.save(digests=[digest(file)], record=self.record.to_json())
+
+        self.clock.lap("prepare")
+        limit = math.inf
+        if healing.limit is not None:
+            others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
+            limit = max(1.0, healing.limit - others - self.measuring)
+        held = self.held if place else 0
+        return Training(student, lessons, held, healing, limit, ask, scratch, saved, self.progress, self.world)

@@ -1,0 +1,57 @@
+"""Small models that are healed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import niwaki
+from niwaki.options import Compute
+from niwaki.records.record import Record
+from support.models import random_tokens, reference, save_model
+from support.runs import tensors
+
+LENGTH = 16
+TOKENS = random_tokens(40, LENGTH)
+
+
+def pruned_model(tmp_path: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
+    """(a dense model, the same with every other weight of its matrices zero)."""
+    dense = save_model(tmp_path / "dense", case, dtype=dtype)
+    pruned = tmp_path / "pruned"
+    niwaki.prune(dense, pruned, 0.5, solver="magnitude", calibration=TOKENS[:4], measurement=None, compute="cpu")
+    return dense, pruned
+
+
+def heal(pruned: Path, out: Path, teacher: Path, **changes: Any) -> Record:
+    options: dict[str, Any] = {
+        "tokens": 1000,
+        "rate": 0.01,
+        "batch": 64,
+        "calibration": TOKENS,
+        "measurement": None,
+        "own_text": 0.0,
+        "compute": Compute("cpu", "float32"),
+        **changes,
+    }
+    return niwaki.heal(pruned, out, teacher, **options)
+
+
+def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
+    """KL in nats a token, by transformers in float64."""
+    with torch.no_grad():
+        p, q = (reference(path)(tokens).logits.double().log_softmax(-1) for path in (dense, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
+    assert record.healing
+    return tokens[-(record.healing.held // LENGTH) :]
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    before, after = tensors(one), tensors(other)
+    return all(torch.equal(value, after[key]) for key, value in before.items())
