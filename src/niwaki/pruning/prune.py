@@ -58,7 +58,7 @@ def prune(
     Embeddings, norms, biases and the head are copied.
 
     Args:
-        model: A directory with config.json and safetensors, or a Hugging Face hub id.
+        model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         pattern: A fraction of zeros, such as 0.6 or "60 %", in the pattern that the solver's paper uses; or a pattern,
             such as "2:4" or ``PerRow(0.6)``.
@@ -119,9 +119,9 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
     """What :func:`prune` does; if it ``is_all`` that is to be done, the result is moved into place."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
+    progress.status(f"reading {request.model}")
     source = locate_model(request.model)
     out = check_output(source, given) if world.first else Path(given)
-    progress.status(f"reading {request.model}")
     with contextlib.closing(MemoryBudget()) as budget:
         checkpoint = Checkpoint(source)
         carried = find_carried(checkpoint, out, checkpoint.size) if world.first else None

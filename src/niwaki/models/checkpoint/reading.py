@@ -31,24 +31,33 @@ from niwaki.models.checkpoint.tensors import (
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PACKED_INDEX = "packed.json"
+#: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf_source`.
+ORIGIN = ".gguf.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _SAMPLE = 4096  # bytes
 
 
 def locate_model(model: str) -> Path:
-    """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id.
+    """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id or a GGUF file.
 
-    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. UsageError where there is no such
-    directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
+    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. A GGUF file may be alone in a
+    directory; :mod:`niwaki.models.gguf_source` converts it. UsageError where there is no such directory and it cannot
+    be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
     """
     path = given_path(model)
     if model == "demo" and not path.exists():
         return Path(str(files("niwaki"))) / "data" / "model"
     if path.is_dir():
         _check_directory(path)
-        return path
+        if (file := _only_gguf(path)) is None:
+            return path
+        path = file
+    if path.suffix == ".gguf" and path.is_file():
+        from niwaki.models.gguf_source import as_directory
+
+        return as_directory(path)
     if path.exists():
-        raise UsageError(f"{model} is a file; a model is a directory or a hub id")
+        raise UsageError(f"{model} is a file; a model is a directory, a GGUF file or a hub id")
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
         raise UsageError(f"there is no directory {model}")
     from huggingface_hub import snapshot_download
@@ -69,6 +78,17 @@ def _check_directory(path: Path) -> None:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if odd:
         raise CheckpointError(f"{odd[0]} is not a file but a pipe, a socket or a device; remove it")
+
+
+def _only_gguf(path: Path) -> Path | None:
+    """The GGUF file that a directory without safetensors has, if it has one; UsageError where it has several."""
+    if any(path.glob("*.safetensors")) or not (found := sorted(path.glob("*.gguf"))):
+        return None
+    if len(found) > 1:
+        raise UsageError(
+            f"{path} has several GGUF files, such as {found[0].name} and {found[1].name}; give one of them"
+        )
+    return found[0]
 
 
 def shards_of(index: dict[str, Any]) -> dict[str, str]:
@@ -193,6 +213,14 @@ class Checkpoint:
         if error := without_index(self.path):
             return str(error)
         return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+
+    @property
+    def origin(self) -> str:
+        """The GGUF file that it was made from, in words; "" where it was not."""
+        if not (self.path / ORIGIN).is_file():
+            return ""
+        values = read_json(self.path / ORIGIN)
+        return f"the GGUF file {values.get('file')} (SHA-256 {values.get('sha256')})"
 
     @property
     def pruning(self) -> Pruning:
