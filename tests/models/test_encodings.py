@@ -12,71 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import niwaki
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint
-from support.models import edit_json, message, random_model, random_tokens
+from support.encoded import in_fp8, in_mxfp4, split
+from support.models import edit_json, message, random_tokens
 
-BLOCK = (16, 20)
 CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)
-
-
-def in_fp8(path: Path, block: tuple[int, int] | None = BLOCK) -> dict[str, Tensor]:
-    """Saves a random DeepSeek V3 with its matrices in FP8; what they stand for, a number at a time."""
-    model = random_model("deepseek_v3", n_routed_experts=8)
-    nn.Module.to(model, torch.bfloat16)
-    model.save_pretrained(path)
-    stored, meant = {}, {}
-    for key, value in load_file(path / SINGLE_NAME).items():
-        stored[key] = meant[key] = value
-        if "proj" not in key or value.ndim != 2:
-            continue
-        rows, columns = value.shape
-        high, wide = block or value.shape
-        scales = torch.rand(-(-rows // high), -(-columns // wide)) / 1000
-        codes = (value.float() / scales.max()).clamp(-448, 448).to(torch.float8_e4m3fn)
-        numbers = [
-            [codes[i, j].item() * scales[i // high, j // wide].item() for j in range(columns)] for i in range(rows)
-        ]
-        meant[key] = torch.tensor(numbers, dtype=torch.float64).float().bfloat16()
-        stored |= {key: codes, f"{key}_scale_inv": scales if block else scales.reshape(())}
-    save_file(stored, path / SINGLE_NAME, {"format": "pt"})
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block and list(block)}
-    edit_json(path / "config.json", quantization_config=settings)
-    return meant
-
-
-def in_mxfp4(path: Path) -> dict[str, Tensor]:
-    """Saves a random gpt-oss with its experts in MXFP4; what they are for transformers."""
-    model = random_model("gpt_oss", hidden_size=64, intermediate_size=96)
-    nn.Module.to(model, torch.bfloat16)
-    model.save_pretrained(path)
-    stored, meant = {}, {}
-    generator = torch.Generator().manual_seed(0)
-    for key, value in load_file(path / SINGLE_NAME).items():
-        stored[key] = meant[key] = value
-        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, columns, rows = value.shape
-            codes = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator).to(torch.uint8)
-            scales = torch.randint(110, 124, codes.shape[:-1], generator=generator).to(torch.uint8)
-            meant[key] = convert_moe_packed_tensors(codes, scales)
-            del stored[key]
-            stored |= {f"{key}_blocks": codes, f"{key}_scales": scales}
-    save_file(stored, path / SINGLE_NAME, {"format": "pt"})
-    edit_json(path / "config.json", quantization_config={"quant_method": "mxfp4"})
-    return meant
-
-
-def split(path: Path) -> None:
-    """In two files, codes and scales not always in the same one."""
-    stored = load_file(path / SINGLE_NAME)
-    names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(sorted(stored))}
-    for name in set(names.values()):
-        save_file({key: stored[key] for key in stored if names[key] == name}, path / name, {"format": "pt"})
-    (path / SINGLE_NAME).unlink()
-    (path / INDEX_NAME).write_text(json.dumps({"weight_map": names}))
 
 
 @pytest.mark.parametrize("make", [in_fp8, lambda path: in_fp8(path, None), in_mxfp4], ids=["fp8", "whole", "mxfp4"])

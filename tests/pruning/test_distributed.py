@@ -26,6 +26,7 @@ from niwaki.models.scales import FILE as SCALES
 from niwaki.records.record import MatrixRecord, Record
 from support import processes
 from support.covering import FULL
+from support.encoded import in_mxfp4
 from support.models import (
     EMBEDDED,
     EMBEDDED_VOCABULARY,
@@ -387,6 +388,25 @@ def test_weights_on_a_grid(start: Team, wide: Path, text: Path, tmp_path: Path, 
     assert all(result.code for result in start(*[asked("again")] * 3, hook=hook))
     assert prune(start, 3, asked("again")).resumed == [1]
     assert files(tmp_path / "again") == files(tmp_path / "out")
+
+
+def test_a_format_that_is_kept(start: Team, text: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    in_mxfp4(model, vocab_size=EMBEDDED_VOCABULARY)
+    add_tokenizer(model)
+
+    def asked(name: str) -> list[str]:
+        return command(model, tmp_path / name, text, "--keep-format", "--solver", "magnitude")
+
+    for size in (1, 2):
+        record = prune(start, size, asked(str(size)))
+        assert record.kept_format == "MXFP4"
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("1", "2"))
+    assert one == two
+    hook = {"rank": 1, "block": 1, "how": "error"}
+    assert all(result.code for result in start(*[asked("again")] * 2, hook=hook))
+    assert prune(start, 2, asked("again")).resumed == [1]
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == one
 
 
 def test_what_one_process_draws_is_no_question_to_the_others(

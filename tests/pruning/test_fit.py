@@ -313,8 +313,7 @@ def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> No
     assert found.after < found.before
     assert found.epochs > 0
     changed = 0
-    for key, part, stored in trained_weights(block):
-        matrix = next(m for m in block.matrices if (m.key, m.index) == (key, part))
+    for matrix, stored in trained_weights(block):
         old = matrix.within(before[matrix.parameter])
         new = stored.T if matrix.transposed else stored
         assert new.dtype == computing
@@ -341,7 +340,7 @@ def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> N
     zeros = {m.name: int((m.within(weights(model)[m.parameter]) == 0).sum()) for m in block.matrices}
     found = fitted(block, states, targets, epochs=2, rate=0.1)
     assert found.epochs > 0
-    for matrix, (_, _, stored) in zip(block.matrices, trained_weights(block), strict=True):
+    for matrix, stored in trained_weights(block):
         assert stored.dtype == torch.float16
         assert int((stored == 0).sum()) == zeros[matrix.name]
 

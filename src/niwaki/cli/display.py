@@ -62,7 +62,7 @@ class Display(Screen):
         self._close_block()
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
-        grid = f", {record.quantization}" if record.quantization else ""
+        grid = f", {name}" if (name := record.quantization or record.kept_format) else ""
         size = f"{counted(blocks, 'block')} with {counted(matrices, 'matrix', 'matrices')}"
         self.line(f"{record.model}: {size}, {record.pattern}{grid}")
         self.line(in_words(record.solver))

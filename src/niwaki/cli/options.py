@@ -19,7 +19,9 @@ _CALIBRATION = (
 )
 _ANSWERS = "Where the (first) text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
 
-Model = Annotated[str, Argument(metavar="MODEL", help="A model directory, a hub id, or 'demo' for the embedded model.")]
+Model = Annotated[
+    str, Argument(metavar="MODEL", help="A model directory, a GGUF file, a hub id, or 'demo' for the embedded model.")
+]
 # Paths are text here: an empty one would become the working directory.
 Output = Annotated[str, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
 RecordFile = Annotated[str | None, Option("--record", help="Also write the record to this JSON file.")]

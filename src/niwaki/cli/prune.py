@@ -34,6 +34,10 @@ QUANTIZE = Option(
     help="Put the remaining weights on a grid: int4:128 has 4 bits and a scale for each row and 128 inputs, int8 a "
     "scale for each row. With --sparsity 0 that alone.",
 )
+KEEP_FORMAT = Option(
+    "--keep-format",
+    help="Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16.",
+)
 SPARSITY = Option(metavar="FRACTION", help="Fraction of zeros in the matrices, such as 0.6 or 60%.")
 PATTERN = Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
 BLOCKS = Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
@@ -51,6 +55,7 @@ def prune(
     pattern: Annotated[str | None, PATTERN] = None,
     mask_from: Annotated[str | None, MASK_FROM] = None,
     quantize: Annotated[str | None, QUANTIZE] = None,
+    keep_format: Annotated[bool, KEEP_FORMAT] = False,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
@@ -81,6 +86,7 @@ def prune(
                 effort=effort,
                 mask_from=mask_from,
                 grid=quantize,
+                keep_format=keep_format,
                 blocks=blocks,
                 calibration=calibration,
                 measurement=measurement,

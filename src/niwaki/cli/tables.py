@@ -48,8 +48,8 @@ def summary(record: Record) -> Table:
         table.add_row("healed", str(record.healing))
     if record.matrices:
         table.add_row("error", f"{record.mean_error:.4g} of the output's square (geometric mean over matrices)")
-    if record.quantization:
-        table.add_row("grid", record.rounding)
+    if record.rounding:
+        table.add_row("format" if record.kept_format else "grid", record.rounding)
     if record.own_text:
         table.add_row("own text", f"{record.own_text}, to calibrate on")
     if record.fits:

@@ -1,4 +1,4 @@
-"""Weights on a mask and a grid: the others make up for the rounding of each."""
+"""Weights on a mask and a grid, or in a format: the others make up for the rounding of each."""
 
 import math
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from niwaki.layer.floats import TiledFloats
 from niwaki.layer.grid import Grid, usable
 from niwaki.layer.linalg import STRIP, resolvent
 from niwaki.layer.problem import Gram, LayerProblem, Solution
@@ -68,6 +69,44 @@ def onto_grid(problem: LayerProblem, solution: Solution, grid: Grid, dtype: torc
             least = torch.minimum(losses, least)
         weights[rows], scales[rows] = best, chosen
     return problem.solution(weights, solution.mask, **solution.stats), scales
+
+
+def onto_floats(
+    problem: LayerProblem, solution: Solution, numbers: TiledFloats, stored: Tensor
+) -> tuple[Solution, Tensor]:
+    """``solution`` with weights in the format ``numbers``, for the same zeros and with the same ``stats``; and scales.
+
+    W is float32. ``stored`` are the scales that the matrix has in the file; those of the result are these, or fit
+    better, as in :meth:`TiledFloats.scales`.
+
+    Weights are rounded to the nearest number that is not 0. Where numbers are coarse, each row takes the better of that
+    and of the sweeps of :func:`onto_grid`, with these numbers as the grid and the solver's weights as W: rounding is
+    all that is made up for, and a row that needs none stays as it is. Zeros are those of ``solution``, also of kept
+    weights that were 0. The stats also have "raised_from_zero", the number of weights that rounding to the nearest
+    would have made 0.
+
+    Cost: nine times W rounded; where numbers are coarse that of :func:`onto_grid`; and two copies of W in memory.
+    """
+    gram, W, kept = problem.gram, solution.W, solution.W != 0
+    scales = numbers.scales(W, gram.H.diagonal().clamp(min=0), stored)
+    factors = numbers.factors(scales, W.shape)
+    weights = numbers.project(W, factors, kept)
+    if numbers.numbers.is_coarse:
+        R = gram.derived("onto grid", lambda: _resolvent(gram))
+        dead = gram.norm == 0
+        for start in range(0, W.shape[0], STRIP):
+            rows = slice(start, start + STRIP)
+            solved, rounded = W[rows], weights[rows]
+
+            def nearest(V: Tensor, rows: slice = rows) -> Tensor:
+                return numbers.project(V, factors[rows], kept[rows])
+
+            swept = _swept(solved, solved, R, nearest)
+            swept[:, dead] = rounded[:, dead]
+            better = _losses(solved, swept, gram.H) < _losses(solved, rounded, gram.H)
+            weights[rows] = torch.where(better.unsqueeze(1), swept, rounded)
+    stats = {**solution.stats, "raised_from_zero": numbers.raised(W, factors)}
+    return problem.solution(weights, solution.mask, **stats), scales
 
 
 def flops(rows: int, columns: int) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, output_errors
-from niwaki.models.checkpoint.reading import PACKED_INDEX, PICKLE_SUFFIXES, Checkpoint
+from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, PICKLE_SUFFIXES, Checkpoint
 from niwaki.models.output import unfinished_size
 from niwaki.models.scales import FOLDER
 from niwaki.records.record import FINDINGS
@@ -16,7 +16,7 @@ from niwaki.records.record import FINDINGS
 #: Other copies of the dense weights. In the output they would be stale, and as large as the model.
 _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
 #: What stays behind, of any model.
-_NEVER = {".git", ".cache", PACKED_INDEX, *FINDINGS}
+_NEVER = {".git", ".cache", ORIGIN, PACKED_INDEX, *FINDINGS}
 #: What niwaki writes beside the model's files.
 _OWN_FILES = {"README.base.md", "niwaki.json", "niwaki.base.json"}
 #: Folders in each other; making and removing them takes the stack of Python.

@@ -103,8 +103,10 @@ class StreamedModel:
         #: What is not pruned, see :mod:`.left_dense`.
         self.left_dense = self._left_dense()
         self.notes: list[str] = []
-        if checkpoint.is_encoded:
-            self.notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
+        if checkpoint.origin:
+            self.notes.append(
+                f"the model is {checkpoint.origin}, as transformers reads it, in {checkpoint.config.get('dtype')}"
+            )
         if kind not in FAMILIES:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             self.notes.append(

@@ -63,12 +63,12 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
             parameters[name].data = value
 
 
-def trained_weights(block: DecoderBlock) -> Iterator[tuple[str, int | None, Tensor]]:
-    """(key, index, tensor) of each matrix, as the checkpoint has it; from then on the block computes with that."""
+def trained_weights(block: DecoderBlock) -> Iterator[tuple[Matrix, Tensor]]:
+    """Each matrix and its weights, as the checkpoint has them; from then on the block computes with these."""
     for matrix in block.matrices:
         stored = block.stored(matrix, matrix.within(block.module.get_parameter(matrix.parameter)))
         block.put(matrix, stored)
-        yield matrix.key, matrix.index, stored
+        yield matrix, stored
 
 
 def smallest_weight(block: DecoderBlock) -> float:

@@ -71,7 +71,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "mask from": record.mask_from,
         "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
         "left dense": None if structure else record.stays,
-        "grid of the weights": record.rounding,
+        "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
         "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
         f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",
         "own text": record.own_text,

@@ -17,6 +17,7 @@ from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.journal import Journal
+from niwaki.models.kept_format import KeptFormat
 from niwaki.models.output import Workplace, check_output, workplace, write_config
 from niwaki.models.scales import FILE, places, verify_grid
 from niwaki.models.streamed import StreamedModel
@@ -45,6 +46,7 @@ def prune(
     effort: str | Effort | None = None,
     mask_from: str | Path | None = None,
     grid: str | Grid | None = None,
+    keep_format: bool = False,
     blocks: tuple[int, int] | str | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
@@ -58,7 +60,7 @@ def prune(
     Embeddings, norms, biases and the head are copied.
 
     Args:
-        model: A directory with config.json and safetensors, or a Hugging Face hub id.
+        model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         pattern: A fraction of zeros, such as 0.6 or "60 %", in the pattern that the solver's paper uses; or a pattern,
             such as "2:4" or ``PerRow(0.6)``.
@@ -72,6 +74,9 @@ def prune(
         grid: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each row
             and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
             pattern's. Scales are in ``out/quantization/scales.safetensors``.
+        keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16: all
+            that was not pruned keeps its bytes, and zeros are those of the solver. Weights that would round to 0 become
+            the smallest number. UsageError for other models, and together with ``grid`` or the effort "heal".
         blocks: Only those from the first number to before the second one are pruned; (0, 2) or "0:2" are the first two.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
@@ -103,6 +108,7 @@ def prune(
         mask_from=mask_from,
         mask_model=mask_model,
         grid=parse_grid(grid) if isinstance(grid, str) else grid,
+        keep_format=keep_format,
         blocks=parse_range(blocks) if isinstance(blocks, str) else blocks,
         calibration=Calibration.of(calibration),
         measurement=measurement,
@@ -119,12 +125,14 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
     """What :func:`prune` does; if it ``is_all`` that is to be done, the result is moved into place."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
+    progress.status(f"reading {request.model}")
     source = locate_model(request.model)
     out = check_output(source, given) if world.first else Path(given)
-    progress.status(f"reading {request.model}")
     with contextlib.closing(MemoryBudget()) as budget:
         checkpoint = Checkpoint(source)
-        carried = find_carried(checkpoint, out, checkpoint.size) if world.first else None
+        kept = KeptFormat(checkpoint) if request.keep_format else None
+        written = checkpoint.stored if kept else checkpoint
+        carried = find_carried(written, out, written.size) if world.first else None
         model = StreamedModel(checkpoint, request.compute.device, request.compute.dtype, budget)
         request = request.for_model(model)
         chosen = request.chosen(len(model.blocks))
@@ -162,7 +170,7 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
                         f"resuming after the first {journal.blocks} of {len(model.blocks)} blocks, where an "
                         "earlier run was interrupted; these run again for their outputs"
                     )
-                walk = Walk(model, request, pattern_of, world, record, progress, clock, journal, place)
+                walk = Walk(model, request, pattern_of, world, record, progress, clock, journal, place, kept)
                 if place and carried:
                     _write(walk, place, texts, carried)
                 else:
@@ -177,16 +185,22 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
 
 def _write(walk: Walk, place: Workplace, texts: Texts, carried: CarriedFiles) -> None:
     """The walk over the blocks and all that is written."""
-    checkpoint, matrices, grid = walk.model.checkpoint, walk.model.matrices(), walk.request.grid
+    kept, matrices, grid = walk.kept, walk.model.matrices(), walk.request.grid
+    checkpoint = walk.model.checkpoint.stored if kept else walk.model.checkpoint
     added = places(checkpoint, matrices, grid) if grid else None
     place.clear([*checkpoint.shards, FILE])
     carried.copy(place.directory)
     with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
         walk.blocks(texts)
+        if kept:
+            walk.check_written()
     walk.clock.lap("write")
     walk.record.notes += carried.notes
     write_config(place.directory, checkpoint.config, walk.record)
-    verify(place.directory, checkpoint, place.journal.zeros)
+    if kept:
+        kept.verify(place.directory, place.journal.zeros)
+    else:
+        verify(place.directory, checkpoint, place.journal.zeros)
     if grid:
         verify_grid(place.directory, matrices, grid)
     walk.clock.lap("check")
@@ -214,6 +228,6 @@ def _needed(model: StreamedModel, request: Request) -> int:
     # those weights once more.
     running = (3 if effort.dense else 2) * model.block_size
     weights = max(sum(matrix.size for matrix in block) for block in blocks)
-    copies = COPIES + (1 if request.grid else 0)  # on the grid
+    copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
     return resident() + max((2 if effort.dense_targets else 1) * grams + max(running, solving), fitting)

@@ -15,6 +15,7 @@ from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import device_name
+from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
@@ -40,6 +41,7 @@ class Request:
     mask_from: str | None  # where masks come from, as it was given
     mask_model: str | None  # the pruned model that has them, where they come from one
     grid: Grid | None
+    keep_format: bool
     blocks: tuple[int, int] | None
     calibration: Calibration
     measurement: Measurement
@@ -48,6 +50,10 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.pattern, MixedNM) and self.effort.allocation == "owl":
             raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
+        if self.keep_format and self.grid:
+            raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
+        if self.keep_format and self.effort.healing:
+            raise UsageError("healing writes bfloat16, so no format is kept; take the effort best, or no --keep-format")
 
     @property
     def _shares(self) -> bool:
@@ -93,6 +99,7 @@ class Request:
             solver=plain(describe(self.solver)),
             effort=describe_effort(self.effort),
             quantization=str(self.grid) if self.grid else None,
+            kept_format=str(KeptFormat(model.checkpoint)) if self.keep_format else None,
             pattern=pattern,
             mask_from=self.mask_from,
             tf32=tf32,
@@ -104,6 +111,10 @@ class Request:
             record.notes.insert(len(model.notes), note)
         if self.grid:
             record.notes.append(stored_as_usual(self.grid))
+        if record.kept_format:
+            record.notes.append(
+                f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"
+            )
         if record.part:
             record.notes.append(f"only {record.part} of {len(model.blocks)}, counted from 0: no other is pruned")
         return record
@@ -118,6 +129,7 @@ class Request:
             "solver": repr(self.solver),
             "effort": repr(self.effort),
             "quantize": record.quantization,
+            "keep_format": self.keep_format,
             "pattern": str(self.pattern),
             "calibration": texts.calibration.fingerprint(),
             "text": texts.only and texts.only.fingerprint(),
@@ -132,7 +144,9 @@ class Request:
 
 def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Calibration, **others: Any) -> Record:
     """The record of a run on ``model``, called ``name``, with the fields that need nothing else and ``others``."""
-    session = current_session()
+    session, notes = current_session(), [*model.notes]
+    if model.checkpoint.is_encoded and not others.get("kept_format"):
+        notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
     return Record(
         command=session.command,
         model=name,
@@ -140,7 +154,7 @@ def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Cal
         device=device_name(model.device, session.world),
         dtype=str(model.dtype).removeprefix("torch."),
         versions=versions(),
-        notes=[*model.notes, *texts.notes],
+        notes=[*notes, *texts.notes],
         left_dense=model.left_dense,
         **others,
     )

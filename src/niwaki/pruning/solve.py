@@ -15,9 +15,10 @@ from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
-from niwaki.layer.rounding import flops, onto_grid
+from niwaki.layer.rounding import flops, onto_floats, onto_grid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
+from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.pruning.request import PatternOf, Request
@@ -29,7 +30,7 @@ _RIDGE = 0.01
 
 
 class Solved(NamedTuple):
-    """A matrix as it is stored, with its scales (out, groups) in their dtype if it is on a grid."""
+    """A matrix as the checkpoint has it, with its scales if it is on a grid or in a format that is kept."""
 
     stored: Tensor
     scales: Tensor | None
@@ -41,6 +42,7 @@ class BlockSolver:
     """Solves the matrices of one block after the other; all processes call it alike."""
 
     request: Request
+    kept: KeptFormat | None
     pattern_of: PatternOf
     importance: Mapping[tuple[int, str], Tensor]
     world: World
@@ -87,15 +89,23 @@ class BlockSolver:
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
         scales = solved.scales if solved else None
-        if grid := self.request.grid:
-            if scales is None:
-                shape, dtype = (matrix.shape[0], grid.groups(matrix.shape[1])), scale_dtype(stored.dtype)
-                scales = torch.empty(shape, dtype=dtype, device=stored.device)
+        if scales is None and (place := self._scales_place(matrix, stored.dtype)):
+            scales = torch.empty(place[0], dtype=place[1], device=stored.device)
+        if scales is not None:
             self.world.send(scales, source)
         return Solved(stored, scales, record)
 
+    def _scales_place(self, matrix: Matrix, stored: torch.dtype) -> tuple[tuple[int, int], torch.dtype] | None:
+        """Shape and dtype of the scales of ``matrix``; None where it has none."""
+        if grid := self.request.grid:
+            return (matrix.shape[0], grid.groups(matrix.shape[1])), scale_dtype(stored)
+        numbers = self.kept.of(matrix) if self.kept else None
+        return (numbers.tiles(matrix.shape), torch.float32) if numbers else None
+
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
+        if self.kept and self.kept.of(matrix):  # rows share scales
+            return None
         rows, columns = matrix.shape
         separable = rows >= self.world.size and self.request.solver.separable_rows
         if separable and self.pattern_of(matrix).for_rows(self.world.rows(rows)) is not None:
@@ -138,6 +148,11 @@ class BlockSolver:
                 stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
                 scales = rows.joined(scales).to(scale_dtype(stored_as))
                 error = _error(problem, solution, rows)
+            elif self.kept and (numbers := self.kept.of(matrix)):
+                before = self.kept.scales(matrix).to(problem.W.device)
+                solution, scales = onto_floats(problem, solution, numbers, before)
+                stats = {**solution.stats, "error_before_rounding": error}
+                error = solution.error
             stored = block.stored(matrix, rows.joined(solution.W))
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began

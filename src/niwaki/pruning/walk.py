@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from niwaki.errors import UnsupportedModelError
+from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.journal import Journal
+from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix
 from niwaki.models.output import Workplace
 from niwaki.models.processes import World
@@ -52,6 +53,7 @@ class Walk:
     clock: Clock
     journal: Journal  # what an earlier run has done; of the first process that in ``place``
     place: Workplace | None  # of the first process, where the journal and the plan are kept
+    kept: KeptFormat | None = None  # in which matrices are written, if that is asked for
     writer: CheckpointWriter | None = None  # of the first process, where weights go
     _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
 
@@ -66,7 +68,12 @@ class Walk:
         if planned.synthetic is not None:
             tokens = torch.cat([tokens, world.share(planned.synthetic)])
         self._solver = BlockSolver(
-            self.request, lambda m: planned.pattern(m, self.pattern_of(m)), planned.importance, world, progress
+            self.request,
+            self.kept,
+            lambda m: planned.pattern(m, self.pattern_of(m)),
+            planned.importance,
+            world,
+            progress,
         )
         clock.lap("plan")
         streams = self._embedded(tokens, heldout)
@@ -146,21 +153,24 @@ class Walk:
         """Whether an earlier run has done ``block``, and what it wrote is still there."""
         if block.index >= self.journal.blocks:
             return False
-        done = not self.writer or self.writer.digest(self._places(block)) == self.journal.digests[block.index]
+        done = not self.writer or self.writer.digest(self._places(block.matrices)) == self.journal.digests[block.index]
         if not (done := self.world.received(done)):
             self.progress.note(f"block {block.index} of the earlier run is damaged on disk and done again")
         return done
 
-    def _places(self, block: DecoderBlock) -> list[tuple[str, int | None]]:
-        """Key and index of all that is written for ``block``."""
-        keys = [(matrix.key, matrix.index) for matrix in block.matrices]
-        return keys + [(scale_key(matrix), matrix.index) for matrix in block.matrices if self.request.grid]
+    def _places(self, matrices: list[Matrix]) -> list[tuple[str, int | None]]:
+        """Key and index of all that is written for the ``matrices`` of a block."""
+        if self.kept:
+            return [(key, matrix.index) for matrix in matrices for key in self.kept.keys(matrix)]
+        keys = [(matrix.key, matrix.index) for matrix in matrices]
+        return keys + [(scale_key(matrix), matrix.index) for matrix in matrices if self.request.grid]
 
     def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
         """Prunes the matrices of a block, and fits it if asked to; ``calibration_dense`` advances if it is needed."""
         effort, world, progress, clock = self.request.effort, self.world, self.progress, self.clock
         states, dense = streams.calibration, streams.calibration_dense
         self._forget(block.index)
+        self._scales.clear()
         if dense:
             block.keep_original()
         progress.stage(block.index, "capture", len(states.hidden))
@@ -181,13 +191,12 @@ class Walk:
                 block.advance(dense)
             clock.lap("advance")
         if dense and effort.epochs:
-            on_grid = self._on_grid if self.request.grid else None
+            on_grid = self._on_grid if self.request.grid or self.kept else None
             fit = Fit(block, states, dense, effort, world, progress.step, on_grid)
             progress.stage(block.index, "fit", fit.batches)
             self.record.fits.append(fit.run())
-            for key, index, stored in trained_weights(block):
-                if self.writer:
-                    self.writer.write(key, stored, index)
+            for matrix, stored in trained_weights(block):
+                self._write(matrix, stored)
             clock.lap("fit")
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
@@ -196,12 +205,11 @@ class Walk:
         self.progress.solved(record)
         if not block.released:
             block.put(matrix, stored)
-        if self.writer:
-            self.writer.write(matrix.key, stored, matrix.index)
         if scales is not None:
             self._scales[matrix.name] = scales
-            if self.writer:
+            if self.writer and self.request.grid:
                 self.writer.write(scale_key(matrix), scales, matrix.index)
+        self._write(matrix, stored)
         zeros = stored.numel() - int(stored.count_nonzero())
         self.journal.zeros[matrix.key] = self.journal.zeros.get(matrix.key, 0) + zeros
         asked, used = record.stats.get("damping_asked"), record.stats.get("damping")
@@ -212,18 +220,31 @@ class Walk:
             )
         self.record.matrices.append(record)
 
+    def _write(self, matrix: Matrix, stored: Tensor) -> None:
+        """Writes the weights of a matrix of the present block, in the format that is kept if it has one."""
+        if self.writer and self.kept and self.kept.of(matrix):
+            self.kept.write(self.writer, matrix, stored, self._scales[matrix.name])
+        elif self.writer:
+            self.writer.write(matrix.key, stored, matrix.index)
+
     def _on_grid(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """(out, in), W on the grid of ``matrix``, with the same zeros."""
-        assert self.request.grid is not None
-        scales = self._scales[matrix.name]
-        return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+        """(out, in), W on the grid of ``matrix`` or in its format, with the same zeros."""
+        scales = self._scales.get(matrix.name)
+        if scales is None:
+            return W
+        if self.request.grid:
+            return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+        numbers = self.kept.of(matrix) if self.kept else None
+        assert numbers
+        return numbers.project(W, numbers.factors(scales, W.shape), W != 0)
 
     def _restore(self, block: DecoderBlock) -> None:
         """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
         for matrix in block.matrices:
             stored = block.empty(matrix)
             if self.writer:
-                stored.copy_(self.writer.read(matrix.key, matrix.index))
+                read = self.kept.read(self.writer, matrix) if self.kept else None
+                stored.copy_(self.writer.read(matrix.key, matrix.index) if read is None else read)
             block.put(matrix, self.world.send(stored, 0))
 
     def _forget(self, block: int) -> None:
@@ -241,9 +262,17 @@ class Walk:
             self.writer.sync()
             self.record.seconds = dict(self.clock.seconds)
             digests = [*self.journal.digests, *[""] * (block.index + 1 - self.journal.blocks)]
-            digests[block.index] = self.writer.digest(self._places(block))
+            digests[block.index] = self.writer.digest(self._places(block.matrices))
             self.place.save(digests=digests, record=self.record.to_json())
         self.clock.lap("write")
+
+    def check_written(self) -> None:
+        """Raises OutputError unless what is on disk for each block is what was written, to the bit."""
+        assert self.writer
+        for block, digest in enumerate(self.journal.digests):
+            places = self._places(self.model.matrices(block))
+            if places and self.writer.digest(places, on_disk=True) != digest:
+                raise OutputError(f"block {block} is not on disk as it was written; was the disk full?")
 
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""

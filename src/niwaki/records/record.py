@@ -147,7 +147,8 @@ class MatrixRecord:
             fitted; with dense targets of those.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
-            solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not.
+            solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not; in a
+            format that was kept the first, and "raised_from_zero", the number of those that became its smallest number.
     """
 
     block: Count
@@ -335,6 +336,8 @@ class Record(JsonFile):
         tf32: What used TF32 on a GPU, as in :class:`~niwaki.options.Compute`; "never" on a device that has none.
         structure: What structured pruning removed; None where weights became zeros.
         quantization: The grid that weights are on, such as "int4:128"; None for none.
+        kept_format: The format of the dense model's files in which matrices were written again, such as "MXFP4"; None
+            where numbers are stored as they are.
         healing: How the weights were trained after pruning; None where they were not.
         left_dense: The tensors with two dimensions or more in the decoder that are not pruned, without embeddings.
     """
@@ -365,6 +368,7 @@ class Record(JsonFile):
     effort: dict[str, Any] = field(default_factory=dict)
     structure: StructureRecord | None = None
     quantization: str | None = None
+    kept_format: str | None = None
     healing: HealingRecord | None = None
     left_dense: Annotated[list[LeftDense], msgspec.Meta(max_length=1000)] = field(default_factory=list)
 
@@ -384,18 +388,25 @@ class Record(JsonFile):
 
     @property
     def rounding(self) -> str:
-        """What the grid did to the matrices, in words; "" without a grid."""
-        if not self.quantization or not self.matrices:
-            return self.quantization or ""
+        """What the grid, or the format that was kept, did to the matrices, in words; "" without either."""
+        name, count = self.quantization or self.kept_format or "", "rounded_to_zero"
+        if not name or not self.matrices:
+            return name
+        matrices, became = self.matrices, "0"
+        if not self.quantization:
+            count, became = "raised_from_zero", "the smallest number instead of 0"
+            matrices = [matrix for matrix in matrices if count in matrix.stats]  # others are stored as they are
         try:
-            before = [float(matrix.stats["error_before_rounding"]) for matrix in self.matrices]
-            lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in self.matrices)
+            before = [float(matrix.stats["error_before_rounding"]) for matrix in matrices]
+            changed = sum(int(matrix.stats[count]) for matrix in matrices)
         except (KeyError, ValueError):  # another program wrote it
-            return self.quantization
-        kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in self.matrices) + lost
+            return name
+        kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in matrices)
+        kept += changed if self.quantization else 0
+        after = _geometric_mean([matrix.error for matrix in matrices])
         return (
-            f"{self.quantization}: error {_geometric_mean(before):.4g} before rounding, {self.mean_error:.4g} after; "
-            f"{100 * lost / max(1, kept):.2g} % of the remaining weights became 0"
+            f"{name}: error {_geometric_mean(before):.4g} before rounding, {after:.4g} after; "
+            f"{100 * changed / max(1, kept):.2g} % of the remaining weights became {became}"
         )
 
     @property

@@ -133,7 +133,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "teacher": record.healing.teacher if record.healing else "",
         "mask from": record.mask_from,
         "left dense": "" if structure else record.stays,
-        "grid": record.rounding,
+        "format" if record.kept_format else "grid": record.rounding,
         "own text": record.own_text,
     }
     if record.matrices:

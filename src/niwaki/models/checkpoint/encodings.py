@@ -1,4 +1,4 @@
-"""Weights in FP8 or MXFP4, as some models come: read a tensor at a time as bfloat16, in which they are written too.
+"""Weights in FP8 or MXFP4, as some models come: read a tensor at a time as bfloat16, and put back into codes.
 
 FP8 is what DeepSeek V3 uses: float8_e4m3fn, and for each block of (by default) 128 x 128 a factor under the tensor's
 name with "_scale_inv". MXFP4 is what gpt-oss uses: four-bit floating-point numbers (1 sign, 2 exponent and 1 mantissa
@@ -6,19 +6,18 @@ bit) two in a byte, and for each 32 of a row a power of two, of which the model 
 technical report, arXiv 2412.19437, section 3.3; OCP Microscaling Formats (MX) v1.0.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError
-from niwaki.models.checkpoint.tensors import Entry
+from niwaki.layer.floats import E2M1, E4M3, TiledFloats
+from niwaki.models.checkpoint.tensors import DTYPES, Entry
 
-#: What the codes 0 to 15 of four bits stand for.
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4_BIAS = 127  # of the exponents of MXFP4
 _FP8_SUFFIX = "_scale_inv"
 _MXFP4_SUFFIXES = "_blocks", "_scales"
@@ -27,13 +26,13 @@ _GROUP = 32
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Encoded(ABC):
     """A tensor of ``shape`` that is stored as codes and scales, and read as bfloat16."""
 
+    keys: tuple[str, str]  # of codes and scales in the files
     codes: Entry
     scales: Entry
     shape: tuple[int, ...]
-    decode: Callable[[Tensor, Tensor], Tensor]  # of codes and scales, or of one element of each
 
     def read(self, read: Callable[[Entry], Tensor], index: int | None) -> Tensor:
         """The tensor, or its element at ``index``; ``read`` reads what is stored."""
@@ -43,6 +42,75 @@ class Encoded:
                 part.copy_(self.read(read, i))
             return whole
         return self.decode(read(self.codes.at(index)), read(self.scales.at(index)))
+
+    @property
+    @abstractmethod
+    def format(self) -> TiledFloats:
+        """Of the tensor, or of each element."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The tensor, or an element, of what is stored of it."""
+
+    @abstractmethod
+    def tiles(self, scales: Tensor) -> Tensor:
+        """The scales of a matrix as :class:`TiledFloats` has them, from how they are stored."""
+
+    @abstractmethod
+    def encode(self, W: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes and scales to store, of which :meth:`decode` makes the matrix W, whose values have the format."""
+
+    def _codes(self, W: Tensor, tiles: Tensor) -> Tensor:
+        return self.format.codes(W.float(), self.format.factors(tiles, tuple(W.shape)), W != 0)
+
+
+@dataclass(frozen=True)
+class FP8(Encoded):
+    """float8_e4m3fn with a scale for each ``block``; powers of two if it ``has_powers``."""
+
+    block: tuple[int, int]
+    has_powers: bool
+
+    def __str__(self) -> str:
+        if self.block == self.shape[-2:]:
+            return "FP8, a scale for each matrix"
+        return "FP8, blocks of {} x {}".format(*self.block)
+
+    @property
+    def format(self) -> TiledFloats:
+        return TiledFloats(E4M3, self.block, None if self.has_powers else DTYPES[self.scales.dtype])
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return decode_fp8(codes, scales, self.block)
+
+    def tiles(self, scales: Tensor) -> Tensor:
+        return scales.float().reshape([-(-n // size) for n, size in zip(self.shape[-2:], self.block, strict=True)])
+
+    def encode(self, W: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        scales = tiles.to(DTYPES[self.scales.dtype]).reshape(self.scales.shape[len(self.shape) - 2 :])
+        return self._codes(W, tiles).view(torch.float8_e4m3fn), scales
+
+
+@dataclass(frozen=True)
+class MXFP4(Encoded):
+    """Codes of four bits, and a power of two for each ``_GROUP`` of a row of what is stored transposed."""
+
+    def __str__(self) -> str:
+        return "MXFP4"
+
+    @property
+    def format(self) -> TiledFloats:
+        return TiledFloats(E2M1, (_GROUP, 1), None)
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return decode_mxfp4(codes, scales)
+
+    def tiles(self, scales: Tensor) -> Tensor:
+        return _powers(scales).mT
+
+    def encode(self, W: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = self._codes(W, tiles).mT.unflatten(-1, (-1, _GROUP // 2, 2))
+        return pairs[..., 0] | pairs[..., 1] << 4, (tiles.log2().round() + _FP4_BIAS).to(torch.uint8).mT
 
 
 def find_encoded(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Encoded]:
@@ -54,28 +122,30 @@ def find_encoded(config: Mapping[str, Any], entries: Mapping[str, Entry]) -> dic
     if not isinstance(settings, dict):
         return {}
     if settings.get("quant_method") == "fp8":
-        return _find_fp8(settings.get("weight_block_size", [128, 128]), entries)
+        powers = settings.get("scale_fmt") == "ue8m0"
+        return _find_fp8(settings.get("weight_block_size", [128, 128]), powers, entries)
     return _find_mxfp4(entries) if settings.get("quant_method") == "mxfp4" else {}
 
 
-def _find_fp8(block: Any, entries: Mapping[str, Entry]) -> dict[str, Encoded]:
+def _find_fp8(block: Any, powers: bool, entries: Mapping[str, Entry]) -> dict[str, Encoded]:
     found: dict[str, Encoded] = {}
     for key, codes in entries.items():
         if codes.dtype != "F8_E4M3" or len(codes.shape) < 2:
             continue
-        if (scales := entries.get(f"{key}{_FP8_SUFFIX}")) is None:
-            raise CheckpointError(f"{key!r} is in FP8 without its scales, {key}{_FP8_SUFFIX}")
+        keys = key, f"{key}{_FP8_SUFFIX}"
+        if (scales := entries.get(keys[1])) is None:
+            raise CheckpointError(f"{key!r} is in FP8 without its scales, {keys[1]}")
         sizes = codes.shape[-2:] if block is None else block
         if not (isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)):
             raise CheckpointError(f"weight_block_size is two whole numbers above 0; got {block!r}")
         wanted = (*codes.shape[:-2], *(-(-n // size) for n, size in zip(codes.shape[-2:], sizes, strict=True)))
-        fits = scales.shape == wanted or (block is None and scales.shape in ((), (1,)))
+        fits = scales.shape == wanted or (block is None and len(codes.shape) == 2 and scales.shape in ((), (1,)))
         if not fits or scales.dtype not in ("F64", "F32", "F16", "BF16"):
             raise CheckpointError(
                 f"{key!r} is FP8 {codes.shape} in blocks of {tuple(sizes)}, whose scales would be {wanted}; they are "
                 f"{scales.dtype} {scales.shape}"
             )
-        found[key] = Encoded(codes, scales, codes.shape, partial(decode_fp8, block=tuple(sizes)))
+        found[key] = FP8(keys, codes, scales, codes.shape, (sizes[0], sizes[1]), powers)
     return found
 
 
@@ -88,7 +158,8 @@ def _find_mxfp4(entries: Mapping[str, Entry]) -> dict[str, Encoded]:
         name = key.removesuffix(codes_suffix)
         if name in entries:  # which one counts is up to the reader
             raise CheckpointError(f"the tensor {name!r} is there twice, also in MXFP4 as {key!r}")
-        scales = entries.get(f"{name}{scales_suffix}")
+        keys = key, f"{name}{scales_suffix}"
+        scales = entries.get(keys[1])
         if (
             scales is None
             or scales.dtype != "U8"
@@ -98,7 +169,7 @@ def _find_mxfp4(entries: Mapping[str, Entry]) -> dict[str, Encoded]:
             has = "none" if scales is None else f"{scales.dtype} {scales.shape}"
             raise CheckpointError(f"{key!r} is MXFP4 {codes.shape}, whose scales would be U8 {codes.shape[:-1]}: {has}")
         *first, rows, groups, _ = codes.shape
-        found[name] = Encoded(codes, scales, (*first, groups * _GROUP, rows), decode_mxfp4)
+        found[name] = MXFP4(keys, codes, scales, (*first, groups * _GROUP, rows))
     return found
 
 
@@ -116,7 +187,11 @@ def decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
 
     The lower four bits of a byte come first.
     """
-    values = torch.cat([_FP4, -_FP4]).to(torch.bfloat16)
+    values = torch.cat([E2M1.magnitudes, -E2M1.magnitudes]).to(torch.bfloat16)
     pairs = torch.stack([values[(codes & 15).int()], values[(codes >> 4).int()]], dim=-1).flatten(-2)
-    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _FP4_BIAS).to(torch.bfloat16)
-    return (pairs * powers[..., None]).flatten(-2).mT.contiguous()
+    return (pairs * _powers(scales).to(torch.bfloat16)[..., None]).flatten(-2).mT.contiguous()
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """float32: the powers of two that ``scales`` uint8 stand for."""
+    return torch.ldexp(torch.ones(scales.shape), scales.int() - _FP4_BIAS)

@@ -1,5 +1,6 @@
 """Model directories: where they are, and their weights by key."""
 
+import copy
 import hashlib
 import json
 import math
@@ -31,24 +32,33 @@ from niwaki.models.checkpoint.tensors import (
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PACKED_INDEX = "packed.json"
+#: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf_source`.
+ORIGIN = ".gguf.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _SAMPLE = 4096  # bytes
 
 
 def locate_model(model: str) -> Path:
-    """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id.
+    """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id or a GGUF file.
 
-    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. UsageError where there is no such
-    directory and it cannot be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
+    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. A GGUF file may be alone in a
+    directory; :mod:`niwaki.models.gguf_source` converts it. UsageError where there is no such directory and it cannot
+    be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
     """
     path = given_path(model)
     if model == "demo" and not path.exists():
         return Path(str(files("niwaki"))) / "data" / "model"
     if path.is_dir():
         _check_directory(path)
-        return path
+        if (file := _only_gguf(path)) is None:
+            return path
+        path = file
+    if path.suffix == ".gguf" and path.is_file():
+        from niwaki.models.gguf_source import as_directory
+
+        return as_directory(path)
     if path.exists():
-        raise UsageError(f"{model} is a file; a model is a directory or a hub id")
+        raise UsageError(f"{model} is a file; a model is a directory, a GGUF file or a hub id")
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
         raise UsageError(f"there is no directory {model}")
     from huggingface_hub import snapshot_download
@@ -69,6 +79,17 @@ def _check_directory(path: Path) -> None:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if odd:
         raise CheckpointError(f"{odd[0]} is not a file but a pipe, a socket or a device; remove it")
+
+
+def _only_gguf(path: Path) -> Path | None:
+    """The GGUF file that a directory without safetensors has, if it has one; UsageError where it has several."""
+    if any(path.glob("*.safetensors")) or not (found := sorted(path.glob("*.gguf"))):
+        return None
+    if len(found) > 1:
+        raise UsageError(
+            f"{path} has several GGUF files, such as {found[0].name} and {found[1].name}; give one of them"
+        )
+    return found[0]
 
 
 def shards_of(index: dict[str, Any]) -> dict[str, str]:
@@ -103,10 +124,12 @@ class Pruning:
 class Checkpoint:
     """The weights of a model directory by key; CheckpointError where a file is missing, malformed or pickled.
 
-    Those in FP8 or MXFP4 (see :mod:`.encodings`) are bfloat16 here, and nothing says that they were not.
+    Those in FP8 or MXFP4 (see :mod:`.encodings`) are bfloat16 here, and nothing but ``encoded`` and ``stored`` says
+    that they were not.
     """
 
-    _encoded: Mapping[str, Encoded] = {}
+    #: By key, those in FP8 or MXFP4.
+    encoded: Mapping[str, Encoded] = {}
     _encoding: object = None  # what config.json says of FP8 or MXFP4
 
     def __init__(self, path: Path) -> None:
@@ -125,25 +148,34 @@ class Checkpoint:
                 raise CheckpointError(f"{path / shard} lacks the tensor {key!r} that {INDEX_NAME} places there")
         #: Where tensors are in the files.
         self._stored = {key: entry for key, entry in found.items() if weight_map is None or key in weight_map}
-        self._encoded = find_encoded(self.config, self._stored)
+        self.encoded = find_encoded(self.config, self._stored)
         #: By key, where tensors are, or would be in files that have none in FP8 or MXFP4.
-        self.entries: dict[str, Entry] = self._decoded_entries(shards) if self._encoded else self._stored
+        self.entries: dict[str, Entry] = self._decoded_entries(shards) if self.encoded else self._stored
         #: Those files.
-        self.shards = sorted({entry.shard for entry in self.entries.values()}) if self._encoded else shards
-        if self._encoded:
+        self.shards = sorted({entry.shard for entry in self.entries.values()}) if self.encoded else shards
+        if self.encoded:
             self._encoding = self.config["quantization_config"]
             self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
 
     @property
     def is_encoded(self) -> bool:
         """Whether some of its tensors are in FP8 or MXFP4."""
-        return bool(self._encoded)
+        return bool(self.encoded)
+
+    @property
+    def stored(self) -> "Checkpoint":
+        """The same files without a look at what FP8 and MXFP4 stand for: codes and scales are tensors of their own."""
+        whole = copy.copy(self)
+        if self.encoded:
+            whole.encoded, whole.entries, whole.shards = {}, self._stored, sorted(self.files)
+            whole.config = {**self.config, "quantization_config": self._encoding}
+        return whole
 
     def _decoded_entries(self, shards: list[str]) -> dict[str, Entry]:
         """A place for each tensor, in the file where it is."""
-        hidden = {id(entry) for each in self._encoded.values() for entry in (each.codes, each.scales)}
+        hidden = {id(entry) for each in self.encoded.values() for entry in (each.codes, each.scales)}
         tensors = {key: entry for key, entry in self._stored.items() if id(entry) not in hidden}
-        for key, encoded in self._encoded.items():
+        for key, encoded in self.encoded.items():
             size = 2 * math.prod(encoded.shape)
             tensors[key] = Entry(encoded.codes.shard, "BF16", encoded.shape, 0, size)
         parts = [placed({key: one for key, one in tensors.items() if one.shard == shard}) for shard in shards]
@@ -152,21 +184,21 @@ class Checkpoint:
     @property
     def files(self) -> set[str]:
         """All files that its tensors are in."""
-        return {entry.shard for entry in self._stored.values()} if self._encoded else set(self.shards)
+        return {entry.shard for entry in self._stored.values()} if self.encoded else set(self.shards)
 
     def header(self, shard: str) -> bytes:
         """What the file ``shard`` has before its tensors, or would have without FP8 and MXFP4."""
-        return header_of(self.tensors(shard)) if self._encoded else header_bytes(self.path / shard)
+        return header_of(self.tensors(shard)) if self.encoded else header_bytes(self.path / shard)
 
     def tensors(self, shard: str) -> dict[str, Entry]:
         """All tensors of the file ``shard``, also such as the index does not name."""
-        if self._encoded:
+        if self.encoded:
             return {key: entry for key, entry in self.entries.items() if entry.shard == shard}
         return read_header(self.path / shard)
 
     def bytes_of(self, key: str, entry: Entry) -> Entry | None:
         """Where the bytes are of what :meth:`tensors` has as ``entry``; None if they are in FP8 or MXFP4."""
-        return None if key in self._encoded else self._stored.get(key, entry)
+        return None if key in self.encoded else self._stored.get(key, entry)
 
     def _weight_map(self) -> dict[str, str] | None:
         """The shard of each key; None where one file has all."""
@@ -195,6 +227,14 @@ class Checkpoint:
         return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
     @property
+    def origin(self) -> str:
+        """The GGUF file that it was made from, in words; "" where it was not."""
+        if not (self.path / ORIGIN).is_file():
+            return ""
+        values = read_json(self.path / ORIGIN)
+        return f"the GGUF file {values.get('file')} (SHA-256 {values.get('sha256')})"
+
+    @property
     def pruning(self) -> Pruning:
         """What niwaki says in config.json of how it made this model; CheckpointError where it makes no sense."""
         value = self.config.get("pruning_config")
@@ -207,7 +247,7 @@ class Checkpoint:
     @property
     def size(self) -> int:
         """Bytes of its weight files, without FP8 and MXFP4."""
-        if self._encoded:
+        if self.encoded:
             return sum(entry.size for entry in self.entries.values())
         return sum((self.path / shard).stat().st_size for shard in self.shards)
 
@@ -223,7 +263,7 @@ class Checkpoint:
         if key not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {key!r}")
         self.dtype(key)
-        if (encoded := self._encoded.get(key)) is not None:
+        if (encoded := self.encoded.get(key)) is not None:
             value = encoded.read(lambda entry: read_tensor(self.path / entry.shard, key, entry), index)
             if not is_finite(value):  # scales can be infinite
                 raise CheckpointError(f"{self.path / encoded.codes.shard}: {key!r} has NaN or infinite values")
@@ -234,9 +274,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """SHA-256 of its configuration, the place of its tensors, and some bytes of each of them."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        if self._encoded:
+        if self.encoded:
             digest.update(json.dumps(self._encoding, sort_keys=True).encode())
-        for key, entry in sorted((self._stored if self._encoded else self.entries).items()):
+        for key, entry in sorted((self._stored if self.encoded else self.entries).items()):
             digest.update(f"{key} {entry}".encode())
             with (self.path / entry.shard).open("rb") as file:
                 for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):

@@ -84,11 +84,14 @@ class CheckpointWriter:
         self._written.setdefault(key, set()).add(index)
         self._digests[key, index] = hashlib.sha256(raw.data).digest()
 
-    def digest(self, places: Iterable[tuple[str, int | None]]) -> str:
-        """SHA-256 of the digests of these tensors: as they were written, or as an earlier writer left them on disk."""
+    def digest(self, places: Iterable[tuple[str, int | None]], on_disk: bool = False) -> str:
+        """SHA-256 of the digests of these tensors: as they were written, or as an earlier writer left them on disk.
+
+        All as they are ``on_disk`` if that is wanted.
+        """
         whole = hashlib.sha256()
         for key, index in places:
-            if (digest := self._digests.get((key, index))) is None:
+            if on_disk or (digest := self._digests.get((key, index))) is None:
                 digest = self._digest_on_disk(self._entries[key].at(index))
             whole.update(digest)
         return whole.hexdigest()
@@ -167,12 +170,13 @@ def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
                     if tuple(view.get_shape()) != entry.shape or view.get_dtype() != entry.dtype:
                         raise OutputError(f"{path}: {key!r} is no longer {entry.dtype} {entry.shape}")
                     if key in zeros:
-                        _check_zeros(path, key, file.get_tensor(key), zeros[key])
+                        check_zeros(path, key, file.get_tensor(key), zeros[key])
         except (OSError, SafetensorError, RuntimeError) as error:  # which torch raises for too many open files
             raise OutputError(f"{path} cannot be read back: {first_line(error)}") from error
 
 
-def _check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
+def check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
+    """Raises OutputError unless ``tensor``, of the file ``path``, is finite and has so many zeros, none negative."""
     if not is_finite(tensor):
         raise OutputError(f"{path}: {key!r} has NaN or infinite values")
     count = tensor.numel() - int(tensor.count_nonzero())

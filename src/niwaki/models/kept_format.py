@@ -1,0 +1,76 @@
+"""Pruned matrices put back into the FP8 or MXFP4 of the files that they are from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import OutputError, UsageError
+from niwaki.layer.floats import TiledFloats
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.checkpoint.tensors import read_tensor
+from niwaki.models.checkpoint.writing import CheckpointWriter, check_zeros, verify
+from niwaki.models.layout import Matrix
+
+
+@dataclass(frozen=True)
+class KeptFormat:
+    """The format of each matrix of ``checkpoint`` that is in FP8 or MXFP4; UsageError where none is."""
+
+    checkpoint: Checkpoint
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint.is_encoded:
+            raise UsageError(
+                f"{self.checkpoint.path} is neither in FP8 nor in MXFP4, so there is no format to keep; leave out "
+                "--keep-format"
+            )
+
+    def __str__(self) -> str:
+        return " and ".join(sorted({str(each) for each in self.checkpoint.encoded.values()}))
+
+    def of(self, matrix: Matrix) -> TiledFloats | None:
+        """The format of ``matrix`` (out, in); None for one whose numbers are stored as they are."""
+        if (encoded := self.checkpoint.encoded.get(matrix.key)) is None:
+            return None
+        return encoded.format.transposed if matrix.is_stored_transposed else encoded.format
+
+    def scales(self, matrix: Matrix) -> Tensor:
+        """The scales of ``matrix`` in the dense model's files, as its format has them."""
+        encoded = self.checkpoint.encoded[matrix.key]
+        place = encoded.scales.at(matrix.index)
+        tiles = encoded.tiles(read_tensor(self.checkpoint.path / place.shard, encoded.keys[1], place))
+        return tiles.T if matrix.is_stored_transposed else tiles
+
+    def keys(self, matrix: Matrix) -> tuple[str, ...]:
+        """Of all tensors that are written for ``matrix``."""
+        encoded = self.checkpoint.encoded.get(matrix.key)
+        return encoded.keys if encoded else (matrix.key,)
+
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor) -> None:
+        """Writes ``stored``, as the checkpoint has ``matrix``, whose values its format has with these ``scales``.
+
+        OutputError unless the very values can be read again.
+        """
+        encoded = self.checkpoint.encoded[matrix.key]
+        tiles, values = scales.cpu(), stored.cpu()
+        parts = encoded.encode(values, tiles.T if matrix.is_stored_transposed else tiles)
+        if not torch.equal(encoded.decode(*parts), values):
+            raise OutputError(f"{matrix.label} has weights that are not in its format, {encoded}")
+        for key, part in zip(encoded.keys, parts, strict=True):
+            writer.write(key, part, matrix.index)
+
+    def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:
+        """What :meth:`write` wrote for ``matrix``, or what was written for one that is stored as it is."""
+        parts = [writer.read(key, matrix.index) for key in self.keys(matrix)]
+        encoded = self.checkpoint.encoded.get(matrix.key)
+        return encoded.decode(*parts) if encoded else parts[0]
+
+    def verify(self, directory: Path, zeros: Mapping[str, int]) -> None:
+        """Raises OutputError unless ``directory`` has the same tensors, of which those by key have these ``zeros``."""
+        verify(directory, self.checkpoint.stored, {})
+        written = Checkpoint(directory)
+        for key, count in zeros.items():
+            check_zeros(directory, key, written.read(key), count)

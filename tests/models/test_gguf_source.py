@@ -1,0 +1,242 @@
+"""GGUF files as models: read by transformers once, and pruned as the directory that they were made from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import cached_assets_path
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import niwaki
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
+from niwaki.models import gguf_source
+from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME, locate_model
+from support.models import EMBEDDED_VOCABULARY, add_tokenizer, message, random_model, random_tokens
+from support.runs import StopAt, files, raw, tensors
+
+gguf: Any = pytest.importorskip("gguf")
+
+TOKENS = random_tokens(8, 24)
+#: Its zeros and weights depend on weights alone: the file has norms' epsilon and more in float32.
+PLAIN: dict[str, Any] = {"solver": "magnitude", "calibration": TOKENS, "measurement": None}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "cache"
+    monkeypatch.setattr(gguf_source, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=place))
+    return place
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A model's directory, and the file that it makes."""
+    source, file = exported(tmp_path_factory.mktemp("small"))
+    return source, file.read_bytes()
+
+
+@pytest.fixture
+def file(small: tuple[Path, bytes], tmp_path: Path) -> Path:
+    """That file."""
+    (tmp_path / "model.gguf").write_bytes(small[1])
+    return tmp_path / "model.gguf"
+
+
+def exported(path: Path, case: str = "llama", kind: Any = "F16", **changes: Any) -> tuple[Path, Path]:
+    """(a random model's directory, in float16; the file that it makes)."""
+    source, file = path / "source", path / "model.gguf"
+    random_model(case, vocab_size=EMBEDDED_VOCABULARY, dtype=torch.float16, **changes).save_pretrained(source)
+    niwaki.export_gguf(add_tokenizer(source), file, kind)
+    return source, file
+
+
+def logits(path: Path, **options: Any) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    with torch.no_grad():
+        values: Tensor = model(TOKENS).logits
+    return values
+
+
+@pytest.mark.parametrize("case", ["llama grouped", "llama tied", "qwen2", "qwen3", "qwen3_moe"])
+def test_pruned_as_the_directory_it_was_made_from(tmp_path: Path, case: str) -> None:
+    source, file = exported(tmp_path, case)
+    niwaki.prune(source, tmp_path / "expected", 0.5, **PLAIN)
+    record = niwaki.prune(file, tmp_path / "out", 0.5, **PLAIN)
+    expected, out = tensors(tmp_path / "expected"), tensors(tmp_path / "out")
+    assert expected.keys() == out.keys()
+    for key, value in expected.items():
+        assert value.dtype == out[key].dtype == torch.float16
+        assert raw(value) == raw(out[key]), key
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "expected"), atol=1e-4, rtol=1e-4)
+    assert any("the GGUF file model.gguf (SHA-256 " in note and "in float16" in note for note in record.notes)
+    assert "the GGUF file model.gguf" in (tmp_path / "out" / "README.md").read_text().replace("\\", "")
+    assert not (tmp_path / "out" / ORIGIN).exists()
+    text = "The old man sat by the river."
+    if not case.startswith("qwen"):  # for which transformers has a splitter of its own
+        ours, theirs = (AutoTokenizer.from_pretrained(path)(text).input_ids for path in (source, tmp_path / "out"))
+        assert ours == theirs
+
+
+def test_eight_bits_are_those_of_the_package(tmp_path: Path) -> None:
+    source, file = exported(tmp_path, "qwen2", "Q8_0", hidden_size=64, intermediate_size=96)
+    directory = locate_model(str(file))
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}["blk.1.ffn_up.weight"]
+    meant = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))
+    read = load_file(directory / SINGLE_NAME)["model.layers.1.mlp.up_proj.weight"]
+    assert read.dtype == torch.bfloat16
+    assert raw(read) == raw(meant.bfloat16())
+    original = load_file(source / SINGLE_NAME)["model.layers.1.mlp.up_proj.weight"].float()
+    within = original.unflatten(1, (-1, 32)).abs().amax(2) * (0.51 / 127 + 2**-8)
+    assert ((read.float() - original).unflatten(1, (-1, 32)).abs().amax(2) <= within).all()
+    dense = logits(source)
+    assert (logits(directory) - dense).norm() < 0.05 * dense.norm()
+    for path in (source, file):
+        niwaki.prune(path, tmp_path / f"{path.suffix}out", 0.5, **PLAIN)
+    expected, out = tensors(tmp_path / "out"), tensors(tmp_path / ".ggufout")
+    for key, value in expected.items():  # equally large weights of eight bits change places
+        assert ((value == 0) == (out[key] == 0)).float().mean() > 0.98, key
+
+
+def test_other_commands_and_places(tmp_path: Path, small: tuple[Path, bytes], file: Path) -> None:
+    source = shutil.copytree(small[0], tmp_path / "source")
+    (tmp_path / "alone").mkdir()
+    file.rename(tmp_path / "alone" / "model.gguf")
+    alone = tmp_path / "alone"
+    measured = niwaki.evaluate(alone, TOKENS)
+    assert measured.value == pytest.approx(niwaki.evaluate(source, TOKENS).value, rel=1e-4)
+    assert [*map(str, niwaki.inspect(alone))] == [*map(str, niwaki.inspect(source))]
+    assert sorted(path.name for path in alone.iterdir()) == ["model.gguf"]
+    (alone / "other.gguf").touch()
+    assert "several GGUF files, such as model.gguf and other.gguf" in message(lambda: locate_model(str(alone)))
+    (source / "model.gguf").touch()  # beside safetensors, which count
+    assert locate_model(str(source)) == source
+
+
+def test_the_same_bytes_again(tmp_path: Path, cache: Path, file: Path) -> None:
+    first = locate_model(str(file))
+    assert locate_model(str(file)) == first
+    assert json.loads((first / ORIGIN).read_text())["file"] == "model.gguf"
+    before = files(first)
+    cache.rename(tmp_path / "elsewhere")
+    assert files(locate_model(str(file))) == before
+    renamed = file.rename(tmp_path / "renamed.gguf")
+    assert json.loads((locate_model(str(renamed)) / ORIGIN).read_text())["file"] == "renamed.gguf"
+
+
+def test_a_stopped_run_resumes_without_the_cache(tmp_path: Path, cache: Path, file: Path) -> None:
+    options: dict[str, Any] = {"solver": "wanda", "calibration": TOKENS, "measurement": None}
+    niwaki.prune(file, tmp_path / "whole", 0.5, **options)
+    with pytest.raises(KeyboardInterrupt):
+        niwaki.prune(file, tmp_path / "out", 0.5, progress=StopAt(10), **options)
+    cache.rename(tmp_path / "elsewhere")
+    assert niwaki.prune(file, tmp_path / "out", 0.5, **options).resumed == [1]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_stopped_conversion_leaves_nothing(cache: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_source, "write_json", interrupted)  # after the weights
+        with pytest.raises(KeyboardInterrupt):
+            locate_model(str(file))
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+    assert (locate_model(str(file)) / SINGLE_NAME).exists()
+
+
+@pytest.mark.parametrize("size", [0, 3, 40, 3000, -1])
+def test_damaged_files(cache: Path, file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+    said = message(lambda: locate_model(str(file)), CheckpointError)
+    assert f"{file} cannot be read as GGUF" in said
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def changed(file: Path, change: Any) -> None:
+    """Writes ``file`` anew with other fields or tensors: ``change`` gets both, by name."""
+    reader = gguf.GGUFReader(file)
+    fields = {
+        name: (field.contents(), field.types) for name, field in reader.fields.items() if not name.startswith("GGUF.")
+    }
+    kept = {tensor.name: tensor.data.copy() for tensor in reader.tensors}
+    change(fields, kept)
+    writer = gguf.GGUFWriter(file, fields.pop("general.architecture")[0])
+    for name, (value, types) in fields.items():
+        writer.add_key_value(name, value, types[0], types[-1] if types[0].name == "ARRAY" else None)
+    for name, value in kept.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda fields, _: fields.update({"general.architecture": ("mamba2", [])}), CheckpointError, "mamba2"),
+        (
+            lambda fields, _: fields.update({"split.count": (3, [gguf.GGUFValueType.UINT16])}),
+            UnsupportedModelError,
+            "one of 3 files",
+        ),
+        (
+            lambda fields, _: fields.update({"llama.rope.scaling.type": ("yarn", [gguf.GGUFValueType.STRING])}),
+            UnsupportedModelError,
+            r"stretched rotary positions (yarn)",
+        ),
+        (lambda _, kept: kept.pop("blk.1.ffn_up.weight"), CheckpointError, "lacks 'model.layers.1.mlp.up_proj.weight'"),
+        (
+            lambda _, kept: kept.update({"blk.0.attn_q.bias": kept["blk.0.attn_norm.weight"]}),
+            UnsupportedModelError,
+            "makes a model of",
+        ),
+        (lambda _, kept: kept["blk.0.ffn_up.weight"].fill(float("nan")), CheckpointError, "NaN or infinite values"),
+    ],
+)
+def test_what_would_be_left_out(file: Path, change: Any, error: Any, said: str) -> None:
+    changed(file, change)
+    assert said in message(lambda: locate_model(str(file)), error)
+
+
+@pytest.mark.parametrize(
+    "stretch",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192},
+        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32},
+    ],
+)
+def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
+    rope = {"rope_theta": 500_000.0, **stretch}
+    if rope["rope_type"] == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    source, file = exported(tmp_path, head_dim=64, rope_parameters=rope)
+    if rope.get("original_max_position_embeddings") == 32:
+        assert "stretched rotary positions (rope_freqs.weight)" in message(
+            lambda: locate_model(str(file)), UnsupportedModelError
+        )
+        return
+    directory = locate_model(str(file))
+    assert AutoConfig.from_pretrained(directory).rope_parameters == rope
+    torch.testing.assert_close(logits(directory), logits(source), atol=1e-3, rtol=1e-3)
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "needs gguf: pip install" in message(lambda: locate_model(str(tmp_path / "model.gguf")), CheckpointError)
+
+
+def test_no_file_of_that_name(tmp_path: Path) -> None:
+    assert "there is no directory" in message(lambda: locate_model(str(tmp_path / "model.gguf")), UsageError)
