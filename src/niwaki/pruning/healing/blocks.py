@@ -180,9 +180,9 @@ class BlockRun(Run):
         self.record.fits = [each for each in self.record.fits if each.block != block.index]
         self.record.fits.append(fit.run())
         self.progress.fitted(self.record.fits[-1])
-        for key, index, stored in trained_weights(block):
+        for matrix, stored in trained_weights(block):
             if self._writer:
-                self._writer.write(key, stored, index)
+                self._writer.write(matrix.key, stored, matrix.index)
         self.clock.lap("fit")
 
     def _on_grid(self, block: DecoderBlock) -> OnGrid | None:
