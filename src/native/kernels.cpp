@@ -4,7 +4,7 @@
 // of docs/format.md: `stride` bytes of mask for each row, bit j % 8 of byte j / 8 for column j, and the values of all
 // rows one after the other, those of row r from values[starts[r]] on, with at least 64 readable bytes behind the last.
 //
-// What limits these kernels is decoding: 8 or 32 weights at a time, the bits choose where the next values go. The
+// What limits these kernels is decoding: 8 to 64 weights at a time, the bits choose where the next values go. The
 // address of the next values depends on the bits through one count and one addition only. Rows that are computed
 // together lie far apart, so that values and mask of each are read on and on, which the hardware foresees.
 
