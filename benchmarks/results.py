@@ -317,6 +317,21 @@ def gpu_instructions() -> list[str]:
     return markdown(["values", "vectors", "rows", *(f"sm_{name}" for name in names), "waits", "registers"], lines)
 
 
+def paths() -> list[str]:
+    """For each dtype and kind of AVX-512, at each size: the time of one product by AVX2 over that by this."""
+    names = {"AVX512BW": "without VBMI2", "AVX512": "with VBMI2", "AVX512_BF16": "with VBMI2 and bfloat16"}
+    found: dict[tuple[str, float, str], dict[tuple[str, int], float]] = defaultdict(dict)
+    for e in record("paths")["results"]:
+        found[e["dtype"], e["sparsity"], e["path"]][e["size"], e["threads"]] = e["seconds"]
+    rows = []
+    for (dtype, sparsity, path), seconds in found.items():
+        if path in names:
+            ratios = [found[dtype, sparsity, "AVX2"][case] / seconds[case] for case in seconds]
+            rows.append([f"{dtype}, {100 * sparsity:.0f} %", names[path], *(f"{ratio:.2f}" for ratio in ratios)])
+    cases = next(iter(found.values()))
+    return markdown(["dtype, zeros", "AVX-512", *(f"{size.replace('x', ' x ')}, {n}" for size, n in cases)], rows)
+
+
 def experts() -> list[str]:
     """Nats above the whole mixture after experts were removed, with and without the fit of the others."""
     cells = record("experts")["cells"]
@@ -611,6 +626,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/benchmarks.md", "precision", precision),
     ("docs/healing.md", "heal", heal),
     ("docs/healing.md", "heal_demo", partial(heal, "heal_demo")),
+    ("docs/log.md", "paths", paths),
     ("docs/models.md", "model_types", model_types),
     ("docs/packed.md", "decode", decode),
     ("docs/packed.md", "llama_cpp", llama_cpp),

@@ -4,23 +4,17 @@
 // of docs/format.md: `stride` bytes of mask for each row, bit j % 8 of byte j / 8 for column j, and the values of all
 // rows one after the other, those of row r from values[starts[r]] on, with at least 64 readable bytes behind the last.
 //
-// What limits these kernels is decoding: 8 or 32 weights at a time, the bits choose where the next values go. The
+// What limits these kernels is decoding: 8 to 64 weights at a time, the bits choose where the next values go. The
 // address of the next values depends on the bits through one count and one addition only. Rows that are computed
 // together lie far apart, so that values and mask of each are read on and on, which the hardware foresees.
 
 #include "products.h"
+#include "streams.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <system_error>
 #include <thread>
-#include <type_traits>
-
-#if defined(NIWAKI_EMULATE)
-#include NIWAKI_EMULATE  // the intrinsics of AVX-512 in plain C++, for tests on machines without it
-#elif defined(NIWAKI_X86)
-#include <immintrin.h>
-#endif
 
 // Of the OpenMP runtime that torch has loaded; null where none has it. A weak name rather than dlsym, which glibc moved
 // to another library in 2.34, so that a wheel built with a newer glibc loads with an older one.
@@ -28,9 +22,6 @@ extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsi
 
 namespace niwaki {
 namespace {
-
-// How many bytes of values ahead are asked for.
-constexpr std::int64_t PREFETCH = 4096;
 
 float from_fp16(std::uint16_t half) {
     const std::uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
@@ -84,54 +75,6 @@ void portable_rows(const Product& p, std::int64_t b, int vectors, std::int64_t f
         for (int v = 0; v < vectors; ++v) p.y[(b + v) * m.rows + row] = sums[v];
     }
 }
-
-#if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-
-// `rows` rows that are computed together, `apart` from each other; then those behind them, and so on.
-template <int rows>
-struct Streams {
-    const std::uint8_t* values[rows];
-    const std::uint8_t* mask;
-    std::int64_t apart;
-    Streams(const Matrix& m, int size, std::int64_t first, std::int64_t step)
-        : mask(m.mask + first * m.stride), apart(step * m.stride) {
-        for (int r = 0; r < rows; ++r)
-            values[r] = static_cast<const std::uint8_t*>(m.values) + size * m.starts[first + r * step];
-    }
-    // The 64 bits at `place` of the first row's mask, for row `r`; asks for what `values` will be later on.
-    template <int size>
-    std::uint64_t bits(int r, const std::uint8_t* place) const {
-        for (int line = 0; line < 32 * size; line += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(values[r] + PREFETCH + line), _MM_HINT_T0);
-        return load<std::uint64_t>(place + r * apart);
-    }
-};
-
-// Calls `function` for rows `first` to `last`, with how many are computed together, where the first of them begin, and
-// how far they are apart: `rows` at a time, then those that are left.
-template <int rows, typename Function>
-void in_streams(std::int64_t first, std::int64_t last, Function&& function) {
-    const std::int64_t step = (last - first) / rows, rest = first + rows * step;
-    function(std::integral_constant<int, rows>{}, first, step);
-    function(std::integral_constant<int, 1>{}, rest, last - rest);
-}
-
-// Calls `function` with a number from 1 to VECTORS that the compiler knows.
-template <typename Function>
-void with_number(int number, Function&& function) {
-    switch (number) {
-        case 1:
-            return function(std::integral_constant<int, 1>{});
-        case 2:
-            return function(std::integral_constant<int, 2>{});
-        case 3:
-            return function(std::integral_constant<int, 3>{});
-        default:
-            return function(std::integral_constant<int, VECTORS>{});
-    }
-}
-
-#endif
 
 #if defined(NIWAKI_X86)
 
@@ -460,9 +403,8 @@ int best_path() {
 #elif defined(NIWAKI_X86)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
         return PORTABLE;
-    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512vbmi2"))
-        return AVX2;
+    if (!__builtin_cpu_supports("avx512bw")) return AVX2;
+    if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vbmi2")) return AVX512BW;
     return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
 #else
     return PORTABLE;
@@ -471,10 +413,12 @@ int best_path() {
 
 Rows rows_of([[maybe_unused]] int path, [[maybe_unused]] const Product& product) {
 #if defined(NIWAKI_X86) || defined(NIWAKI_EMULATE)
-    if (path >= AVX512 && product.matrix.dtype == BF16)
+    const int dtype = product.matrix.dtype;
+    if (path >= AVX512 && dtype == BF16)
         return product.x_bf16 ? avx512_rows_of<true, false> : avx512_rows_of<false, false>;
-    if (path >= AVX512 && product.matrix.dtype == INT4)
+    if (path >= AVX512 && dtype == INT4)
         return product.x_bf16 ? avx512_rows_of<true, true> : avx512_rows_of<false, true>;
+    if (path >= AVX512BW) return lane_rows_of(dtype);
 #endif
 #if defined(NIWAKI_X86)
     if (path >= AVX2) switch (product.matrix.dtype) {

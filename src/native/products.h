@@ -20,7 +20,7 @@
 namespace niwaki {
 
 enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3, INT4 = 4 };
-enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+enum Path : int { PORTABLE = 0, AVX2 = 1, AVX512BW = 2, AVX512 = 3, AVX512_BF16 = 4 };
 
 // Where values begin, and where the next ones: of INT4 two share a byte, the first of which is the lower half, and
 // those of a word of the mask begin with one; `starts` counts bytes then.
@@ -70,6 +70,8 @@ class Operand {
 int best_path();
 // The function for products of a path.
 Rows rows_of(int path, const Product& product);
+// The one of lanes.cpp for a dtype.
+Rows lane_rows_of(int dtype);
 // Calls `body(data)` in up to `threads` threads at once.
 void in_threads(int threads, void (*body)(void*), void* data);
 

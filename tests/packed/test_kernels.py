@@ -21,6 +21,7 @@ from support.models import random_tokens, reference, sparse_model
 from support.sparse import on_grid, sparse, vectors
 
 SOURCES = sorted((Path(niwaki.__file__).parents[1] / "native").glob("*.cpp"))
+EMULATED = [Instructions.AVX512BW, Instructions.AVX512, Instructions.AVX512_BF16]
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None or not SOURCES, reason="no C++ compiler, or no source")
 
 
@@ -42,7 +43,7 @@ def emulated(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @covered
-@pytest.mark.parametrize("path", [Instructions.AVX512, Instructions.AVX512_BF16])
+@pytest.mark.parametrize("path", EMULATED)
 @pytest.mark.parametrize("columns", [8, 64, 100, 320])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,23 +55,37 @@ def test_product(path: Instructions, columns: int, batch: int, dtype: torch.dtyp
         assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
 
 
-@pytest.mark.parametrize("path", [Instructions.AVX512, Instructions.AVX512_BF16])
+@pytest.mark.parametrize("path", EMULATED)
 @pytest.mark.parametrize(("columns", "groups"), [(192, 1), (192, 3), (100, 1)])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_with_four_bits(path: Instructions, columns: int, groups: int, dtype: torch.dtype) -> None:
-    W, codes, scales = on_grid(37, columns, groups, 4)
+def test_product_with_whole_numbers(
+    path: Instructions, columns: int, groups: int, bits: int, dtype: torch.dtype
+) -> None:
+    W, codes, scales = on_grid(37, columns, groups, bits)
     exact = (codes.double().view(37, groups, -1) * scales.double().unsqueeze(2)).view(37, columns)
     for batch in (1, 2, 3, 5):
         x = vectors(batch, columns, dtype)
-        y = kernels.multiply(pack(W, codes, scales, 4), x, path)
+        y = kernels.multiply(pack(W, codes, scales, bits), x, path)
         assert ((y - x.double() @ exact.T).abs() <= 1e-6 * (x.abs().double() @ exact.abs().T)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_take_another_way(dtype: torch.dtype) -> None:
-    W, x = sparse(20, 100, 0.5, dtype), vectors(3, 100)
-    assert torch.allclose(kernels.multiply(pack(W), x), x @ W.float().T, atol=1e-4)
-    assert torch.equal(kernels.expand(pack(W)), W)
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5])
+def test_product_with_other_dtypes(dtype: torch.dtype, batch: int) -> None:
+    for sparsity in (0.0, 0.5, 1.0):
+        W, x = sparse(37, 100, sparsity, dtype), vectors(batch, 100)
+        y = kernels.multiply(pack(W), x)
+        scale = x.abs().double() @ W.abs().double().T
+        assert ((y - x.double() @ W.double().T).abs() <= 1e-6 * scale + 1e-30).all()
+        assert torch.equal(kernels.expand(pack(W)), W)
+
+
+def test_extremes_of_float16() -> None:
+    """The largest number, one without a leading 1, infinity."""
+    for value in (65504.0, -6e-8, torch.inf):
+        W = torch.full((4, 1), value, dtype=torch.float16)
+        assert torch.equal(kernels.multiply(pack(W), torch.ones(1, 1)), W.float().T)
 
 
 def test_single_tokens(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// The intrinsics that src/native/kernels.cpp uses of AVX-512, in plain C++, after Intel's Intrinsics Guide.
+// The intrinsics that src/native uses of AVX-512, in plain C++, after Intel's Intrinsics Guide.
 
 #include <cmath>
 #include <cstdint>
@@ -28,6 +28,12 @@ inline __m128i _mm_load_si128(const __m128i* place) {
     return *place;
 }
 
+inline __m128i _mm_loadu_si128(const __m128i* place) {
+    __m128i all;
+    std::memcpy(&all, place, sizeof all);
+    return all;
+}
+
 inline __m256i _mm256_loadu_si256(const __m256i* place) {
     __m256i all;
     std::memcpy(&all, place, sizeof all);
@@ -54,6 +60,46 @@ inline __m512i _mm512_slli_epi16(__m512i from, unsigned count) {
 inline __m512i _mm512_or_si512(__m512i a, __m512i b) {
     for (int i = 0; i < 32; ++i) a.lane[i] |= b.lane[i];
     return a;
+}
+
+// Of 32 bits: 16 numbers without a sign from 16 bits, or with one from 8.
+inline __m512i _mm512_cvtepu16_epi32(__m256i from) {
+    __m512i all{};
+    for (int i = 0; i < 16; ++i) std::memcpy(all.lane + 2 * i, from.lane + 2 * i, 2);
+    return all;
+}
+
+inline __m512i _mm512_cvtepi8_epi32(__m128i from) {
+    __m512i all;
+    for (int i = 0; i < 16; ++i) {
+        const std::int32_t value = static_cast<std::int8_t>(from.lane[i]);
+        std::memcpy(all.lane + 2 * i, &value, sizeof value);
+    }
+    return all;
+}
+
+inline __m512 _mm512_cvtepi32_ps(__m512i from) {
+    __m512 all;
+    for (int i = 0; i < 16; ++i) {
+        std::int32_t value;
+        std::memcpy(&value, from.lane + 2 * i, sizeof value);
+        all.lane[i] = static_cast<float>(value);
+    }
+    return all;
+}
+
+// From float16: a sign, 5 bits of exponent, 10 of fraction.
+inline __m512 _mm512_cvtph_ps(__m256i from) {
+    __m512 all;
+    for (int i = 0; i < 16; ++i) {
+        const int bits = from.lane[2 * i] | from.lane[2 * i + 1] << 8;
+        const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+        const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                           : exponent     ? std::ldexp(1024.0f + static_cast<float>(fraction), exponent - 25)
+                                          : std::ldexp(static_cast<float>(fraction), -24);
+        all.lane[i] = std::copysign(size, bits >> 15 ? -1.0f : 1.0f);
+    }
+    return all;
 }
 
 // What `byte(i)` gives for each byte i.
@@ -131,6 +177,14 @@ inline __m512i _mm512_setzero_si512() {
 inline __m512i _mm512_mask_expand_epi16(__m512i all, std::uint32_t mask, __m512i from) {
     int next = 0;
     for (int i = 0; i < 32; ++i)
+        if (mask >> i & 1) all.lane[i] = from.lane[next++];
+    return all;
+}
+
+inline __m512 _mm512_maskz_expand_ps(std::uint16_t mask, __m512 from) {
+    __m512 all{};
+    int next = 0;
+    for (int i = 0; i < 16; ++i)
         if (mask >> i & 1) all.lane[i] = from.lane[next++];
     return all;
 }

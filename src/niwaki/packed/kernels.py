@@ -39,12 +39,13 @@ class Path(IntEnum):
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512 = 2
-    AVX512_BF16 = 3
+    AVX512BW = 2
+    AVX512 = 3
+    AVX512_BF16 = 4
 
 
 #: In words, by :class:`Path`.
-_NAMES = ("without vector instructions", "AVX2", "AVX-512", "AVX-512 with bfloat16")
+_NAMES = ("without vector instructions", "AVX2", "AVX-512 without VBMI2", "AVX-512", "AVX-512 with bfloat16")
 
 
 @functools.cache
