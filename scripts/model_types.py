@@ -113,11 +113,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "moe_num_experts": 4},
     "falcon": {"head_dim": None},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    # The second block uses the keys and values of the first.
+    "gemma3n_text": {
+        "altup_num_inputs": 2,
+        "intermediate_size": 128,
+        "laurel_rank": 4,
+        "layer_types": ["full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+    },
+    "gemma4_text": {"layer_types": ["full_attention", "full_attention"], "num_kv_shared_layers": 1},
     "granite4_vision": {"deepstack_layer_map": []},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    # As in the models of 26 and 31 billion weights; the others hand keys and values from block to block.
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"head_dim": 16, "n_groups": 1},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},

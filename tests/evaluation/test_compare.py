@@ -30,7 +30,7 @@ from niwaki.evaluation import compare as comparison
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
-from niwaki.models.hidden_states import MemoryBudget
+from niwaki.models.spill import MemoryBudget
 from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
 from niwaki.records.progress import Progress

@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import niwaki
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
+from niwaki.models.block_arguments import same
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World
-from niwaki.models.streamed import StreamedModel, _same
+from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute, Measurement
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
@@ -301,16 +302,6 @@ def test_an_encoder_without_a_head(tmp_path: Path, kind: str) -> None:
             refused()
 
 
-GEMMA3N = {
-    "head_dim": 8,
-    "intermediate_size": [48] * 2,
-    "laurel_rank": 4,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 64,
-    "altup_num_inputs": 2,
-    "layer_types": ["full_attention"] * 2,
-    "activation_sparsity_pattern": [0.0] * 2,
-}
 BART = {
     "d_model": 32,
     "encoder_layers": 2,
@@ -328,8 +319,6 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     [
         ("t5", AutoModel, T5, "is an encoder with a decoder (t5)"),
         ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
-        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 0}, "receives something"),
-        ("gemma3n_text", AutoModelForCausalLM, {**GEMMA3N, "num_kv_shared_layers": 1}, "of earlier ones"),
     ],
 )
 def test_models_that_are_not_supported(
@@ -370,7 +359,7 @@ def test_configurations_that_transformers_refuses(tmp_path: Path, kind: str | No
 
 def test_what_counts_as_the_same_argument() -> None:
     mask = torch.ones(2, 3)
-    assert _same((mask, [mask], {"a": (mask, None)}), (mask.clone(), [mask], {"a": (mask.clone(), None)}))
+    assert same((mask, [mask], {"a": (mask, None)}), (mask.clone(), [mask], {"a": (mask.clone(), None)}))
     other = mask.clone()
     other[1, 2] = 0
     thing = object()
@@ -388,9 +377,9 @@ def test_what_counts_as_the_same_argument() -> None:
         ("full", "sliding"),
         (object(), thing),
     ):
-        assert not _same(a, b)
-        assert not _same({"deep": ((a,),)}, {"deep": ((b,),)})
-    assert _same(thing, thing)
+        assert not same(a, b)
+        assert not same({"deep": ((a,),)}, {"deep": ((b,),)})
+    assert same(thing, thing)
 
 
 # The table

@@ -15,9 +15,10 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import choice
 from niwaki.models.gram_capture import InputGrams
-from niwaki.models.hidden_states import HiddenStates, MemoryBudget
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable
 from support.covering import covered
@@ -46,7 +47,7 @@ def limited(directory: Path) -> StreamedModel:
 def groups_of(block: DecoderBlock, states: HiddenStates) -> list[list[Matrix]]:
     """The matrices with the same inputs together, in the order of computation; those of all experts by parameter."""
     grams = InputGrams(block.matrices, dict(block.module.named_parameters()))
-    grams.watch(lambda: block.forward(states.hidden[0], states))
+    grams.watch(lambda: block.forward(states.hidden[0], states, 0))
     first = {name: names[0] for names in grams.names for name in names}
     order = list(first)
     groups: dict[str, list[Matrix]] = {}
@@ -302,7 +303,7 @@ def test_training(tmp_path: Path, tokens: Tensor, dtype: str, case: str) -> None
                 assert value.dtype == torch.float32
                 assert torch.equal(value, before[name].to(value.dtype))
             with torch.enable_grad():
-                block.run(states.hidden[0], states).float().square().mean().backward()
+                block.run(states.hidden[0], states, 0).float().square().mean().backward()
             assert all(value.grad is not None and value.grad.any() for value in parameters)
             for value in parameters:
                 value.data.mul_(0.5)

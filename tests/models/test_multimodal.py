@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForMultimodalLM
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMultimodalLM,
+    Gemma3nVisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.gemma3n import modeling_gemma3n
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
@@ -31,6 +39,14 @@ TEXT = {
     "max_position_embeddings": 64,
 }
 SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GEMMA = TEXT | {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": {"model_type": "llama", **TEXT},
@@ -68,11 +84,50 @@ KINDS: dict[str, dict[str, Any]] = {
         | {"intermediate_layers_indices": [0], "vision_output_dim": 64, "max_num_tiles": 1}
         | {"supported_aspect_ratios": [[1, 1]]},
     },
+    "gemma4": {  # the last two blocks use the keys and values of the first two
+        "text_config": _GEMMA | {"global_head_dim": 16},
+        "vision_config": SIGHT | {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 8},
+    },
+    "gemma3n": {
+        "text_config": _GEMMA
+        | {"intermediate_size": [128] * 4, "laurel_rank": 4, "altup_num_inputs": 2}
+        | {"activation_sparsity_pattern": [0.0] * 4},
+        "vision_config": {"hidden_size": 16, "vocab_offset": 64, "vocab_size": 8},
+        "audio_config": {"hidden_size": 16, "vocab_offset": 72, "vocab_size": 8, "input_feat_size": 16}
+        | {"conf_num_attention_heads": 2, "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [8, 4]},
+    },
     "voxtral": {
         "text_config": {"model_type": "llama", **TEXT},
         "audio_config": {**SIGHT, "num_mel_bins": 8, "max_source_positions": 16},
     },
 }
+
+
+class Eyes(PreTrainedModel):
+    """Instead of those of Gemma 3n, which need timm."""
+
+    config_class = Gemma3nVisionConfig
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.lens = nn.Linear(4, 4)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+class WithEyes(AutoModel):
+    """Makes parts of Gemma 3n."""
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+        if isinstance(config, Gemma3nVisionConfig):
+            return Eyes(config)
+        made: PreTrainedModel = AutoModel.from_config(config, **options)
+        return made
+
+
+@pytest.fixture(autouse=True)
+def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_gemma3n, "AutoModel", WithEyes)
 
 
 def save(path: Path, kind: str) -> Path:
@@ -101,9 +156,17 @@ def test_the_language_model_inside_is_pruned(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(losses(model), whole_losses(model))
     record = prune(model, tmp_path / "out", 0.5, solver="sparsegpt", calibration=TOKENS, compute=Compute("cpu"))
     # OPT has no gate; of a mixture, 4 experts have two matrices each, in two tensors of a block.
-    matrices, changed = {"blip-2": (12, 12), "qwen3_vl_moe": (24, 12), "mllama": (7, 7)}.get(kind, (14, 14))
+    # Of Gemma's four blocks two have no k and v, and all have two for embeddings, and two beside attention in 3n.
+    special = {"blip-2": (12, 12), "qwen3_vl_moe": (24, 12), "mllama": (7, 7), "gemma4": (32, 32), "gemma3n": (40, 40)}
+    matrices, changed = special.get(kind, (14, 14))
     assert len(record.matrices) == matrices
-    left = {"qwen3_vl_moe": {"router"}, "mllama": {"cross-attention, which text alone does not reach"}}
+    outside = "outside of the blocks"
+    left = {
+        "qwen3_vl_moe": {"router"},
+        "gemma4": {outside},
+        "gemma3n": {outside, "weights of streams"},
+        "mllama": {"cross-attention, which text alone does not reach"},
+    }
     assert {each.reason for each in record.left_dense} == left.get(kind, set())
     before, after = tensors(model), tensors(tmp_path / "out")
     pruned = {key for key, value in after.items() if raw(value) != raw(before[key])}

@@ -18,8 +18,8 @@ from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import choice
-from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.processes import World
+from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning import sensitivity
 from niwaki.pruning.sensitivity import sensitivities

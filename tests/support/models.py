@@ -106,6 +106,22 @@ _LLAMA4: dict[str, Any] = {
 _FIRST_SEES_ALL: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
 _LAST_SEES_ALL: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 
+_FOUR_WINDOWS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
+_GEMMA3N: dict[str, Any] = {
+    "intermediate_size": [128] * 4,
+    "head_dim": 8,
+    "laurel_rank": 6,
+    "altup_num_inputs": 3,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    **_FOUR_WINDOWS,
+}
+_GEMMA4: dict[str, Any] = {"intermediate_size": 64, "head_dim": 8, "global_head_dim": 16, **_FOUR_WINDOWS}
+
 #: By name; the first word is the model_type.
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _case("llama", heads=4, tie_word_embeddings=False),
@@ -136,6 +152,12 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: _pictures(
         "gemma3", {"head_dim": 8, "sliding_window": 6, **_LAST_SEES_ALL}, mm_tokens_per_image=4
     ),
+    # The last two blocks use the keys and values of the first two, or of none.
+    "gemma3n_text": lambda: _case("gemma3n_text", 4, num_kv_shared_layers=2, **_GEMMA3N),
+    "gemma3n_text unshared": lambda: _case("gemma3n_text", 4, num_kv_shared_layers=0, **_GEMMA3N),
+    "gemma4_text": lambda: _case("gemma4_text", 4, num_kv_shared_layers=2, **_GEMMA4),
+    "gemma4_text unshared": lambda: _case("gemma4_text", 4, **_GEMMA4),
+    "gemma4_text wide": lambda: _case("gemma4_text", 4, num_kv_shared_layers=2, use_double_wide_mlp=True, **_GEMMA4),
     "phi3": lambda: _case("phi3", pad_token_id=2),
     "phi3 partial": lambda: _case("phi3", pad_token_id=2, partial_rotary_factor=0.5),
     "opt": lambda: _case("opt", ffn_dim=48, word_embed_proj_dim=32),
@@ -188,6 +210,7 @@ def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> 
 
 
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_GEMMA = ("per_layer_input_gate", "per_layer_projection")
 _NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *_LLAMA[3:])
 #: Where families have their blocks in the model, and what the files call the matrices to prune, if it is
@@ -203,6 +226,8 @@ PRUNED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
     **dict.fromkeys(("llama4", "llama4_text", "gpt_oss"), (*_LLAMA, "gate_up_proj")),
     "mixtral": (*_LLAMA[:4], "w1", "w2", "w3"),
+    "gemma3n_text": (*_LLAMA, *_GEMMA, "linear_left", "linear_right"),
+    "gemma4_text": (*_LLAMA, *_GEMMA),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "opt": (*_LLAMA[:3], "out_proj", "fc1", "fc2"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),

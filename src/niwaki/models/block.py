@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
+from niwaki.models.block_arguments import Handed
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import HiddenStates, MemoryBudget
+from niwaki.models.hidden_states import HiddenStates, samples_first, streams_first
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.processes import World
+from niwaki.models.spill import MemoryBudget
 from niwaki.options import TF32
 
 
@@ -34,33 +36,53 @@ class DecoderBlock:
     #: By path, the original weights of what was put since :meth:`keep_original`; None for those only in the checkpoint.
     _original: dict[str, Tensor | None] | None = None
 
-    def forward(self, hidden: Tensor, states: HiddenStates) -> Tensor:
-        """The outputs for ``hidden``, one of the batches of ``states`` or a piece of one.
+    def forward(
+        self,
+        hidden: Tensor,
+        states: HiddenStates,
+        i: int,
+        rows: slice = slice(None),
+        handed: Handed | None = None,
+    ) -> Tensor:
+        """The outputs for ``hidden``, which are ``rows`` of batch ``i`` of ``states``, by default all.
 
-        They are the inputs where text does not run the block.
+        They are the inputs where text does not run the block. ``handed`` is by default what earlier blocks have handed
+        on to ``states``; what this one hands on is added to it.
         """
-        if (self.index, hidden.shape[0]) not in states.arguments:
+        arguments, samples = states.arguments, hidden.shape[0]
+        if not arguments.has(self.index, samples):
             return hidden
-        args, kwargs = states.arguments[self.index, hidden.shape[0]]
+        if handed is None:
+            handed = arguments.handed(self.index, i, rows)
+        args, kwargs = arguments.call(self.index, samples, i, rows, handed)
         try:
-            out = self.module(hidden, *args, **kwargs)
+            out = self.module(streams_first(hidden, states.leading), *args, **kwargs)
         except (TypeError, AttributeError, LookupError) as error:
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise UnsupportedModelError(
                 f"block {self.index} cannot be run alone ({reason}); models like this one are not supported"
             ) from error
-        return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
+        return samples_first(out[0] if isinstance(out, tuple | list) else out, states.leading)
 
-    def run(self, hidden: Tensor, states: HiddenStates) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor,
+        states: HiddenStates,
+        i: int,
+        rows: slice = slice(None),
+        handed: Handed | None = None,
+    ) -> Tensor:
         """Like :meth:`forward`, for gradients: half precision is bfloat16, because in float16 small ones would be 0."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != torch.float32):
-            return self.forward(hidden, states)
+            return self.forward(hidden, states, i, rows, handed)
 
     @torch.no_grad()
     def advance(self, states: HiddenStates, done: Callable[[], None] = lambda: None) -> None:
         """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch."""
         for i in range(len(states.hidden)):
-            states.hidden[i] = self.forward(states.hidden[i], states)
+            handed = states.arguments.handed(self.index, i)
+            states.hidden[i] = self.forward(states.hidden[i], states, i, handed=handed)
+            states.arguments.hand_on(self.index, i, handed)
             done()
 
     @torch.no_grad()
@@ -86,8 +108,8 @@ class DecoderBlock:
             targets = None
             if dense is not None:
                 with self.original():
-                    targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense))
-            grams.watch(partial(self.forward, hidden, states), targets)
+                    targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense, i))
+            grams.watch(partial(self.forward, hidden, states, i), targets)
             done()
         with named(f"block {self.index}"):
             return grams.finish(world or World())

@@ -2,9 +2,13 @@
 
 from torch import nn
 
-#: Parts of the names of matrices that choose between experts, or between tokens to attend to. They are small,
+#: Parts of the names of matrices that choose between experts, tokens to attend to, or streams. They are small,
 #: everything after them depends on them, no gradient says how, and they are never pruned.
-_CHOICES = {"gate": "router", "router": "router", "shared_expert_gate": "router", "indexer": "indexer"}
+_CHOICES = {
+    **dict.fromkeys(("gate", "router", "shared_expert_gate"), "router"),
+    "indexer": "indexer",
+    "altup": "weights of streams",
+}
 
 #: Parts of the names of attention to what another model has made of images, sound or another text.
 _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
@@ -35,6 +39,8 @@ FAMILIES = {
     "gemma2": "",
     "gemma3": "the language model; the vision tower stays",
     "gemma3_text": "",
+    "gemma3n_text": "embeddings for each block, and keys and values of earlier ones; what mixes the streams stays",
+    "gemma4_text": "the small ones too, with embeddings for each block and keys and values of earlier ones",
     "phi3": "q, k, v are one matrix, gate and up another, each with one threshold",
     "opt": "",
     "gpt2": _FUSED_ATTENTION,
@@ -51,7 +57,7 @@ FAMILIES = {
 
 
 def choice(name: str) -> str | None:
-    """What a module or parameter belongs to that chooses, "router" or "indexer", if to any."""
+    """What a module or parameter belongs to that chooses, such as "router", if to any."""
     return next((_CHOICES[part] for part in name.split(".") if part in _CHOICES), None)
 
 

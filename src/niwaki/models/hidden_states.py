@@ -1,124 +1,12 @@
-"""Token sequences on their way through a model: in memory as far as a budget allows, the rest in a temporary file."""
+"""Token sequences on their way through a model."""
 
-import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from torch import Tensor
 
-from niwaki.files import output_errors
-
-
-class _Spilled(NamedTuple):
-    """Where a tensor is in the file."""
-
-    start: int
-    like: Tensor  # on the meta device
-    device: torch.device
-
-
-class MemoryBudget:
-    """Bytes of memory that hidden states may take, None for no limit, and the temporary file for what exceeds them."""
-
-    def __init__(self, size: int | None = None) -> None:
-        self.left = size  # that may still be taken
-        self.spilled = 0  # bytes in the file
-        self._file: BinaryIO | None = None
-
-    def take(self, size: int) -> bool:
-        """Takes ``size`` bytes if that many are left; whether they were."""
-        if self.left is not None:
-            if size > self.left:
-                return False
-            self.left -= size
-        return True
-
-    def lent(self) -> contextlib.closing["MemoryBudget"]:
-        """A budget of what is left, with a file of its own that is freed at the end; this one stays as it is."""
-        return contextlib.closing(MemoryBudget(self.left))
-
-    def spill(self, tensor: Tensor) -> _Spilled:
-        """Adds ``tensor`` to the file."""
-        place = _Spilled(self.spilled, tensor.to("meta"), tensor.device)
-        self.spilled += tensor.nbytes
-        self.write(place.start, tensor)
-        return place
-
-    def write(self, start: int, tensor: Tensor) -> None:
-        """Writes ``tensor`` at byte ``start`` of the file."""
-        raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        with _file_errors():
-            if self._file is None:
-                # Without a name from the start, so that nothing is left of it however the process ends.
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            self._file.seek(start)
-            done = 0
-            while done < len(raw):  # without a buffer a large write may be done in part
-                done += self._file.write(raw[done:].data)
-
-    def read(self, start: int, like: Tensor) -> Tensor:
-        """The tensor at byte ``start`` of the file, with the shape and dtype of ``like``."""
-        assert self._file is not None
-        data = bytearray(like.nbytes)
-        with _file_errors():
-            self._file.seek(start)
-            done = 0
-            while done < len(data):
-                done += self._file.readinto(memoryview(data)[done:])  # type: ignore[attr-defined]
-        return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
-
-    def close(self) -> None:
-        """Frees the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _file_errors() -> contextlib.AbstractContextManager[None]:
-    directory = Path(tempfile.gettempdir())
-    return output_errors(directory, "hidden states go there; give more --memory, or another place as TMPDIR")
-
-
-class SpillList:
-    """A list of tensors, those beyond ``budget`` in its file."""
-
-    def __init__(self, budget: MemoryBudget) -> None:
-        self._budget = budget
-        self._items: list[Tensor | _Spilled] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, i: int) -> Tensor:
-        item = self._items[i]
-        return item if isinstance(item, Tensor) else self.samples(i, slice(None))
-
-    def samples(self, i: int, chosen: slice) -> Tensor:
-        """``self[i][chosen]``, of which no more is read."""
-        item = self._items[i]
-        if isinstance(item, Tensor):
-            return item[chosen]
-        like = item.like[chosen]
-        start = item.start + int(like.storage_offset()) * like.element_size()
-        return self._budget.read(start, like).to(item.device)
-
-    def __setitem__(self, i: int, tensor: Tensor) -> None:
-        """Replaces a tensor by one of the same shape and dtype."""
-        item = self._items[i]
-        if isinstance(item, Tensor):
-            self._items[i] = tensor
-        else:
-            self._budget.write(item.start, tensor)
-
-    def append(self, tensor: Tensor) -> None:
-        """Adds ``tensor``, in memory if it fits."""
-        self._items.append(tensor if self._budget.take(tensor.nbytes) else self._budget.spill(tensor))
+from niwaki.models.block_arguments import BlockArguments
+from niwaki.models.spill import MemoryBudget, SpillList
 
 
 @dataclass
@@ -126,9 +14,10 @@ class HiddenStates:
     """Token sequences between two blocks."""
 
     tokens: list[Tensor]  # batches of (samples, length) int64
-    hidden: SpillList  # for each batch (samples, length, width), the inputs of the next block
-    #: For each block and number of samples in a batch, its other arguments: (positional, by name).
-    arguments: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    hidden: SpillList  # for each batch (samples, length, [streams,] width), the inputs of the next block
+    #: What blocks receive besides these.
+    arguments: BlockArguments = field(default_factory=lambda: BlockArguments(MemoryBudget()))
+    leading: int = 0  # dimensions that blocks have before the samples, for streams
 
     def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""
@@ -137,6 +26,16 @@ class HiddenStates:
             size = max(1, tokens // batch.shape[1])
             pieces += [(i, slice(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
         return pieces
+
+
+def samples_first(hidden: Tensor, leading: int) -> Tensor:
+    """(samples, length, [streams,] width): what a block has with so many dimensions before the samples."""
+    return hidden.movedim([*range(leading)], [*range(2, 2 + leading)]).contiguous() if leading else hidden
+
+
+def streams_first(hidden: Tensor, leading: int) -> Tensor:
+    """([streams,] samples, length, width): the inverse of :func:`samples_first`."""
+    return hidden.movedim([*range(2, 2 + leading)], [*range(leading)]) if leading else hidden
 
 
 def pieces(rows: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:

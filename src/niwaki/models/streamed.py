@@ -7,9 +7,10 @@ forward pass with blocks that return their inputs; for some families they differ
 
 import contextlib
 import re
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,12 +20,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
 from niwaki.models.block import DecoderBlock
+from niwaki.models.block_arguments import BlockArguments
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, is_in_tower, is_reached
-from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
+from niwaki.models.hidden_states import HiddenStates, samples_first, streams_first
+from niwaki.models.interface import Interface, find_interface, replaced_blocks
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import refusals, structure
 from niwaki.models.text import Windows, check_tokens
 from niwaki.records.record import LeftDense, Perplexity
@@ -64,11 +68,6 @@ class StreamedModel:
         for buffer in self.model.buffers():
             buffer.data = buffer.to(self.device)
         kind = str(checkpoint.config.get("model_type"))
-        if getattr(self.config, "num_kv_shared_layers", 0):
-            raise UnsupportedModelError(
-                f"blocks of {checkpoint.path} ({kind}) use keys and values of earlier ones; models like this one "
-                "are not supported"
-            )
         #: The most tokens in a window; None where the model has no limit.
         self.positions = getattr(self.config, "max_position_embeddings", None)
         if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
@@ -120,7 +119,7 @@ class StreamedModel:
             self.notes.append(
                 f"{kind!r} is an encoder, whose tokens see those after them: perplexity says little of it"
             )
-        self._answers: int | None = None  # of how many values; 0 where it is not a tuple; not known yet
+        self._found: Interface | None = None  # not known yet
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
     def _left_dense(self) -> list[LeftDense]:
@@ -183,65 +182,56 @@ class StreamedModel:
         """The inputs of the first block for ``tokens`` (samples, length), in batches.
 
         They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
-        :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more of the tokens than these.
+        :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more than can be kept.
         """
-        size = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0)
-        states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(budget or self.budget))
-        seen: list[Tensor] = []
-
-        def record(index: int) -> Callable[..., Any]:
-            def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                kwargs = {
-                    name: _NotShared() if isinstance(value, UserDict) else value for name, value in kwargs.items()
-                }
-                before = states.arguments.setdefault((index, hidden.shape[0]), (args, kwargs))
-                if not _same(before, (args, kwargs)):
-                    raise UnsupportedModelError(
-                        f"block {index} receives something about the tokens that is not in its hidden states; models "
-                        "like this one are not supported"
-                    )
-                seen.append(hidden)
-                return self._answer(hidden)
-
-            return forward
-
+        size, budget = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0), budget or self.budget
+        batches = list(tokens.split(max(1, size // tokens.shape[1])))
         with self._outer_weights():
-            self._try_first()
-            with self._replaced_blocks(record):
+            interface = self._find_interface()
+            states = HiddenStates(batches, SpillList(budget), BlockArguments(budget), interface.leading)
+            seen: list[Tensor] = []
+
+            def recorded(keep: bool, index: int) -> Callable[..., Any]:
+                def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                    samples = hidden.shape[interface.leading]
+                    states.arguments.record(index, samples, (args, kwargs), interface.per_token[index], keep)
+                    seen.append(hidden)
+                    return interface.answer(hidden)
+
+                return forward
+
+            with replaced_blocks(self.blocks, partial(recorded, True)):
                 for batch in states.tokens:
                     self.decoder(input_ids=batch.to(self.device), use_cache=False)
-                    states.hidden.append(seen[0])
+                    states.hidden.append(samples_first(seen[0], interface.leading))
+                    states.arguments.end_batch()
                     seen.clear()
-                pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
+            pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
+            with replaced_blocks(self.blocks, partial(recorded, False)):
                 for samples in {rows.stop - rows.start for _, rows in pieces}:
                     self.decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
 
-    def _try_first(self) -> None:
-        """Finds out whether blocks answer with a tuple that begins with their hidden states, and how long it is.
+    @property
+    def interface(self) -> Interface:
+        """How blocks and what is around them work together."""
+        if self._found is not None:
+            return self._found
+        with self._outer_weights():
+            return self._find_interface()
 
-        The weights outside the blocks are there.
-        """
-        if self._answers is not None:
-            return
-        block, token = self.blocks[0], torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-
-        def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            answer = type(block).forward(block, hidden, *args, **kwargs)
-            self._answers = len(answer) if isinstance(answer, tuple | list) else 0
-            return answer
-
-        try:
-            with _holding(block, self._read(0)), self._replaced_blocks(lambda i: self._answer if i else first):
-                self.decoder(input_ids=token, use_cache=False)
-        except Exception as error:
-            if isinstance(error, NiwakiError):
-                raise
-            reason = f"{self.checkpoint.path} cannot be run a block at a time: {one_line(error)}"
-            raise UnsupportedModelError(reason) from error
-
-    def _answer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
-        return (hidden, *[None] * (self._answers - 1)) if self._answers else hidden
+    def _find_interface(self) -> Interface:
+        """The same, where the weights outside the blocks are there."""
+        if self._found is None:
+            try:
+                with _holding(self.blocks[0], self._read(0)):
+                    self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
+            except Exception as error:
+                if isinstance(error, NiwakiError):
+                    raise
+                reason = f"{self.checkpoint.path} cannot be run a block at a time: {one_line(error)}"
+                raise UnsupportedModelError(reason) from error
+        return self._found
 
     @torch.no_grad()
     def losses(self, states: HiddenStates) -> Tensor:
@@ -280,15 +270,14 @@ class StreamedModel:
         """What makes logits (samples, length, vocabulary) of the last hidden states and their tokens, in ``dtype``."""
         self.check_head()
 
+        interface = self.interface
+
         def logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-            answer = self._answer(hidden.to(dtype or hidden.dtype))
-            with self._replaced_blocks(lambda _: lambda *_, **__: answer):
+            answer = interface.answer(streams_first(hidden.to(dtype or hidden.dtype), interface.leading))
+            with replaced_blocks(self.blocks, lambda _: lambda *_, **__: answer):
                 values: Tensor = self._speaker(input_ids=tokens.to(self.device), use_cache=False).logits
             return values
 
-        if self._answers is None:  # in the model's own dtype
-            with self._outer_weights():
-                self._try_first()
         with self._outer_weights(dtype):
             yield logits
 
@@ -380,17 +369,6 @@ class StreamedModel:
         path, _, own = name.rpartition(".")
         setattr(self.model.get_submodule(path), own, parameter)
 
-    @contextlib.contextmanager
-    def _replaced_blocks(self, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-        """Blocks whose forward pass is ``make(index)``; their attributes, which parents read, stay."""
-        try:
-            for index, block in enumerate(self.blocks):
-                block.forward = make(index)
-            yield
-        finally:
-            for block in self.blocks:
-                block.__dict__.pop("forward", None)
-
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """All of the language model but its head, which some families call their decoder."""
@@ -420,23 +398,3 @@ def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         module.load_state_dict(empty, strict=False, assign=True)
-
-
-class _NotShared(UserDict[str, Any]):
-    """What blocks hand keys and values on in; UnsupportedModelError where one does."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        raise UnsupportedModelError(
-            "a block uses keys and values of an earlier one; models like this one are not supported"
-        )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments of a block are equal."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict | UserDict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and (a is b or (isinstance(a, bool | int | float | str | None) and a == b))

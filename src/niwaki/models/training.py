@@ -2,15 +2,18 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from niwaki.models.block import DecoderBlock
+from niwaki.models.block_arguments import Handed
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.products import OnProduct, Products
+from niwaki.models.spill import MemoryBudget, SpillList
 
 
 def _trained(block: DecoderBlock) -> dict[str, nn.Parameter]:
@@ -83,19 +86,69 @@ def root_mean_square(value: Tensor) -> float:
     return math.sqrt(squares / max(1, int(value.count_nonzero())))
 
 
+class HandedGradients:
+    """Gradients of the loss with respect to what blocks hand on, in float32 within ``budget``."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._sums: dict[tuple[int, str | int], SpillList] = {}  # of each batch, by name
+
+    def add(self, i: int, handed: Mapping[str | int, tuple[Tensor, ...]], gradients: Sequence[Tensor]) -> None:
+        """Adds ``gradients`` with respect to all tensors in ``handed``, of batch ``i``."""
+        remaining = iter(gradients)
+        for name, values in handed.items():
+            sums = self._sums.setdefault((i, name), SpillList(self._budget))
+            for n, gradient in enumerate(islice(remaining, len(values))):
+                sums.put(n, gradient.float() + sums[n] if n < len(sums) else gradient.float())
+
+    def take(self, i: int, handed: Mapping[str | int, tuple[Tensor, ...]]) -> list[Tensor]:
+        """The gradients with respect to all tensors in ``handed``, of batch ``i``, in their dtype."""
+        found = []
+        for name, values in handed.items():
+            sums = self._sums.get((i, name))
+            found += [torch.zeros_like(v) if sums is None else sums[n].to(v.dtype) for n, v in enumerate(values)]
+        return found
+
+    def scale(self, i: int, exponent: int) -> None:
+        """Multiplies those of batch ``i`` by 2^exponent."""
+        for (batch, _), sums in self._sums.items():
+            if batch == i:
+                for n, value in enumerate(sums):
+                    sums[n] = value.double().mul_(2.0**exponent).float()
+
+
 @torch.enable_grad()
 def input_gradient(
-    block: DecoderBlock, hidden: Tensor, gradient: Tensor, states: HiddenStates, on_input: OnProduct, on_out: OnProduct
+    block: DecoderBlock,
+    hidden: Tensor,
+    states: HiddenStates,
+    i: int,
+    handed: HandedGradients,
+    on_input: OnProduct,
+    on_out: OnProduct,
 ) -> Tensor:
     """(samples, length, width): the gradient with respect to ``hidden``, given that with respect to the outputs.
 
-    ``hidden`` is one of the batches of ``states``, ``gradient`` has its shape and dtype. ``on_input`` receives the
-    inputs of each matrix, ``on_out`` the gradients with respect to its outputs, see :class:`Products`.
+    ``hidden`` is what batch ``i`` of ``states`` was before the block, and that batch is now the gradient. ``handed``
+    has the gradients with respect to what blocks hand on, from all later blocks, and gets what this one contributes.
+    ``on_input`` receives the inputs of each matrix, ``on_out`` the gradients with respect to its outputs, see
+    :class:`Products`.
     """
     parameters = dict(block.module.named_parameters())
     hidden = hidden.detach().requires_grad_()
+    earlier = states.arguments.handed(block.index, i)
+    received = Handed({name: tuple(v.detach().requires_grad_() for v in values) for name, values in earlier.items()})
+    now = Handed(received)
     with Products(block.matrices, parameters, on_input):
-        out = block.forward(hidden, states)
+        out = block.forward(hidden, states, i, handed=now)
+    made = {name: values for name, values in now.items() if name not in received}
+    outputs, inputs = [out, *_flat(made)], [hidden, *_flat(received)]
+    gradients = [states.hidden[i], *handed.take(i, made)]
     with Products(block.matrices, parameters, on_out, backward=True):
-        (pulled,) = torch.autograd.grad(out, hidden, gradient)
+        pulled, *others = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, materialize_grads=True)
+    handed.add(i, received, others)
     return pulled
+
+
+def _flat(handed: Mapping[str | int, tuple[Tensor, ...]]) -> list[Tensor]:
+    return [value for values in handed.values() for value in values]

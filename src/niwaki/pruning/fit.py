@@ -52,6 +52,7 @@ class Fit:
     seconds: float = math.inf  # that it may take; the rate then decreases with the share that is left of them
 
     def __post_init__(self) -> None:
+        self.states.arguments.share_calls(self.targets.arguments)  # the last batch can be smaller there
         self._parts = self.targets.minibatches(tokens_per_part(self.effort, self.world))
         count = min(self.world.collected(len(self._parts)))
         self._held = list(range(0, count, _HELD))
@@ -116,7 +117,8 @@ class Fit:
 
     def _squares(self, i: int) -> Tensor:
         """What each output of batch ``i`` contributes to the error, which is relative to the held-out targets."""
-        answer = self.block.run(self.states.hidden.samples(*self._parts[i]), self.targets)
+        part = self._parts[i]
+        answer = self.block.run(self.states.hidden.samples(*part), self.states, *part)
         wanted = self._target(i).float()
         return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
 

@@ -15,11 +15,11 @@ from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
-from niwaki.models.hidden_states import MemoryBudget
 from niwaki.models.journal import Journal
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.output import Workplace, check_output, workplace, write_config
 from niwaki.models.scales import FILE, places, verify_grid
+from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
 from niwaki.options import Calibration, Compute, Measurement, Text, parse_range

@@ -9,10 +9,11 @@ from torch import Tensor
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
 from niwaki.models.block import DecoderBlock
-from niwaki.models.hidden_states import HiddenStates, SpillList, pieces
+from niwaki.models.hidden_states import HiddenStates, pieces
 from niwaki.models.processes import World
+from niwaki.models.spill import SpillList
 from niwaki.models.streamed import LOGITS_PER_BATCH, StreamedModel
-from niwaki.models.training import input_gradient
+from niwaki.models.training import HandedGradients, input_gradient
 
 #: Path of a parameter, and which expert's part of it; None outside experts.
 _Weights = tuple[str, int | None]
@@ -68,14 +69,16 @@ def sensitivities(
                 for hidden in states.hidden:
                     inputs[-1].append(hidden.cpu())
             block.advance(states, done)
+        handed = HandedGradients(budget)
         exponents = _start(model, states, draws.split(counts)[world.rank])
         for block in model.stream(backwards=True):
             squares = _Squares(block)
             for i, hidden in enumerate(inputs.pop()):
                 squares.scale = 4.0 ** exponents[i]
                 hidden = hidden.to(model.device)
-                gradient = input_gradient(block, hidden, states.hidden[i], states, squares.inputs, squares.outputs)
+                gradient = input_gradient(block, hidden, states, i, handed, squares.inputs, squares.outputs)
                 states.hidden[i], change = _normalised(gradient, f"block {block.index}")
+                handed.scale(i, -change)
                 exponents[i] += change
                 done()
             means[block.index] = squares.means(world, draws.numel())

@@ -13,9 +13,10 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import resident
 from niwaki.models.generation import device_memory
-from niwaki.models.hidden_states import HiddenStates, MemoryBudget
+from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.scales import grid_of, read_scales
+from niwaki.models.spill import MemoryBudget
 from niwaki.models.training import trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import Fit, OnGrid, tokens_per_part
@@ -131,9 +132,9 @@ class BlockRun(Run):
         """How many tokens there is time for, by how long what is held out takes in the first block."""
         block = next(stream := self.model.stream())
         began = monotonic()
-        for hidden in held.pruned.hidden:
+        for i, hidden in enumerate(held.pruned.hidden):
             with torch.no_grad():
-                block.forward(hidden, held.pruned)
+                block.forward(hidden, held.pruned, i)
         pace = (monotonic() - began) / sum(map(Tensor.numel, held.pruned.tokens))
         stream.close()
         return max(length, int(self._left / (_PASSES * pace * len(self.model.blocks))) * self.world.size)

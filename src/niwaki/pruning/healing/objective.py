@@ -144,7 +144,8 @@ def find_logits(model: StreamedModel) -> Logits:
     seen: list[Tensor] = []
     output = model.model.get_output_embeddings()
     hook = output.register_forward_hook(lambda _module, _inputs, product: seen.append(product))
-    states = torch.randn(1, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    shape = (1, 4, *model.interface.streams, model.config.hidden_size)
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:
         with model.head(torch.float32) as head:
             logits = head(states.to(model.device), torch.zeros(1, 4, dtype=torch.int64)).double()

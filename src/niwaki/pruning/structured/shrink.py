@@ -166,12 +166,14 @@ def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -
         total, tokens = 0.0, 0
         for i in range(len(states.hidden)):
             before = states.hidden[i]
+            handed = states.arguments.handed(block.index, i)
             with torch.no_grad():
-                after = block.run(before, states).to(before.dtype)
+                after = block.run(before, states, i, handed=handed).to(before.dtype)
             cosines = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
             total += float(cosines.sum(dtype=torch.float64))
             tokens += cosines.numel()
             states.hidden[i] = after
+            states.arguments.hand_on(block.index, i, handed)
             progress.step()
         if not math.isfinite(total):
             raise NumericalError(

@@ -1,0 +1,103 @@
+"""How blocks and the model around them work together, found by running it on a few tokens."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.models.block_arguments import Call, Place, replaced, same
+
+#: (samples, length) of what the model is tried with: two sizes that no other dimension of hidden states comes in.
+_SHAPE = (3, 2)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What blocks receive and answer with."""
+
+    answers: int  # values of an answer that begins with hidden states; 0 where it is these alone
+    streams: tuple[int, ...]  # sizes of hidden states in the dimensions before the samples: (4,) in Gemma 3n
+    per_token: list[frozenset[Place]]  # which arguments of each block depend on the tokens
+
+    @property
+    def leading(self) -> int:
+        """The number of these dimensions."""
+        return len(self.streams)
+
+    def answer(self, hidden: Tensor) -> Any:
+        """What a block answers with whose outputs are ``hidden``."""
+        return _answer(hidden, self.answers)
+
+
+def find_interface(decoder: nn.Module, blocks: nn.ModuleList, device: torch.device, vocabulary: int) -> Interface:
+    """The interface of ``blocks``, of which the first has its weights, as has ``decoder`` outside of them."""
+    answers = _answers(decoder, blocks, device)
+    calls: list[list[Call]] = [[] for _ in blocks]
+    shapes: list[torch.Size] = []
+
+    def recorded(index: int) -> Callable[..., Any]:
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls[index].append((args, kwargs))
+            shapes.append(hidden.shape)
+            return _answer(hidden, answers)
+
+        return forward
+
+    some = torch.arange(_SHAPE[0] * _SHAPE[1], device=device).view(_SHAPE)
+    with replaced_blocks(blocks, recorded):
+        for first in (vocabulary // 2, vocabulary // 4):
+            decoder(input_ids=(some + first) % vocabulary, use_cache=False)
+    leading = next((i for i in range(len(shapes[0])) if shapes[0][i : i + 2] == _SHAPE), 0)
+    return Interface(
+        answers, shapes[0][:leading], [_per_token(*both) if len(both) == 2 else frozenset() for both in calls]
+    )
+
+
+def _answers(decoder: nn.Module, blocks: nn.ModuleList, device: torch.device) -> int:
+    """How many values the first block answers with; 0 where it is not a tuple."""
+    found: list[int] = []
+
+    def first(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type(blocks[0]).forward(blocks[0], hidden, *args, **kwargs)
+        found.append(len(answer) if isinstance(answer, tuple | list) else 0)
+        return answer
+
+    def others(hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return _answer(hidden, found[0])
+
+    with replaced_blocks(blocks, lambda index: others if index else first):
+        decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+    return found[0]
+
+
+def _answer(hidden: Tensor, answers: int) -> Any:
+    return (hidden, *[None] * (answers - 1)) if answers else hidden
+
+
+def _per_token(one: Call, other: Call) -> frozenset[Place]:
+    """Where tensors with an entry for each sample differ between two texts."""
+    values: dict[Place, Any] = {}
+    found: set[Place] = set()
+
+    def compare(place: Place, value: Any) -> None:
+        if isinstance(value, Tensor) and value.shape[:1] == _SHAPE[:1] and not same(values.get(place), value):
+            found.add(place)
+
+    replaced(one, values.__setitem__)
+    replaced(other, compare)
+    return frozenset(found)
+
+
+@contextlib.contextmanager
+def replaced_blocks(blocks: nn.ModuleList, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+    """``blocks`` with forward passes ``make(index)``; their attributes, which parents read, stay."""
+    try:
+        for index, block in enumerate(blocks):
+            block.forward = make(index)
+        yield
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)
