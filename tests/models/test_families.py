@@ -19,7 +19,8 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World
-from niwaki.models.streamed import StreamedModel, _same
+from niwaki.models.recording import same
+from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute, Measurement
 from niwaki.pruning.prune import prune
 from niwaki.records.record import Record
@@ -368,9 +369,9 @@ def test_configurations_that_transformers_refuses(tmp_path: Path, kind: str | No
     assert len(str(caught.value)) < 1000
 
 
-def test_what_counts_as_the_same_argument() -> None:
+def test_what_counts_as_thesame_argument() -> None:
     mask = torch.ones(2, 3)
-    assert _same((mask, [mask], {"a": (mask, None)}), (mask.clone(), [mask], {"a": (mask.clone(), None)}))
+    assert same((mask, [mask], {"a": (mask, None)}), (mask.clone(), [mask], {"a": (mask.clone(), None)}))
     other = mask.clone()
     other[1, 2] = 0
     thing = object()
@@ -388,9 +389,9 @@ def test_what_counts_as_the_same_argument() -> None:
         ("full", "sliding"),
         (object(), thing),
     ):
-        assert not _same(a, b)
-        assert not _same({"deep": ((a,),)}, {"deep": ((b,),)})
-    assert _same(thing, thing)
+        assert not same(a, b)
+        assert not same({"deep": ((a,),)}, {"deep": ((b,),)})
+    assert same(thing, thing)
 
 
 # The table

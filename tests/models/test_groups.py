@@ -46,7 +46,7 @@ def limited(directory: Path) -> StreamedModel:
 def groups_of(block: DecoderBlock, states: HiddenStates) -> list[list[Matrix]]:
     """The matrices with the same inputs together, in the order of computation; those of all experts by parameter."""
     grams = InputGrams(block.matrices, dict(block.module.named_parameters()))
-    grams.watch(lambda: block.forward(states.hidden[0], states))
+    grams.watch(lambda: block.forward(states.hidden[0], states, 0))
     first = {name: names[0] for names in grams.names for name in names}
     order = list(first)
     groups: dict[str, list[Matrix]] = {}
@@ -302,7 +302,7 @@ def test_training(tmp_path: Path, tokens: Tensor, dtype: str, case: str) -> None
                 assert value.dtype == torch.float32
                 assert torch.equal(value, before[name].to(value.dtype))
             with torch.enable_grad():
-                block.run(states.hidden[0], states).float().square().mean().backward()
+                block.run(states.hidden[0], states, 0).float().square().mean().backward()
             assert all(value.grad is not None and value.grad.any() for value in parameters)
             for value in parameters:
                 value.data.mul_(0.5)

@@ -34,14 +34,14 @@ class DecoderBlock:
     #: By path, the original weights of what was put since :meth:`keep_original`; None for those only in the checkpoint.
     _original: dict[str, Tensor | None] | None = None
 
-    def forward(self, hidden: Tensor, states: HiddenStates) -> Tensor:
-        """The outputs for ``hidden``, one of the batches of ``states`` or a piece of one.
+    def forward(self, hidden: Tensor, states: HiddenStates, batch: int) -> Tensor:
+        """The outputs for ``hidden``, the ``batch`` of this number of ``states`` or a piece of it.
 
         They are the inputs where text does not run the block.
         """
-        if (self.index, hidden.shape[0]) not in states.arguments:
+        if (arguments := states.arguments_of(self.index, batch, hidden.shape[0])) is None:
             return hidden
-        args, kwargs = states.arguments[self.index, hidden.shape[0]]
+        args, kwargs = arguments
         try:
             out = self.module(hidden, *args, **kwargs)
         except (TypeError, AttributeError, LookupError) as error:
@@ -49,18 +49,20 @@ class DecoderBlock:
             raise UnsupportedModelError(
                 f"block {self.index} cannot be run alone ({reason}); models like this one are not supported"
             ) from error
-        return out[0] if isinstance(out, tuple | list) else out  # type: ignore[no-any-return]
+        outputs: Tensor = out[0] if isinstance(out, tuple | list) else out
+        added = states.addition(self.index, batch)
+        return outputs if added is None else outputs + added
 
-    def run(self, hidden: Tensor, states: HiddenStates) -> Tensor:
+    def run(self, hidden: Tensor, states: HiddenStates, batch: int) -> Tensor:
         """Like :meth:`forward`, for gradients: half precision is bfloat16, because in float16 small ones would be 0."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != torch.float32):
-            return self.forward(hidden, states)
+            return self.forward(hidden, states, batch)
 
     @torch.no_grad()
     def advance(self, states: HiddenStates, done: Callable[[], None] = lambda: None) -> None:
         """Runs the block: ``states`` become the inputs of the next one. ``done`` is called after each batch."""
         for i in range(len(states.hidden)):
-            states.hidden[i] = self.forward(states.hidden[i], states)
+            states.hidden[i] = self.forward(states.hidden[i], states, i)
             done()
 
     @torch.no_grad()
@@ -86,8 +88,8 @@ class DecoderBlock:
             targets = None
             if dense is not None:
                 with self.original():
-                    targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense))
-            grams.watch(partial(self.forward, hidden, states), targets)
+                    targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense, i))
+            grams.watch(partial(self.forward, hidden, states, i), targets)
             done()
         with named(f"block {self.index}"):
             return grams.finish(world or World())

@@ -121,6 +121,10 @@ class SpillList:
         self._items.append(tensor if self._budget.take(tensor.nbytes) else self._budget.spill(tensor))
 
 
+#: What a block receives besides hidden states: (positional, by name).
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 @dataclass
 class HiddenStates:
     """Token sequences between two blocks."""
@@ -128,7 +132,26 @@ class HiddenStates:
     tokens: list[Tensor]  # batches of (samples, length) int64
     hidden: SpillList  # for each batch (samples, length, width), the inputs of the next block
     #: For each block and number of samples in a batch, its other arguments: (positional, by name).
-    arguments: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    arguments: dict[tuple[int, int], Arguments] = field(default_factory=dict)
+    #: Whether each batch has arguments of its own, by its number, as images have.
+    apart: bool = False
+    #: By block and batch, where in ``additions`` that is what the model adds to the block's outputs, such as images.
+    added: dict[tuple[int, int], int] = field(default_factory=dict)
+    additions: SpillList = field(default_factory=lambda: SpillList(MemoryBudget()))
+
+    def arguments_of(self, block: int, batch: int, samples: int) -> Arguments | None:
+        """The other arguments of a block for so many samples of a batch; None where nothing runs it."""
+        return self.arguments.get((block, batch if self.apart else samples))
+
+    def addition(self, block: int, batch: int) -> Tensor | None:
+        """What the model adds to the outputs of a block, if it does."""
+        place = self.added.get((block, batch))
+        return None if place is None else self.additions[place]
+
+    def add(self, block: int, batch: int, value: Tensor) -> None:
+        """From now on ``value`` is what the model adds."""
+        self.added[block, batch] = len(self.additions)
+        self.additions.append(value)
 
     def minibatches(self, tokens: int) -> list[tuple[int, slice]]:
         """Pieces of batches with ``tokens`` tokens, at least one sample: the index of the batch, and which samples."""

@@ -68,8 +68,8 @@ class Mixture:
             self.experts.register_forward_hook(lambda _, given, answer: calls.append((*given, answer))),
         ]
         try:
-            for hidden in states.hidden:
-                self.block.forward(hidden, states)
+            for batch, hidden in enumerate(states.hidden):
+                self.block.forward(hidden, states, batch)
                 done()
         finally:
             for hook in hooks:

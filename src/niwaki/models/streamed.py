@@ -7,8 +7,8 @@ forward pass with blocks that return their inputs; for some families they differ
 
 import contextlib
 import re
-from collections import Counter, UserDict
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Any
@@ -25,6 +25,7 @@ from niwaki.models.families import FAMILIES, is_in_tower, is_reached
 from niwaki.models.hidden_states import HiddenStates, MemoryBudget, SpillList
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.recording import BlocksEndError, Inputs, not_shared, recorder, same
 from niwaki.models.structure import refusals, structure
 from niwaki.models.text import Windows, check_tokens
 from niwaki.records.record import LeftDense, Perplexity
@@ -176,24 +177,28 @@ class StreamedModel:
 
     @torch.no_grad()
     def embed(
-        self, tokens: Tensor, tokens_per_minibatch: int | None = None, budget: MemoryBudget | None = None
+        self,
+        samples: Tensor | Sequence[Inputs],
+        tokens_per_minibatch: int | None = None,
+        budget: MemoryBudget | None = None,
     ) -> HiddenStates:
-        """The inputs of the first block for ``tokens`` (samples, length), in batches.
+        """The inputs of the first block for ``samples``: tokens (samples, length), in batches.
 
+        Samples of more than text, see :mod:`.conversations`, are a batch each, see :meth:`_embed_each`.
         They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
         :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more of the tokens than these.
         """
+        if not isinstance(samples, Tensor):
+            return self._embed_each(samples, budget or self.budget)
+        tokens = samples
         size = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0)
         states = HiddenStates(list(tokens.split(max(1, size // tokens.shape[1]))), SpillList(budget or self.budget))
         seen: list[Tensor] = []
 
         def record(index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                kwargs = {
-                    name: _NotShared() if isinstance(value, UserDict) else value for name, value in kwargs.items()
-                }
-                before = states.arguments.setdefault((index, hidden.shape[0]), (args, kwargs))
-                if not _same(before, (args, kwargs)):
+                given = args, not_shared(kwargs)
+                if not same(states.arguments.setdefault((index, hidden.shape[0]), given), given):
                     raise UnsupportedModelError(
                         f"block {index} receives something about the tokens that is not in its hidden states; models "
                         "like this one are not supported"
@@ -214,6 +219,42 @@ class StreamedModel:
                 for samples in {rows.stop - rows.start for _, rows in pieces}:
                     self.decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
         return states
+
+    def _embed_each(self, samples: Sequence[Inputs], budget: MemoryBudget) -> HiddenStates:
+        """The inputs of the first block for ``samples`` of more than text, each a batch.
+
+        The whole model's own forward pass makes them, up to that block, with its vision tower in memory. Blocks then
+        have the arguments of each sample. UnsupportedModelError where the model does not take such samples.
+        """
+        states = HiddenStates([], SpillList(budget), apart=True, additions=SpillList(budget))
+        with self._outer_weights(has_towers=True):
+            self._try_first()
+            self._check_towers()
+            for batch in range(len(samples)):
+                inputs = {name: value.to(self.device) for name, value in samples[batch].items()}
+                states.tokens.append(inputs["input_ids"].cpu())
+                for name, value in inputs.items():
+                    inputs[name] = value.to(self.dtype) if value.is_floating_point() else value
+                blocks = recorder(states, batch, len(self.blocks) - 1, self._answer)
+                try:
+                    with self._replaced_blocks(blocks), contextlib.suppress(BlocksEndError):
+                        self.model(**inputs, use_cache=False)
+                except NiwakiError:
+                    raise
+                except Exception as error:
+                    reason = f"{self.checkpoint.path} cannot be run with images: {one_line(error)}"
+                    raise UnsupportedModelError(reason) from error
+        return states
+
+    def _check_towers(self) -> None:
+        """Raises UnsupportedModelError where something outside the blocks has no weights now."""
+        outside = [each for each in self.model.named_parameters() if not each[0].startswith(f"{self.path}.")]
+        for name, value in outside:
+            if value.is_meta:
+                raise UnsupportedModelError(
+                    f"{self.checkpoint.path} has {name!r} in its files in a way that niwaki does not follow; calibrate "
+                    "on a text"
+                )
 
     def _try_first(self) -> None:
         """Finds out whether blocks answer with a tuple that begins with their hidden states, and how long it is.
@@ -336,11 +377,12 @@ class StreamedModel:
                 self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
 
-    def _read(self, block: int | None) -> dict[str, Tensor]:
-        """The weights of a block, or those outside the blocks, on the device; not of towers."""
+    def _read(self, block: int | None, has_towers: bool = False) -> dict[str, Tensor]:
+        """The weights of a block, or those outside the blocks, on the device; of towers only if it ``has_towers``."""
         if block is None:
             outside = (name for name in self.model.state_dict() if not name.startswith(f"{self.path}."))
-            prefix, names = "", [name for name in outside if not is_in_tower(name) or name in self._with_text]
+            wanted = (name for name in outside if has_towers or not is_in_tower(name) or name in self._with_text)
+            prefix, names = "", list(wanted)
         else:
             prefix, names = f"{self.path}.{block}.", list(self.blocks[block].state_dict())
         names = [name for name in names if self.layout.keys(prefix + name)]
@@ -357,9 +399,9 @@ class StreamedModel:
         return weights
 
     @contextlib.contextmanager
-    def _outer_weights(self, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Everything outside the blocks: embeddings, last norm, head; in the model's dtype or another."""
-        weights = self._read(None)
+    def _outer_weights(self, dtype: torch.dtype | None = None, has_towers: bool = False) -> Iterator[None]:
+        """Everything outside the blocks: embeddings, last norm, head, maybe towers; in the model's dtype or another."""
+        weights = self._read(None, has_towers)
         if dtype is not None:
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         with _holding(self.model, weights):
@@ -418,23 +460,3 @@ def _holding(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         module.load_state_dict(empty, strict=False, assign=True)
-
-
-class _NotShared(UserDict[str, Any]):
-    """What blocks hand keys and values on in; UnsupportedModelError where one does."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        raise UnsupportedModelError(
-            "a block uses keys and values of an earlier one; models like this one are not supported"
-        )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments of a block are equal."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict | UserDict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and (a is b or (isinstance(a, bool | int | float | str | None) and a == b))

@@ -85,17 +85,23 @@ def root_mean_square(value: Tensor) -> float:
 
 @torch.enable_grad()
 def input_gradient(
-    block: DecoderBlock, hidden: Tensor, gradient: Tensor, states: HiddenStates, on_input: OnProduct, on_out: OnProduct
+    block: DecoderBlock,
+    batch: int,
+    hidden: Tensor,
+    gradient: Tensor,
+    states: HiddenStates,
+    on_input: OnProduct,
+    on_out: OnProduct,
 ) -> Tensor:
     """(samples, length, width): the gradient with respect to ``hidden``, given that with respect to the outputs.
 
-    ``hidden`` is one of the batches of ``states``, ``gradient`` has its shape and dtype. ``on_input`` receives the
-    inputs of each matrix, ``on_out`` the gradients with respect to its outputs, see :class:`Products`.
+    ``hidden`` is the ``batch`` of this number of ``states``, ``gradient`` has its shape and dtype. ``on_input``
+    receives the inputs of each matrix, ``on_out`` the gradients with respect to its outputs, see :class:`Products`.
     """
     parameters = dict(block.module.named_parameters())
     hidden = hidden.detach().requires_grad_()
     with Products(block.matrices, parameters, on_input):
-        out = block.forward(hidden, states)
+        out = block.forward(hidden, states, batch)
     with Products(block.matrices, parameters, on_out, backward=True):
         (pulled,) = torch.autograd.grad(out, hidden, gradient)
     return pulled

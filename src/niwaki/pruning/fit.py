@@ -105,7 +105,8 @@ class Fit:
 
     def _squares(self, i: int) -> Tensor:
         """What each output of batch ``i`` contributes to the error, which is relative to the held-out targets."""
-        answer = self.block.run(self.states.hidden.samples(*self._parts[i]), self.targets)
+        batch, chosen = self._parts[i]
+        answer = self.block.run(self.states.hidden.samples(batch, chosen), self.targets, batch)
         wanted = self._target(i).float()
         return (answer.reshape(wanted.shape).float() - wanted).square() / self._power
 

@@ -74,7 +74,7 @@ def sensitivities(
             for i, hidden in enumerate(inputs.pop()):
                 squares.scale = 4.0 ** exponents[i]
                 hidden = hidden.to(model.device)
-                gradient = input_gradient(block, hidden, states.hidden[i], states, squares.inputs, squares.outputs)
+                gradient = input_gradient(block, i, hidden, states.hidden[i], states, squares.inputs, squares.outputs)
                 states.hidden[i], change = _normalised(gradient, f"block {block.index}")
                 exponents[i] += change
                 done()

@@ -156,8 +156,8 @@ def heal(
     asked = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
     written = with_answers(dense, asked, compute.budget, world, progress)
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
-    student.check(texts.calibration.tokens)
-    windows, length = texts.calibration.tokens.shape
+    student.check(texts.windows.tokens)
+    windows, length = texts.windows.tokens.shape
     held = min(_held(count, length), max(1, windows // 8))
     if windows <= world.size:
         raise CalibrationError(
@@ -181,7 +181,7 @@ def heal(
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),
-        "calibration": texts.calibration.fingerprint(),
+        "calibration": texts.windows.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         "method": method,
         "tokens": count,
@@ -207,7 +207,7 @@ def heal(
                 if carried:
                     run.write(texts, measurement.before, carried)
                 else:
-                    run.trained(texts.calibration)
+                    run.trained(texts.windows)
             except BaseException:
                 if place and place.has_more_to_come:
                     progress.stopped(0, 0)
@@ -260,7 +260,7 @@ class _Run:
             if measure_before and self.record.perplexity["before"].value > pruned.value:
                 self._note(["the dense model's perplexity is higher than the pruned model's; is it the right one?"])
         place.clear([])
-        trained = self.trained(texts.calibration)
+        trained = self.trained(texts.windows)
         carried.copy(place.directory)
         self._note(carried.notes)
         zeros, written = Counter[str](), set[str]()

@@ -144,7 +144,7 @@ def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, r
     return {
         "model": model.checkpoint.fingerprint(),
         "solver": record.solver,
-        "calibration": texts.calibration.fingerprint(),
+        "calibration": texts.windows.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         **({} if measurement.before else {"measure": "after"}),
         "device": model.device.type,
@@ -166,7 +166,7 @@ def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -
         for i in range(len(states.hidden)):
             before = states.hidden[i]
             with torch.no_grad():
-                after = block.run(before, states).to(before.dtype)
+                after = block.run(before, states, i).to(before.dtype)
             cosines = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
             total += float(cosines.sum(dtype=torch.float64))
             tokens += cosines.numel()
@@ -205,7 +205,7 @@ class _Run:
     def write(self, place: Workplace, texts: Texts, measure_before: bool, count: int) -> None:
         """Removes ``count`` blocks and all units, and writes everything; then it only has to be moved into place."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
-        windows, heldout, depth = texts.calibration, texts.only, len(self.model.blocks)
+        windows, heldout, depth = texts.windows, texts.only, len(self.model.blocks)
         mixed = sum(path is not None for mixture in self.mixtures for path in mixture.paths)
         self.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
         if heldout and measure_before:
