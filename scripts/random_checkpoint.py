@@ -2,6 +2,7 @@
 
     python scripts/random_checkpoint.py OUT --like llama-2-7b
     python scripts/random_checkpoint.py OUT --like llama-2-70b --blocks 1
+    python scripts/random_checkpoint.py OUT --like qwen3-30b-a3b --blocks 3
 
 To measure time and memory without the model. The tokenizer is that of the model that ships with niwaki.
 """
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from niwaki.models.checkpoint.reading import INDEX_NAME, locate_model
 
@@ -35,6 +37,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
     },
     "1b": {
         "hidden_size": 2048,
@@ -61,20 +74,20 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="so many instead of all")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.like]
+    shape = {"model_type": "llama", **SHAPES[arguments.like]}
     if arguments.blocks:
         shape["num_hidden_layers"] = arguments.blocks
-    config = LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=4096, dtype="bfloat16")
-    config.architectures = ["LlamaForCausalLM"]
+    config = AutoConfig.for_model(**shape, vocab_size=32000, max_position_embeddings=4096, dtype="bfloat16")
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
     arguments.out.mkdir(parents=True)
     config.save_pretrained(arguments.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(locate_model("demo") / name, arguments.out / name)
     generator = torch.Generator().manual_seed(arguments.seed)
     shards: dict[str, dict[str, Any]] = {}
-    for name, value in model.state_dict().items():
+    for name, value in revert_weight_conversion(model, model.state_dict()).items():
         block = name.split(".")[2] if name.startswith("model.layers.") else "rest"
         shards.setdefault(f"model-{block}.safetensors", {})[name] = value
     for shard, values in shards.items():

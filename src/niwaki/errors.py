@@ -77,6 +77,17 @@ def named(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unsupported(what: str) -> Iterator[None]:
+    """Raises whatever is no NiwakiError as an UnsupportedModelError that begins with ``what``."""
+    try:
+        yield
+    except NiwakiError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{what}: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
     """Around calls of libraries in Rust, whose panics are no Exceptions: raises RuntimeError in their place."""
     try:

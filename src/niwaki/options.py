@@ -67,7 +67,7 @@ class Calibration(_Options):
     Attributes:
         text: A file, a data set, "demo", "answers", windows of a text, or (samples, length) int64 tokens; or several,
             which share the ``samples`` alike and take turns. For windows and tokens ``samples``, ``order`` and ``seed``
-            are not used.
+            are not used. For :func:`niwaki.prune` also a JSONL file of conversations with images, alone.
         samples: The number of windows.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
         order: The "first" windows of the text, or "random" ones, drawn by ``seed``.

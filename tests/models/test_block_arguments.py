@@ -202,11 +202,34 @@ def test_arguments_of_several_batches() -> None:
             for rows in (slice(None), slice(0, 1)):
                 call = arguments.call(block, len(text), i, rows, Handed())
                 assert same(call, ((text[rows],), {"x": [shared]}))
-    assert not arguments.has(1, 3)
+    assert not arguments.has(1, 3, 0)
     with pytest.raises(UnsupportedModelError, match="block 1 receives something about the tokens"):
         arguments.record(1, 2, ((texts[0],), {"x": [shared + 1]}), {(0, 0)}, keep=True)
     with pytest.raises(UnsupportedModelError, match="block 1 receives something about the tokens"):
         arguments.record(1, 2, ((texts[0],), {"x": [shared]}), set(), keep=True)
+
+
+def test_batches_with_their_own_arguments() -> None:
+    """Which can be of any shape, and come with what the model adds to outputs; what blocks share is kept once."""
+    with contextlib.closing(MemoryBudget(0)) as budget:
+        arguments = BlockArguments(budget)
+        turns, masks, added = torch.randn(3, 1, 4), [torch.ones(1, 1, 4, 4), None], torch.randn(1, 4, 8)
+        for mask in masks:
+            for block in (0, 1):
+                arguments.record_own(block, ((turns, torch.tensor(3)), {"mask": mask, "handed": Handed()}))
+            if mask is None:
+                arguments.add(0, added)
+            arguments.end_batch()
+        assert budget.spilled == 2 * turns.nbytes + 16 * 4 + added.nbytes
+        handed = Handed({"full": (turns,)})
+        for i, mask in enumerate(masks):
+            for rows in (slice(None), slice(0, 1)):
+                args, named = arguments.call(1, 1, i, rows, handed)
+                assert same((args, named["mask"]), ((turns, torch.tensor(3)), mask))
+                assert named["handed"] is handed
+        assert [arguments.has(*place) for place in ((1, 1, 0), (1, 1, 2), (2, 1, 0))] == [True, False, False]
+        assert [arguments.added(block, i) is None for block in (0, 1) for i in (0, 1)] == [True, False, True, True]
+        assert same(arguments.added(0, 1), added)
 
 
 def test_what_blocks_hand_on() -> None:

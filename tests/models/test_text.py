@@ -638,7 +638,7 @@ def test_several_texts_take_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     model = stream_of(EMBEDDED)
     texts = Texts.read(model, Calibration(["demo", "demo-held"], 5, 32), Measurement(samples=3))
     one, two = (read_windows(name, tokenizer, 32, 8).tokens for name in ("demo", "demo-held"))
-    assert texts.calibration.tokens.tolist() == torch.stack([one[0], two[0], one[1], two[1], one[2]]).tolist()
+    assert texts.windows.tokens.tolist() == torch.stack([one[0], two[0], one[1], two[1], one[2]]).tolist()
     assert (texts.calibration.source, texts.calibration.origin.count("excerpt")) == ("demo + demo-held", 2)
     assert texts.only is not None
     assert texts.only.tokens.tolist() == torch.stack([one[3], two[2], one[4]]).tolist()
@@ -651,7 +651,7 @@ def test_a_text_beside_given_windows(tokenizer: PreTrainedTokenizerBase) -> None
     model, given = stream_of(EMBEDDED), torch.arange(96).view(3, 32)
     texts = Texts.read(model, Calibration([given, "demo"], 3), Measurement(samples=0))
     demo = read_windows("demo", tokenizer, 32, 1).tokens[0]
-    assert texts.calibration.tokens.tolist() == torch.stack([given[0], demo, given[1], given[2]]).tolist()
+    assert texts.windows.tokens.tolist() == torch.stack([given[0], demo, given[1], given[2]]).tolist()
     with pytest.raises(UsageError, match="windows of several texts have the same length; got 16 and 32 tokens"):
         Texts.read(model, Calibration([given[:, :16], given], 3), Measurement(samples=0))
 

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import niwaki
 from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
+from niwaki.models.block import DecoderBlock
+from niwaki.pruning.structured.block_tensors import BlockTensors
 from niwaki.records.record import Record
 from support.models import decoder_blocks, message, random_model, random_tokens
 
@@ -187,3 +189,18 @@ def test_neurons_that_cannot_be_removed(tmp_path: Path, case: str, options: dict
     with pytest.raises(NiwakiError, match=said):
         niwaki.shrink(source, tmp_path / "out", calibration=CALIBRATION, measurement=HELDOUT, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_goes_is_freed_before_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move = BlockTensors.move
+
+    def moved(tensors: BlockTensors, block: DecoderBlock, smaller: nn.Module, *which: Any) -> DecoderBlock:
+        left = move(tensors, block, smaller, *which)
+        assert all(value.is_meta for value in block.module.parameters())
+        stacks = [value for value in left.module.parameters() if value.ndim == 3]
+        assert {len(value) for value in stacks} == {9}
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in stacks)
+        return left
+
+    monkeypatch.setattr(BlockTensors, "move", moved)
+    shrunk(saved(tmp_path / "source", "qwen3_moe many"), tmp_path / "out", 0.25)

@@ -280,9 +280,9 @@ def test_only_some_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     reads: list[int | None] = []
     read = StreamedModel._read
 
-    def watched(self: StreamedModel, block: int | None) -> Any:
+    def watched(self: StreamedModel, block: int | None, *more: Any) -> Any:
         reads.append(block)
-        return read(self, block)
+        return read(self, block, *more)
 
     monkeypatch.setattr(StreamedModel, "_read", watched)
     steps: list[None] = []

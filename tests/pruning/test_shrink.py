@@ -611,7 +611,7 @@ def test_a_failure_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("niwaki.models.checkpoint.writing.save_file", full)
+        patch.setattr("niwaki.models.checkpoint.shards.reserve", full)
         assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
     assert listing(tmp_path) == before
 

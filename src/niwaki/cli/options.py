@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
 _CALIBRATION = (
     f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki. May be given several times, for "
-    "equal shares."
+    "equal shares. For prune also JSONL of conversations with images."
 )
 _ANSWERS = "Where the (first) text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
 

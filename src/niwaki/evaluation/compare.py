@@ -113,12 +113,12 @@ def compare(
     progress.status("reading texts")
     written = with_answers(streamed, calibration, compute.budget, current_session().world, progress)
     texts = Texts.read(streamed, written, measurement)
-    asked = Comparison(str(model), texts.calibration.described(calibration.seed), list(texts.heldout))
+    asked = Comparison(str(model), texts.windows.described(calibration.seed), list(texts.heldout))
     asked.missing = [run.key for run in runs]
     asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)
     asked.command, asked.versions = current_session().command, versions()
     with _place(out) as place:
-        read = Calibration(texts.calibration, seed=calibration.seed)
+        read = Calibration(texts.windows, seed=calibration.seed)
         work = _Work(model, texts, read, compute, progress, place, out is not None, keep)
         return work.compare(_joined(place, asked), runs, began, budget)
 
@@ -255,7 +255,7 @@ class _Work:
         if unfinished or not os.path.lexists(pruned) or (pruned.is_dir() and not any(pruned.iterdir())):
             return None
         record = None if pruned.is_symlink() else _record(pruned / "niwaki.json")
-        text = self.texts.calibration.fingerprint()
+        text = self.texts.windows.fingerprint()
         if record is None or not run.made(record) or record.calibration.get("tokens_sha256") != text:
             raise UsageError(f"{pruned} is not of this comparison; remove it, or use another directory")
         return record
@@ -323,7 +323,7 @@ def _fingerprint(model: str, streamed: StreamedModel, texts: Texts, compute: Com
     def size(windows: Windows) -> str:
         return "{} x {:,} tokens".format(*windows.tokens.shape)
 
-    windows, heldout = texts.calibration, texts.heldout
+    windows, heldout = texts.windows, texts.heldout
     sizes = ", ".join(f"{size(each)} of {text}" for text, each in heldout.items())
     names = {"device": streamed.device.type, "dtype": str(streamed.dtype).removeprefix("torch.")}
     names |= {} if compute.tf32 == "auto" else {"tf32": compute.tf32}

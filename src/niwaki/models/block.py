@@ -50,7 +50,7 @@ class DecoderBlock:
         on to ``states``; what this one hands on is added to it.
         """
         arguments, samples = states.arguments, hidden.shape[0]
-        if not arguments.has(self.index, samples):
+        if not arguments.has(self.index, samples, i):
             return hidden
         if handed is None:
             handed = arguments.handed(self.index, i, rows)
@@ -62,7 +62,9 @@ class DecoderBlock:
             raise UnsupportedModelError(
                 f"block {self.index} cannot be run alone ({reason}); models like this one are not supported"
             ) from error
-        return samples_first(out[0] if isinstance(out, tuple | list) else out, states.leading)
+        outputs = samples_first(out[0] if isinstance(out, tuple | list) else out, states.leading)
+        added = arguments.added(self.index, i)
+        return outputs if added is None else outputs + added
 
     def run(
         self,

@@ -1,8 +1,9 @@
 """What blocks receive besides their hidden states.
 
 Much of it is the same for every text of a shape: rotary embeddings, masks. Some is made of the tokens before the first
-block, such as an embedding of its own for each block (Gemma 3n), and stays as it is whatever is pruned. The rest blocks
-hand on to later ones, such as keys and values, and it changes with them.
+block, such as an embedding of its own for each block (Gemma 3n), and stays as it is whatever is pruned; of a batch with
+images that can be anything, such as which tokens see each other. The rest blocks hand on to later ones, such as keys
+and values, and it changes with them.
 """
 
 from collections import UserDict
@@ -20,11 +21,13 @@ from niwaki.models.spill import MemoryBudget, SpillList
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: Where a value is among them: (1, "per_layer_input").
 Place = tuple[str | int, ...]
+#: And of what the model adds to a block's outputs, which is not among them.
+_ADDED: Place = ("added",)
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """Stands for a tensor (samples, ..) that depends on the tokens."""
+    """Stands for a tensor (samples, ..) that depends on the tokens, or any of a batch with its own arguments."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,13 @@ class BlockArguments:
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self._calls: dict[tuple[int, int], Call] = {}  # by block and number of samples
-        self._per_token: dict[tuple[int, Place], SpillList] = {}  # with an item for each batch, like the next one
-        self._handed: dict[str | int, list[SpillList]] = {}
+        self._own: dict[tuple[int, int], Call] = {}  # by block and batch, where that has its own
+        self._kept = SpillList(budget)  # tensors that belong to the tokens
+        self._where: dict[tuple[int, int, Place], int] = {}  # by block and batch, where they are in it
+        self._handed: dict[str | int, list[SpillList]] = {}  # with an item for each batch
         self._makers: dict[str | int, int] = {}  # the blocks that hand on
-        self._batch: list[tuple[Tensor, SpillList]] = []  # what is kept of the present batch
+        self._batch = 0  # the present one
+        self._present: list[tuple[Tensor, int]] = []  # what is kept of it, and where
 
     def record(self, block: int, samples: int, call: Call, per_token: Collection[Place], keep: bool) -> None:
         """Notes that ``block`` receives ``call`` for so many samples; what is ``per_token`` to be kept, or not.
@@ -80,32 +86,55 @@ class BlockArguments:
                 "this one are not supported"
             )
 
+    def record_own(self, block: int, call: Call) -> None:
+        """Notes that ``block`` receives ``call`` for the present batch, which has its own and is always run whole."""
+
+        def stand_in(place: Place, value: Any) -> Any:
+            if isinstance(value, Tensor) and value.numel() > 1:
+                self._keep(block, place, value)
+                return PerToken()
+            return HandedOn() if isinstance(value, UserDict) else value
+
+        self._own[block, self._batch] = replaced(call, stand_in)
+
+    def add(self, block: int, value: Tensor) -> None:
+        """Notes that the model adds ``value`` to the outputs of ``block`` for the present batch, run whole."""
+        self._keep(block, _ADDED, value)
+
     def _keep(self, block: int, place: Place, value: Tensor) -> None:
-        kept = next((kept for tensor, kept in self._batch if tensor is value), None)
-        if kept is None:
-            kept = self._per_token.setdefault((block, place), SpillList(self._budget))
-            kept.append(value.contiguous())  # and not a view of what all blocks receive
-            self._batch.append((value, kept))
-        self._per_token[block, place] = kept  # what several blocks receive is kept once
+        kept = next((kept for tensor, kept in self._present if tensor is value), None)
+        if kept is None:  # what several blocks receive is kept once
+            kept = len(self._kept)
+            self._kept.append(value.contiguous())  # and not a view of what all blocks receive
+            self._present.append((value, kept))
+        self._where[block, self._batch, place] = kept
 
     def end_batch(self) -> None:
         """From now on what is recorded belongs to the next batch."""
-        self._batch.clear()
+        self._batch += 1
+        self._present.clear()
 
-    def has(self, block: int, samples: int) -> bool:
-        """Whether ``block`` has been called with so many samples: some run with images only."""
-        return (block, samples) in self._calls
+    def has(self, block: int, samples: int, i: int) -> bool:
+        """Whether ``block`` has been called for batch ``i``, or with so many samples: some run with images only."""
+        return (block, i) in self._own or (block, samples) in self._calls
 
     def call(self, block: int, samples: int, i: int, rows: slice, handed: Handed) -> Call:
         """The arguments of ``block`` for ``rows`` of batch ``i``, which are so many samples."""
+        own = self._own.get((block, i))
+        chosen = rows if own is None else slice(None)
 
         def value(place: Place, stand_in: Any) -> Any:
             if isinstance(stand_in, PerToken):
-                return self._per_token[block, place].samples(i, rows)
+                return self._kept.samples(self._where[block, i, place], chosen)
             return handed if isinstance(stand_in, HandedOn) else stand_in
 
-        call: Call = replaced(self._calls[block, samples], value)
+        call: Call = replaced(own or self._calls[block, samples], value)
         return call
+
+    def added(self, block: int, i: int) -> Tensor | None:
+        """What the model adds to the outputs of ``block`` for batch ``i``; None where that is nothing."""
+        kept = self._where.get((block, i, _ADDED))
+        return None if kept is None else self._kept[kept]
 
     def share_calls(self, others: "BlockArguments") -> None:
         """Adds what is known of other numbers of samples from ``others``, of sequences of the same length."""

@@ -7,8 +7,8 @@ one tensor at a time, so that a block can be read without the rest.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,6 +155,19 @@ class Layout:
         whole = torch.empty(like.shape, dtype=dtype)
         for piece, part in zip(pieces, parts, strict=True):
             piece.within(whole, len(part)).copy_(part)
+        return whole
+
+    def read_experts(self, name: str, experts: Sequence[int]) -> Tensor:
+        """The entries of ``experts`` in the parameter ``name``, which has all of a mixture, read one by one."""
+        like = self._parameters[name]
+        whole = torch.empty((len(experts), *like.shape[1:]), dtype=like.dtype)
+        for piece in self._pieces[name]:
+            for number, expert in enumerate(experts):
+                if piece.expert is None:
+                    whole[number] = self._turned(piece, self.checkpoint.read(piece.key, expert))
+                elif piece.expert == expert:
+                    part = self._turned(piece, self.checkpoint.read(piece.key))
+                    replace(piece, expert=number).within(whole, len(part)).copy_(part)
         return whole
 
     def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:

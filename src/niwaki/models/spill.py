@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from niwaki.files import output_errors
+from niwaki.models.checkpoint.tensors import raw_bytes
 
 
 class _Spilled(NamedTuple):
@@ -49,7 +50,7 @@ class MemoryBudget:
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Writes ``tensor`` at byte ``start`` of the file."""
-        raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        raw = raw_bytes(tensor)
         with _file_errors():
             if self._file is None:
                 # Without a name from the start, so that nothing is left of it however the process ends.
@@ -57,7 +58,7 @@ class MemoryBudget:
             self._file.seek(start)
             done = 0
             while done < len(raw):  # without a buffer a large write may be done in part
-                done += self._file.write(raw[done:].data)
+                done += self._file.write(raw[done:])
 
     def read(self, start: int, like: Tensor) -> Tensor:
         """The tensor at byte ``start`` of the file, with the shape and dtype of ``like``."""

@@ -8,26 +8,25 @@ forward pass with blocks that return their inputs; for some families they differ
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UnsupportedModelError, UsageError, one_line
+from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, unsupported
 from niwaki.models.block import DecoderBlock
 from niwaki.models.block_arguments import BlockArguments
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.families import FAMILIES, is_in_tower, is_reached
-from niwaki.models.hidden_states import HiddenStates, samples_first, streams_first
+from niwaki.models.hidden_states import HiddenStates, streams_first
 from niwaki.models.interface import Interface, find_interface, replaced_blocks
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.recording import Inputs, check_towers, record_each, record_text
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import refusals, structure
 from niwaki.models.text import Windows, check_tokens
@@ -177,40 +176,38 @@ class StreamedModel:
 
     @torch.no_grad()
     def embed(
-        self, tokens: Tensor, tokens_per_minibatch: int | None = None, budget: MemoryBudget | None = None
+        self,
+        samples: Tensor | Sequence[Inputs],
+        tokens_per_minibatch: int | None = None,
+        budget: MemoryBudget | None = None,
     ) -> HiddenStates:
-        """The inputs of the first block for ``tokens`` (samples, length), in batches.
+        """The inputs of the first block for ``samples``: tokens (samples, length), in batches.
 
+        Samples of more than text, see :mod:`.conversations`, are a batch each, of the whole model's own forward pass.
         They may take ``budget``, by default the model's. With ``tokens_per_minibatch`` blocks can also run on
         :meth:`HiddenStates.minibatches`. UnsupportedModelError where blocks receive more than can be kept.
         """
-        size, budget = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0), budget or self.budget
-        batches = list(tokens.split(max(1, size // tokens.shape[1])))
-        with self._outer_weights():
+        budget = budget or self.budget
+        with self._outer_weights(has_towers=not isinstance(samples, Tensor)):
             interface = self._find_interface()
-            states = HiddenStates(batches, SpillList(budget), BlockArguments(budget), interface.leading)
-            seen: list[Tensor] = []
-
-            def recorded(keep: bool, index: int) -> Callable[..., Any]:
-                def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                    samples = hidden.shape[interface.leading]
-                    states.arguments.record(index, samples, (args, kwargs), interface.per_token[index], keep)
-                    seen.append(hidden)
-                    return interface.answer(hidden)
-
-                return forward
-
-            with replaced_blocks(self.blocks, partial(recorded, True)):
-                for batch in states.tokens:
-                    self.decoder(input_ids=batch.to(self.device), use_cache=False)
-                    states.hidden.append(samples_first(seen[0], interface.leading))
-                    states.arguments.end_batch()
-                    seen.clear()
-            pieces = states.minibatches(tokens_per_minibatch) if tokens_per_minibatch else []
-            with replaced_blocks(self.blocks, partial(recorded, False)):
-                for samples in {rows.stop - rows.start for _, rows in pieces}:
-                    self.decoder(input_ids=tokens[:samples].to(self.device), use_cache=False)
+            states = HiddenStates([], SpillList(budget), BlockArguments(budget), interface.leading)
+            if isinstance(samples, Tensor):
+                size = max(TOKENS_PER_BATCH, tokens_per_minibatch or 0)
+                states.tokens += samples.split(max(1, size // samples.shape[1]))
+                record_text(self._decode, self.blocks, interface, states, tokens_per_minibatch)
+            else:
+                check_towers(self.model, self.path, self.checkpoint.path)
+                with unsupported(f"{self.checkpoint.path} cannot be run with images"):
+                    record_each(self._see, self.blocks, interface, states, samples)
         return states
+
+    def _decode(self, tokens: Tensor) -> None:
+        self.decoder(input_ids=tokens.to(self.device), use_cache=False)
+
+    def _see(self, inputs: Inputs) -> None:
+        given = {name: value.to(self.device) for name, value in inputs.items()}
+        given |= {name: value.to(self.dtype) for name, value in given.items() if value.is_floating_point()}
+        self.model(**given, use_cache=False)
 
     @property
     def interface(self) -> Interface:
@@ -223,14 +220,9 @@ class StreamedModel:
     def _find_interface(self) -> Interface:
         """The same, where the weights outside the blocks are there."""
         if self._found is None:
-            try:
-                with _holding(self.blocks[0], self._read(0)):
-                    self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
-            except Exception as error:
-                if isinstance(error, NiwakiError):
-                    raise
-                reason = f"{self.checkpoint.path} cannot be run a block at a time: {one_line(error)}"
-                raise UnsupportedModelError(reason) from error
+            what = f"{self.checkpoint.path} cannot be run a block at a time"
+            with unsupported(what), _holding(self.blocks[0], self._read(0)):
+                self._found = find_interface(self.decoder, self.blocks, self.device, self.config.vocab_size)
         return self._found
 
     @torch.no_grad()
@@ -327,11 +319,12 @@ class StreamedModel:
                 self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
 
-    def _read(self, block: int | None) -> dict[str, Tensor]:
-        """The weights of a block, or those outside the blocks, on the device; not of towers."""
+    def _read(self, block: int | None, has_towers: bool = False) -> dict[str, Tensor]:
+        """The weights of a block, or those outside the blocks, on the device; of towers only if it ``has_towers``."""
         if block is None:
             outside = (name for name in self.model.state_dict() if not name.startswith(f"{self.path}."))
-            prefix, names = "", [name for name in outside if not is_in_tower(name) or name in self._with_text]
+            wanted = (name for name in outside if has_towers or not is_in_tower(name) or name in self._with_text)
+            prefix, names = "", list(wanted)
         else:
             prefix, names = f"{self.path}.{block}.", list(self.blocks[block].state_dict())
         names = [name for name in names if self.layout.keys(prefix + name)]
@@ -348,9 +341,9 @@ class StreamedModel:
         return weights
 
     @contextlib.contextmanager
-    def _outer_weights(self, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Everything outside the blocks: embeddings, last norm, head; in the model's dtype or another."""
-        weights = self._read(None)
+    def _outer_weights(self, dtype: torch.dtype | None = None, has_towers: bool = False) -> Iterator[None]:
+        """Everything outside the blocks: embeddings, last norm, head, maybe towers; in the model's dtype or another."""
+        weights = self._read(None, has_towers)
         if dtype is not None:
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         with _holding(self.model, weights):

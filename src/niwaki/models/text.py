@@ -24,6 +24,7 @@ from torch import Tensor
 
 from niwaki.arguments import check_fields
 from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors
+from niwaki.models.conversations import Conversations, Samples, find_conversations
 from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
 from niwaki.options import Calibration, Measurement, Order
 
@@ -249,9 +250,9 @@ def _random_windows(
 
 @dataclass(frozen=True)
 class Texts:
-    """All windows of a run: to calibrate on, and by name of the text to measure on; and notes for the record."""
+    """All texts of a run: to calibrate on, and by name of the text to measure on; and notes for the record."""
 
-    calibration: Windows
+    calibration: Windows | Conversations
     heldout: dict[str, Windows]
     notes: tuple[str, ...] = ()
 
@@ -269,8 +270,12 @@ class Texts:
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
         where it does not say. Without, they are all of the text, or as many as the measurement says. With ``fewer`` the
         calibration may have fewer windows than it says too. Errors are as of :func:`read_heldout`; also UsageError
-        where a text has nothing after the calibration windows.
+        where a text has nothing after the calibration windows. Conversations with images are taken where they are the
+        calibration's only text, see :func:`.find_conversations`.
         """
+        if conversations := find_conversations(model, calibration):
+            other = cls.read(model, Calibration(_no_text(model)), measurement, usual)
+            return cls(conversations, other.heldout, (*other.notes, *conversations.notes))
         count = usual if measurement.samples is None else measurement.samples
         texts = () if count == 0 else measurement.texts
         names = [text for text in calibration.texts if isinstance(text, str)]
@@ -320,8 +325,24 @@ class Texts:
                 raise UsageError(f"{each} has nothing after the calibration windows to measure on; try another text")
         return cls(_in_turn([part for part in parts if part]), heldout, tuple(notes))
 
+    @property
+    def windows(self) -> Windows:
+        """Those to calibrate on; UsageError where these are conversations with images."""
+        if isinstance(self.calibration, Conversations):
+            raise UsageError(f"{self.calibration.source} has images, on which only prune calibrates; give a text")
+        return self.calibration
+
+    @property
+    def samples(self) -> Samples:
+        """Those to calibrate on: tokens of text, or conversations with images."""
+        return self.calibration if isinstance(self.calibration, Conversations) else self.calibration.tokens
+
     def shared(self, world: World) -> Texts:
         """This process's share of all windows; UsageError where there are more processes than windows."""
+        if isinstance(self.calibration, Conversations):
+            if world.size > 1:
+                raise UsageError(f"{self.calibration.source} has images, on which only one process calibrates")
+            return self
         every = (self.calibration, *self.heldout.values())
         first, *others = (dataclasses.replace(each, tokens=world.share(each.tokens)) for each in every)
         return Texts(first, dict(zip(self.heldout, others, strict=True)), self.notes)
@@ -349,6 +370,11 @@ def read_heldout(
     windows = read_windows(text, tokenizer, length, needed, spare=spare)
     model.check(windows.tokens)
     return windows
+
+
+def _no_text(model: StreamedModel) -> Tensor:
+    """A window for what is not calibrated on text; what is measured beside it is as long."""
+    return torch.zeros(1, model.window_length(None), dtype=torch.int64)
 
 
 def _in_turn(parts: list[Windows]) -> Windows:

@@ -173,6 +173,86 @@ class _Message(TypedDict):
     content: str
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation with images, as chat templates take it."""
+
+    where: str  # the file and the line
+    messages: list[dict[str, Any]]  # paths of images are absolute
+
+    @property
+    def images(self) -> list[Path]:
+        """The files of its images."""
+        return [Path(part["path"]) for each in self.messages for part in each["content"] if part["type"] == "image"]
+
+
+class _ImagePart(msgspec.Struct, tag_field="type", tag="image", forbid_unknown_fields=True):
+    path: str
+
+
+class _TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    text: str
+
+
+class _Turn(TypedDict):
+    role: str
+    content: str | list[_ImagePart | _TextPart]
+
+
+def read_conversations(source: str) -> list[Conversation]:
+    """The conversations in a JSONL file, if some have images; [] where it is any other text.
+
+    A line has a field ``messages`` as chat templates take them, in which the content of a message is text or a list of
+    parts, of the types ``text`` and ``image`` with a ``path``, relative to the file's directory. CalibrationError,
+    which names the line, for any other messages, and for a file of an image that is missing.
+    """
+    path = find_file(source)
+    if path is None or _kind(path) not in _JSON:
+        return []
+    lines: list[tuple[str, list[Any]]] = []
+    with _opened(path, source) as file:
+        for where, value in _json_lines(file, path):
+            messages = value.get("messages") if isinstance(value, dict) else None
+            if not isinstance(messages, list):
+                if any(_has_images(each) for _, each in lines):
+                    raise CalibrationError(f"{where}: no field 'messages', which the lines before it have")
+                return []
+            lines.append((where, messages))
+    if not any(_has_images(messages) for _, messages in lines):
+        return []
+    return [_with_images(messages, where, path.parent) for where, messages in lines]
+
+
+def _has_images(messages: list[Any]) -> bool:
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+
+
+def _with_images(messages: Any, where: str, folder: Path) -> Conversation:
+    try:
+        turns = msgspec.convert(messages, list[_Turn])
+    except msgspec.ValidationError as error:
+        raise CalibrationError(
+            f"{where}: the parts of messages are {{'type': 'text', 'text': ...}} or {{'type': 'image', 'path': ...}} "
+            f"here: {error}"
+        ) from error
+    filled: list[dict[str, Any]] = []
+    for turn in turns:
+        parts = [_TextPart(turn["content"])] if isinstance(turn["content"], str) else turn["content"]
+        content: list[dict[str, str]] = []
+        for part in parts:
+            if isinstance(part, _TextPart):
+                content.append({"type": "text", "text": part.text})
+                continue
+            image = folder / given_path(part.path)
+            if not image.is_file():
+                raise CalibrationError(f"{where}: there is no image {image}")
+            content.append({"type": "image", "path": str(image)})
+        filled.append({"role": turn["role"], "content": content})
+    return Conversation(where, filled)
+
+
 def _text_of(value: Any, where: str) -> str:
     text = value.get("text") if isinstance(value, dict) else None
     if isinstance(text, str):

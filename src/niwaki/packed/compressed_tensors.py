@@ -13,7 +13,7 @@ from niwaki.files import write_json
 from niwaki.layer.grid import Grid
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
-from niwaki.models.checkpoint.writing import Shards
+from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.model_card import replace_note
 from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
@@ -88,7 +88,7 @@ def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
             scales = read_scales(checkpoint, matrices[key], grid)
             packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
             tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
-        shards.write(shard, tensors)
+        shards.write(shard, tensors, tensors.__getitem__)
     shards.finish()
 
 

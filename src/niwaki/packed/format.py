@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, shown
 from niwaki.models.checkpoint.reading import INDEX_NAME, PACKED_INDEX, Checkpoint, shards_of
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, read_header, read_json, read_tensor
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, raw_bytes, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
 
@@ -240,7 +239,7 @@ class PackedCheckpoint(Checkpoint):
         stored = self.index.tensors[key]
         file = self.path / stored.file
         tensors = [read_tensor(file, name, self._components[name]) for name in stored.components(key)]
-        if sha256(map(raw, tensors)) != stored.sha256:
+        if sha256(map(raw_bytes, tensors)) != stored.sha256:
             raise CheckpointError(f"{file} is damaged: {key!r} is not what was written; download it again")
         return tensors
 
@@ -273,11 +272,6 @@ def parse(text: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("it is not a JSON object")
     return values
-
-
-def raw(value: Tensor) -> memoryview:
-    """Its bytes."""
-    return value.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def sha256(pieces: Iterable[bytes | memoryview]) -> str:

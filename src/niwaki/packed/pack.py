@@ -16,14 +16,14 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, U
 from niwaki.files import given_path, output_errors, write_json
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model, without_index
-from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, read_header, read_tensor
-from niwaki.models.checkpoint.writing import Shards
+from niwaki.models.checkpoint.shards import Shards
+from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.models.layout import Matrix
 from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
-from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, raw, sha256
+from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, sha256
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 
@@ -143,7 +143,7 @@ def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progre
         with output_errors(directory), path.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for key in shard.keys:
-                file.write(raw(checkpoint.read(key)))
+                file.write(raw_bytes(checkpoint.read(key)))
                 count += 1
                 progress.status("unpacking, tensor", count, len(checkpoint.entries))
         if _digest(path) != shard.sha256:
@@ -186,12 +186,12 @@ class _Packer:
             for key in keys:
                 tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
-                digest.update(raw(dense_value))
+                digest.update(raw_bytes(dense_value))
                 self._progress.status("packing, tensor", len(self.tensors), count)
             if digest.hexdigest() != _digest(self._path / name):
                 raise CheckpointError(f"{self._path / name} was changed while it was packed; repeat the command")
             shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
-            writer.write(file, written)
+            writer.write(file, written, written.__getitem__)
         return shards
 
     def _stored(self, file: str, shard: str, key: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -207,7 +207,7 @@ class _Packer:
             transposed, count = matrices[0].is_stored_transposed, int(W.starts[-1])
             if W.scales is not None:
                 bits, groups = (4 if W.values.dtype == torch.uint8 else 8), W.scales.shape[1]
-        digest = sha256(map(raw, tensors))
+        digest = sha256(map(raw_bytes, tensors))
         stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, bits, groups, digest)
         self.tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
@@ -238,7 +238,7 @@ class _Packer:
             return None
         codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
         values = grid.values(codes.float(), scales, W.dtype).to(W.dtype)
-        if bytes(raw(values)) != bytes(raw(W)):
+        if bytes(raw_bytes(values)) != bytes(raw_bytes(W)):
             return None
         return pack_matrix(W, codes, scales, bits=4 if grid.bits <= 4 else 8)
 

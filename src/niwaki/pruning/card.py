@@ -9,8 +9,8 @@ from niwaki.files import output_errors, write_json
 from niwaki.models.model_card import notes, top
 from niwaki.models.output import Workplace
 from niwaki.pruning.effort import described
-from niwaki.records.record import Clock, Record
-from niwaki.records.wording import counted, in_words, markdown
+from niwaki.records.record import CalibrationRecord, Clock, Record
+from niwaki.records.wording import conversations, counted, in_words, markdown
 
 
 def finish(place: Workplace, record: Record, clock: Clock) -> None:
@@ -72,7 +72,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
         "left dense": None if structure else record.stays,
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
-        "calibration": f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens of "
+        "calibration": f"{_samples(calibration)} of "
         f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",
         "own text": record.own_text,
         error: f"{record.mean_error:.4g}" if record.matrices else None,
@@ -85,3 +85,9 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         rows["perplexity"] = "not measured"
     table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in rows.items() if value)
     return f"---\n{data.to_yaml()}\n---\n\n# {shown}, {title}\n\n{about}\n\n| | |\n|---|---|\n{table}" + notes(record)
+
+
+def _samples(calibration: CalibrationRecord) -> str:
+    if "images" in calibration:
+        return conversations(calibration)
+    return f"{counted(calibration['samples'], 'window')} of {calibration['sequence_length']} tokens"

@@ -20,6 +20,7 @@ from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
 from niwaki.models.block import DecoderBlock
+from niwaki.models.conversations import Samples
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
@@ -95,12 +96,12 @@ def plan(
     model: StreamedModel,
     effort: Effort,
     pattern_of: PatternOf,
-    tokens: Tensor,
+    samples: Samples,
     tf32: TF32,
     world: World,
     progress: Progress,
 ) -> Plan:
-    """Examines the dense model as far as ``effort`` needs it, on this process's calibration ``tokens``.
+    """Examines the dense model as far as ``effort`` needs it, on this process's calibration ``samples``.
 
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
     pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
@@ -111,20 +112,19 @@ def plan(
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:
         return Plan()
-    whole = torch.cat(world.collected(tokens))
-    tokens = world.share(whole[:: max(1, min(math.floor(1 / effort.pilot), len(whole) // world.size))])
+    samples = _pilot(samples, effort.pilot, world)
     importance: dict[Place, Tensor] = {}
-    if effort.allocation == "loss" or effort.importance > 0:
-        batches = math.ceil(len(tokens) / max(1, TOKENS_PER_BATCH // tokens.shape[1]))
+    if isinstance(samples, Tensor) and (effort.allocation == "loss" or effort.importance > 0):
+        batches = math.ceil(len(samples) / max(1, TOKENS_PER_BATCH // samples.shape[1]))
         progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
-        by_block = sensitivities(model, tokens, world, progress.step)
+        by_block = sensitivities(model, samples, world, progress.step)
         importance = {matrix.place: by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
         costs = _Costs(matrices, effort, pattern_of, importance, world)
         last = matrices[-1].block
         with model.budget.lent() as budget:
-            states = model.embed(tokens, budget=budget)
+            states = model.embed(samples, budget=budget)
             for block in itertools.islice(model.stream(), last + 1):
                 progress.stage(block.index, "allocation", len(states.hidden))
                 costs.measure(block, states, tf32, progress.step)
@@ -133,6 +133,14 @@ def plan(
         zeros = costs.zeros()
     weights = {place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance}
     return Plan(zeros, weights)
+
+
+def _pilot(samples: Samples, share: float, world: World) -> Samples:
+    """This process's part of a ``share`` of the samples of all."""
+    if not isinstance(samples, Tensor):  # of images, on which one process calibrates
+        return samples[:: max(1, min(math.floor(1 / share), len(samples)))]
+    whole = torch.cat(world.collected(samples))
+    return world.share(whole[:: max(1, min(math.floor(1 / share), len(whole) // world.size))])
 
 
 @dataclass

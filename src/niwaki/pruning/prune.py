@@ -147,6 +147,7 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
         progress.status("reading the text to calibrate on")
         calibration = with_answers(model, request.calibration, request.compute.budget, world, progress)
         texts = Texts.read(model, calibration, request.measurement, USUAL_WINDOWS)
+        request = request.for_texts(texts, model)
         record = request.record(model, texts)
         asked = request.fingerprint(model, texts, record)
         world.check_same(asked)

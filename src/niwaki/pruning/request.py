@@ -19,7 +19,7 @@ from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts
+from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.pruning.effort import Effort, describe as describe_effort, described
 from niwaki.pruning.session import current_session
@@ -65,16 +65,26 @@ class Request:
 
         It is without what a model that makes no predictions cannot do, of which that then has a note.
         """
-        fitting = self.effort.for_pattern(self._shares)
+        fitting = replace(self, effort=self.effort.for_pattern(self._shares))
         if model.has_head:
-            return replace(self, effort=fitting)
-        allocation = "error" if fitting.allocation == "loss" else fitting.allocation
-        effort = replace(fitting, allocation=allocation, importance=0.0, synthetic=0.0)
+            return fitting
+        request = fitting._without_predictions("this model has no head: no perplexity is measured", model)
+        return replace(request, measurement=replace(self.measurement, samples=0))
+
+    def for_texts(self, texts: Texts, model: StreamedModel) -> "Request":
+        """The same without what needs text, of which it then has a note, where it calibrates on images."""
+        if isinstance(texts.calibration, Windows):
+            return self
+        return self._without_predictions("calibrated on images: what needs text is left out", model)
+
+    def _without_predictions(self, reason: str, model: StreamedModel) -> "Request":
+        """The same without what needs the model's predictions; the note in ``model`` gives the ``reason``."""
+        allocation = "error" if self.effort.allocation == "loss" else self.effort.allocation
+        effort = replace(self.effort, allocation=allocation, importance=0.0, synthetic=0.0)
         model.notes.append(
-            "this model has no head: no perplexity is measured"
-            + (f", and the effort is {described(describe_effort(effort))}" if effort != fitting else "")
+            reason + (f", and the effort is {described(describe_effort(effort))}" if effort != self.effort else "")
         )
-        return replace(self, effort=effort, measurement=replace(self.measurement, samples=0))
+        return replace(self, effort=effort)
 
     def chosen(self, count: int) -> range:
         """The blocks to prune, of ``count``; raises UsageError where there are no such blocks."""

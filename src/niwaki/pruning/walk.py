@@ -10,6 +10,7 @@ from torch import Tensor
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
+from niwaki.models.conversations import Samples
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
@@ -61,12 +62,12 @@ class Walk:
         """Prunes all blocks and measures the result, on this process's share of ``texts``."""
         model, world, progress, clock = self.model, self.world, self.progress, self.clock
         texts = texts.shared(world)
-        tokens, heldout = texts.calibration.tokens, texts.only
+        samples, heldout = texts.samples, texts.only
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
-        planned = self._planned(tokens)
-        if planned.synthetic is not None:
-            tokens = torch.cat([tokens, world.share(planned.synthetic)])
+        planned = self._planned(samples)
+        if planned.synthetic is not None and isinstance(samples, Tensor):
+            samples = torch.cat([samples, world.share(planned.synthetic)])
         self._solver = BlockSolver(
             self.request,
             self.kept,
@@ -76,7 +77,7 @@ class Walk:
             progress,
         )
         clock.lap("plan")
-        streams = self._embedded(tokens, heldout)
+        streams = self._embedded(samples, heldout)
         clock.lap("capture")
         if model.budget.spilled:
             self._note(f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
@@ -108,22 +109,23 @@ class Walk:
             self.record.notes.append(text)
         self.progress.note(text)
 
-    def _embedded(self, tokens: Tensor, heldout: Windows | None) -> Streams:
+    def _embedded(self, samples: Samples, heldout: Windows | None) -> Streams:
         """The inputs of the first block, as far as they are needed."""
         effort, before, embed = self.request.effort, self.request.measurement.before, self.model.embed
         part = tokens_per_part(effort, self.world) if effort.epochs else None
-        dense_tokens = tokens
+        dense_samples = samples
         if not effort.dense_targets and 0 < effort.epochs < 1:  # of the dense model only some are needed, put first
-            order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
-            tokens, dense_tokens = tokens[order], tokens[order[: max(1, round(effort.epochs * len(tokens)))]]
+            order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+            samples = samples[order]
+            dense_samples = samples[: max(1, round(effort.epochs * len(samples)))]
         return Streams(
-            calibration=embed(tokens, part),
-            calibration_dense=embed(dense_tokens, part) if effort.dense else None,
+            calibration=embed(samples, part),
+            calibration_dense=embed(dense_samples, part) if effort.dense else None,
             heldout_dense=embed(heldout.tokens) if heldout and before else None,
             heldout=embed(heldout.tokens) if heldout else None,
         )
 
-    def _planned(self, tokens: Tensor) -> Plan:
+    def _planned(self, samples: Samples) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
         effort, place, world = self.request.effort, self.place, self.world
         if not effort.plans:
@@ -133,11 +135,12 @@ class Walk:
             return kept
         if self.journal.blocks:
             self.progress.note("the plan of the earlier run is damaged and made again")
-        made = plan(self.model, effort, self.pattern_of, tokens, self.record.tf32, world, self.progress)
-        if effort.synthetic:
-            count = max(world.size, round(effort.synthetic * sum(world.collected(len(tokens)))))
+        made = plan(self.model, effort, self.pattern_of, samples, self.record.tf32, world, self.progress)
+        if effort.synthetic and isinstance(samples, Tensor):
+            count = max(world.size, round(effort.synthetic * sum(world.collected(len(samples)))))
+            length, budget = samples.shape[1], self.request.compute.budget
             try:
-                text = synthesize(self.model, count, tokens.shape[1], self.request.compute.budget, world, self.progress)
+                text = synthesize(self.model, count, length, budget, world, self.progress)
                 made = dataclasses.replace(made, synthetic=text)
             except UnsupportedModelError as error:
                 count = 0

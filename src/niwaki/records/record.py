@@ -300,10 +300,14 @@ class HealingRecord:
 
 
 class CalibrationRecord(TypedDict, total=False):
-    """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written."""
+    """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written.
+
+    With ``images`` the samples are conversations that have so many, the longest of ``sequence_length`` tokens.
+    """
 
     source: Name
     samples: Count
+    images: Count
     sequence_length: Count
     order: str
     seed: int

@@ -70,8 +70,15 @@ def operations(flops: float) -> str:
 
 
 def text_in_words(calibration: Mapping[str, Any]) -> str:
-    """A record's calibration text: ``"128 x 2048 tokens of c4"``."""
+    """A record's calibration text: ``"128 x 2048 tokens of c4"``, or what :func:`conversations` says of them."""
+    if "images" in calibration:
+        return f"{conversations(calibration)} of {calibration['source']}"
     return "{samples} x {sequence_length} tokens of {source}".format_map(defaultdict(lambda: "?", calibration))
+
+
+def conversations(calibration: Mapping[str, Any]) -> str:
+    """``"12 conversations with 14 images"``."""
+    return f"{counted(calibration['samples'], 'conversation')} with {counted(calibration['images'], 'image')}"
 
 
 def short_text(name: str) -> str:

@@ -258,6 +258,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / entry.shard}: {key!r} has the dtype {entry.dtype}, unknown here")
         return DTYPES[entry.dtype]
 
+    def like(self, key: str) -> Tensor:
+        """A tensor on the meta device with the dtype and shape of that under ``key``; errors as of :meth:`dtype`."""
+        return torch.empty(self.entries[key].shape, dtype=self.dtype(key), device="meta")
+
     def read(self, key: str, index: int | None = None) -> Tensor:
         """The tensor under ``key``, or its element at ``index``, as it is stored; CheckpointError if not finite."""
         if key not in self.entries:

@@ -135,6 +135,11 @@ def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
     return tensor
 
 
+def raw_bytes(value: Tensor) -> memoryview:
+    """``value`` as files have it, without a copy where it is on the CPU and contiguous."""
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError where there is no such file."""
     try:

@@ -1,4 +1,4 @@
-"""Copies of checkpoints with some tensors changed, and new files of whole tensors.
+"""Copies of checkpoints with some tensors changed.
 
 A pruned tensor has the dtype and shape of the original, so every shard keeps its header and each tensor its place: a
 copy of the shard can be filled in in any order, with one tensor in memory at a time.
@@ -6,23 +6,20 @@ copy of the shard can be filled in in any order, with one tensor in memory at a 
 
 import contextlib
 import hashlib
-import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, first_line
-from niwaki.files import output_errors, reserve, set_usual_mode, write_json
+from niwaki.files import output_errors, reserve
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_of, read_tensor
+from niwaki.models.checkpoint.shards import write_index
+from niwaki.models.checkpoint.tensors import DTYPES, Entry, header_of, raw_bytes, read_tensor
 
 _CHUNK = 1 << 24
 
@@ -76,13 +73,13 @@ class CheckpointWriter:
             raise OutputError(
                 f"{key!r} was {entry.dtype} {entry.shape} and cannot become {tensor.dtype} {tuple(tensor.shape)}"
             )
-        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        raw = raw_bytes(tensor)
         with output_errors(self._directory):
             file = self._files[entry.shard]
             file.seek(entry.offset)
-            file.write(raw.data)
+            file.write(raw)
         self._written.setdefault(key, set()).add(index)
-        self._digests[key, index] = hashlib.sha256(raw.data).digest()
+        self._digests[key, index] = hashlib.sha256(raw).digest()
 
     def digest(self, places: Iterable[tuple[str, int | None]], on_disk: bool = False) -> str:
         """SHA-256 of the digests of these tensors: as they were written, or as an earlier writer left them on disk.
@@ -184,43 +181,3 @@ def check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:
         raise OutputError(f"{path}: {key!r} has {count} zeros on disk and {zeros} were meant")
     if bool(((tensor == 0) & tensor.float().signbit()).any()):
         raise OutputError(f"{path}: {key!r} has negative zeros, on which sparse kernels have gone wrong")
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file, which is on disk at the return; OutputError where it cannot be."""
-    with output_errors(path.parent):
-        try:
-            save_file(tensors, path, {"format": "pt"})
-        except SafetensorError as error:
-            if number := re.search(r"os error (\d+)", str(error)):  # such as a full disk
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-            raise OutputError(f"cannot write {path}: {error}") from error
-        set_usual_mode(path, 0o666)  # the library makes it private
-        with path.open("r+b") as file:
-            os.fsync(file.fileno())
-
-
-class Shards:
-    """Writes tensors to several safetensors files in ``directory``, and their index; OutputError where it cannot."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._size = 0
-        self._shards: dict[str, str] = {}
-
-    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Writes the file ``name``."""
-        write_tensors(self._directory / name, tensors)
-        self._size += sum(value.nbytes for value in tensors.values())
-        self._shards |= dict.fromkeys(tensors, name)
-
-    def finish(self) -> None:
-        """Writes the index, if there is more than one file."""
-        if len(set(self._shards.values())) > 1:
-            write_index(self._directory, self._size, self._shards)
-
-
-def write_index(directory: Path, size: int, shards: Mapping[str, str]) -> None:
-    """Writes which of the ``shards`` of ``directory``, of ``size`` bytes in all, has which key."""
-    index = {"metadata": {"total_size": size}, "weight_map": dict(shards)}
-    write_json(directory / INDEX_NAME, json.dumps(index, indent=2) + "\n")

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.conversations import check_no_images
 from niwaki.models.output import check_output, discard, unfinished
 from niwaki.options import Calibration
 from niwaki.pruning.healing import heal
@@ -23,6 +24,7 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     """
     world, source, compute = current_session().world, locate_model(request.model), request.compute
     target = check_output(source, out) if world.first else Path(out)
+    check_no_images(request.calibration, "healing")
     heal.check(Checkpoint(source), compute)
     first = target.with_name(f"{target.name}.pruned")
     effort = dataclasses.replace(request.effort, healing=0.0)

@@ -147,8 +147,8 @@ def heal(
     asked = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
     written = with_answers(dense, asked, compute.budget, world, progress)
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
-    student.check(texts.calibration.tokens)
-    windows, length = texts.calibration.tokens.shape
+    student.check(texts.windows.tokens)
+    windows, length = texts.windows.tokens.shape
     held = min(_held(count, length), max(1, windows // 8))
     if windows <= world.size:
         raise CalibrationError(
@@ -172,7 +172,7 @@ def heal(
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),
-        "calibration": texts.calibration.fingerprint(),
+        "calibration": texts.windows.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         "method": method,
         "tokens": count,
@@ -199,7 +199,7 @@ def heal(
                 if carried:
                     run.write(texts, measurement.before, carried)
                 else:
-                    run.train(texts.calibration)
+                    run.train(texts.windows)
             except BaseException:
                 if place and place.has_more_to_come:
                     progress.stopped(*run.done)

@@ -85,7 +85,7 @@ class Run(ABC):
             self._measure_first(heldout, measure_before)
         place.clear(self._kept)
         carried.copy(place.directory)
-        self.train(texts.calibration)
+        self.train(texts.windows)
         self.note(carried.notes)
         self._check(place.directory)
         self.clock.lap("write")

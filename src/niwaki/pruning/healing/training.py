@@ -13,7 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors
-from niwaki.models.checkpoint.writing import write_tensors
+from niwaki.models.checkpoint.shards import write_tensors
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.pruning.healing.student import Student
@@ -228,7 +228,7 @@ class Training:
         """Keeps all that a run that is stopped from now on needs."""
         began = time.monotonic()
         file = self.directory / point_file(self.record)
-        write_tensors(file, {name: value.cpu().contiguous() for name, value in self._kept().items()})
+        write_tensors(file, self._kept())
         self.saved(file)
         with output_errors(self.directory):
             for older in self.directory.glob("point-*.safetensors"):

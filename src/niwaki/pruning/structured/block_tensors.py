@@ -2,11 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from niwaki.models.block import DecoderBlock
+from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.structured.units import Removal
@@ -36,11 +39,11 @@ class BlockTensors:
         """Only the units in the mask ``kept`` stay, (units,) or for each expert. Experts get numbers without gaps."""
         numbers = {expert: number for number, expert in enumerate(kept.nonzero()[:, 0].tolist())}
         layout = self._model.layout
+        self._units |= self._without(removal, kept)
         for parameter in removal.parameters[self._index]:
-            self._units[parameter.name] = without = partial(parameter.without, kept=kept)
             for key, expert in layout.experts(f"{self._model.path}.{self._index}.{parameter.name}").items():
                 if expert is None:
-                    self._changes[key].append(without)
+                    self._changes[key].append(self._units[parameter.name])
                 elif kept.ndim == 2:
                     self._changes[key].append(partial(parameter.of_expert, kept=kept[expert]))
                 elif expert in numbers:
@@ -49,25 +52,46 @@ class BlockTensors:
                 else:
                     del self._names[key]
 
-    def read(self, number: int) -> dict[str, Tensor]:
-        """By their new keys, all tensors, of the block that is ``number`` now."""
-        tensors = {}
-        for key, name in self._names.items():
-            value = self._model.checkpoint.read(key)
-            for change in self._changes.pop(key, ()):
-                value = change(value)
-            tensors[name.format(number)] = value
-        return tensors
+    def write(self, number: int, file: str, shards: Shards) -> None:
+        """Writes them to ``file``, one at a time, as those of the block that is ``number`` now."""
+        checkpoint, keys = self._model.checkpoint, {name.format(number): key for key, name in self._names.items()}
 
-    def move(self, block: nn.Module, smaller: nn.Module) -> None:
-        """Gives what stays of the weights of ``block`` to the ``smaller`` one; ``block`` has none then."""
-        values = block.state_dict()
-        for name in [*self._units, *(values.keys() - self._units)]:
-            value = values.pop(name)
-            part = self._units[name](value) if name in self._units else value
-            smaller.load_state_dict({name: part}, strict=False, assign=True)
-            block.load_state_dict({name: torch.empty_like(value, device="meta")}, strict=False, assign=True)
-            del value, part
+        def read(name: str) -> Tensor:
+            value = self._changed(keys[name], checkpoint.read(keys[name]))
+            self._changes.pop(keys[name], None)  # frees the weights that it has
+            return value
+
+        shards.write(file, {name: self._changed(key, checkpoint.like(key)) for name, key in keys.items()}, read)
+
+    def _changed(self, key: str, value: Tensor) -> Tensor:
+        """What ``value``, the tensor under ``key``, becomes, in its own memory if possible."""
+        for change in self._changes.get(key, ()):
+            value = change(value)
+        return value
+
+    def move(self, block: DecoderBlock, smaller: nn.Module, removal: Removal, kept: Tensor) -> DecoderBlock:
+        """The ``smaller`` block of the experts in the mask ``kept`` with the weights of ``block``, which has none then.
+
+        Those of experts are read again, so that both blocks do not have to fit in memory.
+        """
+        values = block.module.state_dict()
+        free(block.module)
+        units = self._units | self._without(removal, kept)
+        stacks = [name for name, value in values.items() if name in units and value.ndim > 2]
+        for name in stacks:
+            del values[name]
+        weights = {name: units[name](value) if name in units else value for name, value in values.items()}
+        experts = kept.nonzero().squeeze(1).tolist()
+        for name in stacks:
+            weights[name] = block.layout.read_experts(block.path + name, experts).to(block.device)
+        smaller.load_state_dict(weights, strict=False, assign=True)
+        numbers = {None: None, **{expert: number for number, expert in enumerate(experts)}}
+        matrices = [replace(each, expert=numbers[each.expert]) for each in block.matrices if each.expert in numbers]
+        return replace(block, module=smaller, matrices=matrices)
+
+    def _without(self, removal: Removal, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+        """By parameter, what leaves out units."""
+        return {each.name: partial(each.without, kept=kept) for each in removal.parameters[self._index]}
 
 
 def free(block: nn.Module) -> None:

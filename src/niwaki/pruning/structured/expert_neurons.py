@@ -76,10 +76,9 @@ def fit_expert_neurons(
     """
     mixture = Mixture(block, str(removal.paths[block.index]))
     _, routed = mixture.observe(states, progress.step)
-    experts = sorted(mixture.down)
     parameter = mixture.experts.get_parameter(DOWN)
-    mask = torch.ones(len(experts), removal.units, dtype=torch.bool)
-    for expert in experts:
+    mask = torch.ones(len(mixture.down), removal.units, dtype=torch.bool)
+    for expert in range(len(mixture.down)):
         matrix = mixture.down[expert]
         rows, gates = routed.to(expert)
         X = torch.zeros(1, removal.units, device=gates.device)
@@ -90,4 +89,4 @@ def fit_expert_neurons(
             solution = remove_units(problem, 1, removal.count)
         mask[expert] = solution.mask[0].cpu()
         block.put(matrix, block.stored(matrix, solution.W))
-    return fit_last(mixture, experts, mask, routed)
+    return fit_last(mixture, mask, routed)

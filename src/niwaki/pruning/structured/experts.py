@@ -1,6 +1,7 @@
 """Whole experts of a mixture: which to remove from each block, and how the others take over."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,31 +128,40 @@ def _parameters(block: nn.Module, path: str, experts: int) -> list[UnitParameter
     return parameters
 
 
-def fit_experts(
-    block: DecoderBlock, removal: ExpertRemoval, smaller: nn.Module, states: HiddenStates, progress: Progress
-) -> FittedExperts:
-    """Chooses the experts of ``block`` that stay, and fits the last matrices of these to the outputs of all.
+@dataclass(frozen=True)
+class ChosenExperts:
+    """Which experts of a block stay, and what all of them have seen."""
 
-    Those go that have the lowest score of REAP, the mean over their tokens of gate times norm of output. The router
-    then chooses among the others, with the weights it has, and their last matrices are fitted together, see
-    :func:`niwaki.layer.expert_fit.fit_sum`. ``smaller`` is the block with fewer experts, whose router gets its weights
-    here. ``states`` stay as they are.
+    mask: Tensor  # (experts,) bool, of those that stay
+    arguments: list[tuple[Any, ...]]  # of the module that has the experts and their router, for each batch
+    routed: Routed
 
-    Reference: REAP, arXiv 2510.13999, eq. 9, for the score, which it also uses group by group where a router has
-    groups; the fit is our own.
+
+def choose_experts(
+    block: DecoderBlock, removal: ExpertRemoval, states: HiddenStates, progress: Progress
+) -> ChosenExperts:
+    """Chooses the experts of ``block`` that stay; ``states`` stay as they are.
+
+    Those go that have the lowest score of REAP, the mean over their tokens of gate times norm of output.
+
+    Reference: REAP, arXiv 2510.13999, eq. 9, which is also used group by group where a router has groups.
     """
-    path = str(removal.paths[block.index])
-    mixture = Mixture(block, path)
+    mixture = Mixture(block, str(removal.paths[block.index]))
     arguments, routed = mixture.observe(states, progress.step)
     kept = highest(scores(mixture, routed, removal.units), removal.units - removal.count, removal.groups)
     mask = torch.zeros(removal.units, dtype=torch.bool).index_fill_(0, torch.tensor(kept), True)
-    values = block.module.state_dict()
-    choosing = [each for each in removal.parameters[block.index] if not each.name.startswith(path)]
-    weights = {each.name: each.without(values[each.name], mask) for each in choosing}
-    smaller.load_state_dict(weights, strict=False, assign=True)
-    numbers, gates = Router(smaller, path).route(arguments)
-    experts = torch.tensor(kept, device=numbers.device)[numbers]
-    return fit_last(mixture, kept, mask, Routed(routed.X, experts, gates, routed.Y))
+    return ChosenExperts(mask, arguments, routed)
+
+
+def fit_experts(block: DecoderBlock, path: str, chosen: ChosenExperts) -> FittedExperts:
+    """Fits the last matrices of the ``chosen`` experts, at ``path`` of ``block``, to the outputs of all.
+
+    The router chooses among them, with the weights that it has; see :func:`niwaki.layer.expert_fit.fit_sum`. REAP has
+    no such fit.
+    """
+    experts, gates = Router(block.module, path).route(chosen.arguments)
+    routed = Routed(chosen.routed.X, experts, gates, chosen.routed.Y)
+    return fit_last(Mixture(block, path), chosen.mask, routed)
 
 
 def scores(mixture: Mixture, routed: Routed, experts: int) -> list[float]:
@@ -175,33 +185,34 @@ def highest(scores: list[float], count: int, groups: int) -> list[int]:
     return sorted(kept)
 
 
-def fit_last(mixture: Mixture, experts: list[int], mask: Tensor, routed: Routed) -> FittedExperts:
-    """Fits the last matrices of ``experts``, to which ``routed`` goes, and puts them into the block.
+def fit_last(mixture: Mixture, mask: Tensor, routed: Routed) -> FittedExperts:
+    """Fits the last matrices of the experts of ``mixture``, to which ``routed`` goes, and puts them into the block.
 
-    With a ``mask`` (experts, units) the columns that it leaves out are 0 there already, and stay so.
+    With a ``mask`` (experts, units) the columns that it leaves out are 0 there already, and stay so; one of experts
+    says which these are.
     """
     parameter = mixture.experts.get_parameter(DOWN)
     residual = routed.Y.to(torch.float32, copy=True)
     power = max(float(residual.square().sum(dtype=torch.float64)), 1e-30)
     counts = []
-    for expert in experts:
+    for expert in range(len(mixture.down)):
         rows, gates = routed.to(expert)
         counts.append(len(rows))
         if len(rows):
             residual[rows] -= gates * mixture.answer(expert, routed.X[rows])[1]
 
-    def inputs(part: int) -> tuple[Tensor, Tensor]:
-        rows, X = routed.to(experts[part])
+    def inputs(expert: int) -> tuple[Tensor, Tensor]:
+        rows, X = routed.to(expert)
         if len(rows):
-            X = X * mixture.answer(experts[part], routed.X[rows])[0]
-            X = X if mask.ndim == 1 else X * mask[experts[part]].to(X)
+            X = X * mixture.answer(expert, routed.X[rows])[0]
+            X = X if mask.ndim == 1 else X * mask[expert].to(X)
         return rows, X
 
-    fit = fit_sum(lambda part: mixture.down[experts[part]].within(parameter).float(), inputs, len(experts), residual)
+    fit = fit_sum(lambda expert: mixture.down[expert].within(parameter).float(), inputs, len(mixture.down), residual)
     weights = []
-    for expert, W in zip(experts, fit.W, strict=True):
+    for expert in range(len(mixture.down)):
         matrix = mixture.down[expert]
-        weights.append((matrix, mixture.block.stored(matrix, W)))
+        weights.append((matrix, mixture.block.stored(matrix, fit.W.pop(0))))  # or all would be there twice
         mixture.block.put(*weights[-1])
     stats: dict[str, float | int | str] = {"error_before_fit": fit.before / power, "sweeps": fit.sweeps}
     return FittedExperts(mask, weights, fit.after / power, min(counts), stats)

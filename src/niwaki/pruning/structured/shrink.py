@@ -1,6 +1,5 @@
 """Structured pruning: fewer blocks, heads, neurons or experts, and a smaller dense model on disk."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from niwaki.models.answers import with_answers
 from niwaki.models.block import DecoderBlock
 from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
-from niwaki.models.checkpoint.writing import Shards
+from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import check_dtypes
@@ -35,7 +34,7 @@ from niwaki.pruning.request import begin_record
 from niwaki.pruning.structured.block_tensors import BlockTensors, free
 from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
 from niwaki.pruning.structured.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal, fit_expert_neurons
-from niwaki.pruning.structured.experts import ExpertRemoval, expert_removal, fit_experts
+from niwaki.pruning.structured.experts import ExpertRemoval, choose_experts, expert_removal, fit_experts
 from niwaki.pruning.structured.units import ColumnRemoval, Removal, head_removal, neuron_removal
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
@@ -145,7 +144,7 @@ def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, r
     return {
         "model": model.checkpoint.fingerprint(),
         "solver": record.solver,
-        "calibration": texts.calibration.fingerprint(),
+        "calibration": texts.windows.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
         **({} if measurement.before else {"measure": "after"}),
         "device": model.device.type,
@@ -208,7 +207,7 @@ class _Run:
     def write(self, place: Workplace, texts: Texts, measure_before: bool, count: int) -> None:
         """Removes ``count`` blocks and all units, and writes everything; then it only has to be moved into place."""
         model, record, clock, directory = self.model, self.record, self.clock, place.directory
-        windows, heldout, depth = texts.calibration, texts.only, len(self.model.blocks)
+        windows, heldout, depth = texts.windows, texts.only, len(self.model.blocks)
         mixed = sum(path is not None for mixture in self.mixtures for path in mixture.paths)
         self.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
         if heldout and measure_before:
@@ -224,7 +223,7 @@ class _Run:
         write_config(directory, configuration(model, kept, self.removals), record)
         smaller_modules = smaller_blocks(model, directory, kept, self.removals)
         shards = Shards(directory)
-        shards.write(_shard(0, kept), {key: model.checkpoint.read(key) for key in outside})
+        shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
         clock.lap("write")
         states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), blocks, shards)
         shards.finish()
@@ -262,7 +261,7 @@ class _Run:
             for mixture in self.mixtures:
                 if mixture.paths[block.index]:
                     block = self._remove_experts(block, mixture, smaller[block.index], states, tensors)
-            shards.write(_shard(1 + number, kept), tensors.read(number))
+            tensors.write(number, _shard(1 + number, kept), shards)
             self.clock.lap("write")
             self.progress.stage(block.index, "advance", len(states.hidden))
             block.advance(states, self.progress.step)
@@ -313,7 +312,10 @@ class _Run:
         began = time.perf_counter()
         with named(f"block {block.index}, {path}"):
             if isinstance(removal, ExpertRemoval):
-                fit = fit_experts(block, removal, smaller, states, self.progress)
+                chosen = choose_experts(block, removal, states, self.progress)
+                block = tensors.move(block, smaller, removal, chosen.mask)
+                fit = fit_experts(block, path, chosen)
+                self.removed["experts"].append((~fit.mask).nonzero().squeeze(1).tolist())
             else:
                 fit = fit_expert_neurons(block, removal, states, self.progress)
         for matrix, stored in fit.weights:
@@ -323,11 +325,7 @@ class _Run:
         columns = fit.mask.sum().item() if fit.mask.ndim == 2 else shape[1] * len(fit.weights)
         size = (shape[0], int(columns))
         self._record(MatrixRecord(block.index, path, size, 0.0, fit.error, seconds, fit.tokens, fit.stats))
-        if not isinstance(removal, ExpertRemoval):
-            return block
-        self.removed["experts"].append((~fit.mask).nonzero().squeeze(1).tolist())
-        tensors.move(block.module, smaller)
-        return dataclasses.replace(block, module=smaller)
+        return block
 
     def _record(self, record: MatrixRecord) -> None:
         self.record.matrices.append(record)

@@ -46,8 +46,8 @@ class UnitParameter:
         return self._selected(value, kept, dimension, value.shape[dimension] // (len(kept) * self.size))
 
     def _selected(self, value: Tensor, kept: Tensor, dimension: int, times: int) -> Tensor:
-        entries = kept.to(value.device).repeat_interleave(self.size).repeat(times)
-        return value.index_select(dimension, entries.nonzero().squeeze(1))
+        entries = kept.repeat_interleave(self.size).repeat(times).nonzero().squeeze(1)
+        return value.index_select(dimension, entries.to(value.device))
 
 
 @dataclass(frozen=True)
