@@ -95,10 +95,10 @@ class TiledFloats:
         return -(-shape[0] // self.tile[0]), -(-shape[1] // self.tile[1])
 
     def factors(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """(rows, columns) float32: the scale of each weight."""
-        rows, columns = shape
+        """(.., rows, columns) float32: the scale of each weight of matrices of this ``shape``."""
+        rows, columns = shape[-2:]
         down, across = self.tile
-        return scales.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
+        return scales.repeat_interleave(down, -2)[..., :rows, :].repeat_interleave(across, -1)[..., :columns]
 
     def codes(self, W: Tensor, factors: Tensor, kept: Tensor) -> Tensor:
         """(rows, columns) uint8: the nearest codes of W, 0 where it is not ``kept``, and nowhere else."""

@@ -41,9 +41,7 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
 
 def training_dtype(name: str, device: str, checkpoint: Checkpoint) -> str:
     """``name``, but "auto" is bfloat16 where files are in it and the processor has units for products of it (AMX)."""
-    if name == "auto" and find_device(device).type == "cpu" and stored_dtype(checkpoint) == torch.bfloat16:
-        return "bfloat16" if _processor_has("amx_bf16") else name
-    return name
+    return "bfloat16" if name == "auto" and _has_units(find_device(device), checkpoint, "amx_bf16") else name
 
 
 def writing_dtype(dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
@@ -51,14 +49,16 @@ def writing_dtype(dtype: torch.dtype, device: torch.device, checkpoint: Checkpoi
 
     That takes half of float32's time and memory.
     """
-    stored = stored_dtype(checkpoint)
-    if device.type == "cpu" and stored == torch.bfloat16 and _processor_has("amx_bf16", "avx512_bf16"):
-        return stored
-    return dtype
+    return torch.bfloat16 if _has_units(device, checkpoint, "amx_bf16", "avx512_bf16") else dtype
 
 
-def _processor_has(*units: str) -> bool:
-    """Whether it has any of these; not known before torch 2.13, and so False."""
+def _has_units(device: torch.device, checkpoint: Checkpoint, *units: str) -> bool:
+    """Whether ``device`` is a processor with any of these ``units``, and files are in the bfloat16 that they are for.
+
+    What a processor has is not known before torch 2.13.
+    """
+    if device.type != "cpu" or stored_dtype(checkpoint) != torch.bfloat16:
+        return False
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(unit) for unit in units)
 

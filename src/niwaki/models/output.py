@@ -144,6 +144,12 @@ class Workplace:
         write_json(self._path, journal.to_json(), sync=True)
         vars(self.journal).update(changes)
 
+    def save_block(self, block: int, digest: str, record: Record) -> None:
+        """Writes the journal with ``block`` done, whose weights on disk have this ``digest``."""
+        digests = [*self.journal.digests, *[""] * (block + 1 - self.journal.blocks)]
+        digests[block] = digest
+        self.save(digests=digests, record=record.to_json())
+
     def finish(self) -> None:
         """Says that all is written and checked: only the move into place is missing."""
         with output_errors(self._out):

@@ -137,10 +137,9 @@ def plan(
 
 def _pilot(samples: Samples, share: float, world: World) -> Samples:
     """This process's part of a ``share`` of the samples of all."""
-    if not isinstance(samples, Tensor):  # of images, on which one process calibrates
-        return samples[:: max(1, min(math.floor(1 / share), len(samples)))]
-    whole = torch.cat(world.collected(samples))
-    return world.share(whole[:: max(1, min(math.floor(1 / share), len(whole) // world.size))])
+    whole = torch.cat(world.collected(samples)) if isinstance(samples, Tensor) else samples  # those of one process
+    chosen = whole[:: max(1, min(math.floor(1 / share), len(whole) // world.size))]
+    return world.share(chosen) if isinstance(chosen, Tensor) else chosen
 
 
 @dataclass

@@ -246,8 +246,8 @@ class Walk:
         for matrix in block.matrices:
             stored = block.empty(matrix)
             if self.writer:
-                read = self.kept.read(self.writer, matrix) if self.kept else None
-                stored.copy_(self.writer.read(matrix.key, matrix.index) if read is None else read)
+                kept, writer = self.kept, self.writer
+                stored.copy_(kept.read(writer, matrix) if kept else writer.read(matrix.key, matrix.index))
             block.put(matrix, self.world.send(stored, 0))
 
     def _forget(self, block: int) -> None:
@@ -264,9 +264,7 @@ class Walk:
         if self.writer and self.place:
             self.writer.sync()
             self.record.seconds = dict(self.clock.seconds)
-            digests = [*self.journal.digests, *[""] * (block.index + 1 - self.journal.blocks)]
-            digests[block.index] = self.writer.digest(self._places(block.matrices))
-            self.place.save(digests=digests, record=self.record.to_json())
+            self.place.save_block(block.index, self.writer.digest(self._places(block.matrices)), self.record)
         self.clock.lap("write")
 
     def check_written(self) -> None:

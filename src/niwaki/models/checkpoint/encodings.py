@@ -66,7 +66,7 @@ class Encoded(ABC):
 
 @dataclass(frozen=True)
 class FP8(Encoded):
-    """float8_e4m3fn with a scale for each ``block``; powers of two if it ``has_powers``."""
+    """float8_e4m3fn (.., rows, columns) with a scale for each ``block``; powers of two if it ``has_powers``."""
 
     block: tuple[int, int]
     has_powers: bool
@@ -81,10 +81,12 @@ class FP8(Encoded):
         return TiledFloats(E4M3, self.block, None if self.has_powers else DTYPES[self.scales.dtype])
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return decode_fp8(codes, scales, self.block)
+        *first, rows, columns = codes.shape
+        tiles = scales.float().reshape(*first, *self.format.tiles((rows, columns)))
+        return (codes.float() * self.format.factors(tiles, codes.shape)).to(torch.bfloat16)
 
     def tiles(self, scales: Tensor) -> Tensor:
-        return scales.float().reshape([-(-n // size) for n, size in zip(self.shape[-2:], self.block, strict=True)])
+        return scales.float().reshape(self.format.tiles((self.shape[-2], self.shape[-1])))
 
     def encode(self, W: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
         scales = tiles.to(DTYPES[self.scales.dtype]).reshape(self.scales.shape[len(self.shape) - 2 :])
@@ -93,7 +95,10 @@ class FP8(Encoded):
 
 @dataclass(frozen=True)
 class MXFP4(Encoded):
-    """Codes of four bits, and a power of two for each ``_GROUP`` of a row of what is stored transposed."""
+    """Codes of four bits, and a power of two for each ``_GROUP`` of a row of what is stored transposed.
+
+    Codes are (.., rows, groups, 16) uint8 and scales (.., rows, groups), of a tensor (.., columns, rows).
+    """
 
     def __str__(self) -> str:
         return "MXFP4"
@@ -103,7 +108,10 @@ class MXFP4(Encoded):
         return TiledFloats(E2M1, (_GROUP, 1), None)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return decode_mxfp4(codes, scales)
+        # The lower four bits of a byte come first; bfloat16 has all of the products exactly.
+        values = torch.cat([E2M1.magnitudes, -E2M1.magnitudes]).to(torch.bfloat16)
+        pairs = torch.stack([values[(codes & 15).int()], values[(codes >> 4).int()]], dim=-1).flatten(-2)
+        return (pairs * _powers(scales).to(torch.bfloat16)[..., None]).flatten(-2).mT.contiguous()
 
     def tiles(self, scales: Tensor) -> Tensor:
         return _powers(scales).mT
@@ -171,25 +179,6 @@ def _find_mxfp4(entries: Mapping[str, Entry]) -> dict[str, Encoded]:
         *first, rows, groups, _ = codes.shape
         found[name] = MXFP4(keys, codes, scales, (*first, groups * _GROUP, rows))
     return found
-
-
-def decode_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """(.., rows, columns) bfloat16: ``codes`` float8_e4m3fn, each times the factor of its ``block`` in ``scales``."""
-    rows, columns = codes.shape[-2:]
-    factors = scales.float()
-    if factors.ndim:
-        factors = factors.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
-    return (codes.float() * factors).to(torch.bfloat16)
-
-
-def decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """(.., columns, rows) bfloat16, exactly: ``codes`` (.., rows, groups, 16) and ``scales`` (.., rows, groups) uint8.
-
-    The lower four bits of a byte come first.
-    """
-    values = torch.cat([E2M1.magnitudes, -E2M1.magnitudes]).to(torch.bfloat16)
-    pairs = torch.stack([values[(codes & 15).int()], values[(codes >> 4).int()]], dim=-1).flatten(-2)
-    return (pairs * _powers(scales).to(torch.bfloat16)[..., None]).flatten(-2).mT.contiguous()
 
 
 def _powers(scales: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.files import output_errors, reserve, write_json
 from niwaki.models.checkpoint.reading import INDEX_NAME
-from niwaki.models.checkpoint.tensors import DTYPES, raw_bytes
+from niwaki.models.checkpoint.tensors import DTYPES, framed, raw_bytes
 
 #: In the order of safetensors' own writer, which has the widest numbers first, so that all are aligned.
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
@@ -68,9 +68,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     for key, value in tensors.items():
         start, end = end, end + value.nbytes
         values[key] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return framed(json.dumps(values, ensure_ascii=False, separators=(",", ":")))
 
 
 def write_index(directory: Path, size: int, shards: Mapping[str, str]) -> None:

@@ -79,7 +79,12 @@ def header_of(entries: Mapping[str, Entry]) -> bytes:
     for key, entry in entries.items():
         ends = [entry.offset - start, entry.offset - start + entry.size]
         values[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": ends}
-    text = json.dumps(values).encode()
+    return framed(json.dumps(values))
+
+
+def framed(header: str) -> bytes:
+    """A ``header`` in JSON as safetensors files have it: behind its length, and filled up to align the tensors."""
+    text = header.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

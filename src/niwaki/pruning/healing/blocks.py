@@ -222,9 +222,7 @@ class BlockRun(Run):
         if self._writer and self.place:
             self._writer.sync()
             self.record.seconds = dict(self.clock.seconds)
-            digests = [*self.journal.digests, *[""] * (block.index + 1 - self.journal.blocks)]
-            digests[block.index] = self._writer.digest(_places(block))
-            self.place.save(digests=digests, record=self.record.to_json())
+            self.place.save_block(block.index, self._writer.digest(_places(block)), self.record)
         self.clock.lap("write")
 
     def _points(self, held: Held) -> list[HealingPoint]:
