@@ -36,6 +36,16 @@ def test_tensors_are_those_that_others_read(tmp_path: Path, make: Any) -> None:
             assert torch.equal(checkpoint.read(key, 2), value[2])
 
 
+def test_one_scale_in_a_list(tmp_path: Path) -> None:
+    """It is that of the whole matrix."""
+    meant = in_fp8(tmp_path, None)
+    stored = load_file(tmp_path / SINGLE_NAME)
+    stored |= {key: value.reshape(1) for key, value in stored.items() if key.endswith("_scale_inv")}
+    save_file(stored, tmp_path / SINGLE_NAME, {"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint.read(key), value) for key, value in meant.items())
+
+
 @pytest.mark.parametrize(("make", "shards"), [(in_fp8, 1), (in_fp8, 2), (in_mxfp4, 2)])
 def test_a_pruned_model_is_in_bfloat16(tmp_path: Path, make: Any, shards: int) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
