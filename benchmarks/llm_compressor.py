@@ -4,13 +4,15 @@
     python benchmarks/llm_compressor.py MODEL CORPUS WORK PEER/bin/python --record RECORD
 
 It needs an environment of its own, because it wants another transformers. CORPUS is that of real.py. Each run is a
-process of its own, from its start to its end; its peak memory is what the system says of it. All results are measured
-by niwaki in float32.
+process of its own, from its start to its end; its peak memory is what the system says of it. llm-compressor runs a
+model in the dtype of its files, here bfloat16; --dtypes says what niwaki does. All results are measured by niwaki in
+float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -91,6 +93,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--methods", nargs="+", default=["sparsegpt", "wanda"])
     parser.add_argument("--also", nargs="*", default=["balanced"], help="efforts of niwaki's own solver")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="what niwaki runs blocks in")
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--samples", type=int, default=16, help="windows to calibrate on")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
@@ -119,16 +122,17 @@ def main() -> None:
     out = work / "out"
     commands = {}
     for method in arguments.methods:
-        commands["llm-compressor", method] = theirs(method, out)
-        commands["niwaki", method] = ours(out, "--solver", method)
-    for effort in arguments.also:
-        commands["niwaki", effort] = ours(out, "--effort", effort)
+        commands["llm-compressor", method, "bfloat16"] = theirs(method, out)
+        for dtype in arguments.dtypes:
+            commands["niwaki", method, dtype] = ours(out, "--dtype", dtype, "--solver", method)
+    for effort, dtype in itertools.product(arguments.also, arguments.dtypes):
+        commands["niwaki", effort, dtype] = ours(out, "--dtype", dtype, "--effort", effort)
     results = []
-    for (tool, method), command in commands.items():
+    for (tool, method, dtype), command in commands.items():
         shutil.rmtree(out, ignore_errors=True)
         ended = run(command, work / f"{tool}-{method}.log")
         perplexity = {name: measured(out, text, arguments) for name, text in measured_on.items()}
-        results.append({"tool": tool, "method": method, **ended._asdict(), "perplexity": perplexity})
+        results.append({"tool": tool, "method": method, "dtype": dtype, **ended._asdict(), "perplexity": perplexity})
         console.print(results[-1])
     if arguments.record:
         sizes = {name: getattr(arguments, name) for name in ("sparsity", "samples", "length", "text_samples")}

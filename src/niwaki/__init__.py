@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from niwaki.pruning.prune import prune as prune
     from niwaki.pruning.structured.shrink import shrink as shrink
     from niwaki.records.comparison import Comparison as Comparison
+    from niwaki.records.perplexity import Perplexity as Perplexity
     from niwaki.records.progress import Progress as Progress
-    from niwaki.records.record import Perplexity as Perplexity, Record as Record
+    from niwaki.records.record import Record as Record
     from niwaki.reports.page import report as report
 
 

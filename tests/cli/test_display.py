@@ -14,7 +14,9 @@ from niwaki.cli import display as module
 from niwaki.cli.display import Display
 from niwaki.cli.tables import summary
 from niwaki.pruning.effort import EFFORTS, describe
-from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Perplexity, Record
+from niwaki.records.healing import HealingPoint, HealingRecord
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.wording import duration, operations
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")

@@ -33,8 +33,9 @@ from niwaki.layer.solvers import Solver
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Measurement, parse_time
 from niwaki.records.comparison import Cell
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Perplexity, Record
+from niwaki.records.record import Record
 from support.arguments import arguments
 from support.models import edit_json, message, save_model_with_tokenizer
 

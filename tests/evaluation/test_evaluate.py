@@ -16,8 +16,8 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Windows
 from niwaki.options import Measurement
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Perplexity
 from support.models import EMBEDDED, random_tokens, reference, save_model, save_model_with_tokenizer, weight
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
+from niwaki.layer import linalg
 from niwaki.layer.linalg import (
     STRIP,
     damped_cholesky,
+    inverse_diagonal,
     inverse_of_damped,
     inverse_upper_cholesky,
     is_finite,
@@ -62,6 +64,38 @@ class TestFactorisations:
         assert torch.equal(U, U.triu())
         assert (U.diagonal() > 0).all()
         assert relative_difference(U.T @ U, torch.linalg.inv(damped(H, damping))) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lapack", [True, False], ids=["lapack", "parts"])
+class TestLargeFactorisations:
+    """Of matrices that are factorised in parts, which some processors do with everything."""
+
+    @pytest.fixture(autouse=True)
+    def _library(self, monkeypatch: pytest.MonkeyPatch, lapack: bool) -> None:
+        monkeypatch.setattr(linalg, "onednn_is_faster", lambda: not lapack)
+
+    @pytest.mark.parametrize("n", [193, 448, 1100])
+    def test_against_float64(self, n: int, dtype: torch.dtype) -> None:
+        H = gram(inputs("correlated", n, seed=0)).to(dtype)
+        reference = torch.linalg.inv(damped(H, 0.1))
+        L, used = damped_cholesky(H.clone, 0.1)
+        U, _ = inverse_upper_cholesky(H, 0.1)
+        assert used == 0.1
+        assert torch.equal(L, L.tril())
+        assert torch.equal(U, U.triu())
+        assert relative_difference(L @ L.T, damped(H, 0.1)) < TOLERANCE[dtype]
+        assert relative_difference(U.T @ U, reference) < TOLERANCE[dtype]
+        assert relative_difference(inverse_of_damped(H.clone, 0.1)[0], reference) < TOLERANCE[dtype]
+        assert relative_difference(inverse_diagonal(H.clone, 0.1)[0], reference.diagonal()) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("at", [0, 300, 499])
+    def test_one_negative_eigenvalue_wherever_it_is(self, at: int, dtype: torch.dtype) -> None:
+        H = torch.eye(500, dtype=dtype)
+        H[at, at] = -0.1
+        L, used = damped_cholesky(H.clone, 0.0)
+        assert 0.1 < used < 1.5
+        assert relative_difference(L @ L.T, damped(H, used)) < TOLERANCE[dtype]
 
 
 #: Rounding makes the small eigenvalues of a Gram matrix negative; here one is, by much.

@@ -25,8 +25,9 @@ from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, C
 from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits
 from niwaki.pruning.healing.student import LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
+from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import HealingPoint, HealingRecord, Record
+from niwaki.records.record import Record
 from support.healing import LENGTH, TOKENS, divergence, heal, held, pruned_model, same_tensors
 from support.models import COMMON, EACH_CASE, message, reference, save_model
 from support.runs import files, tensors, zeros

@@ -14,8 +14,9 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.pruning.healing import own_text
+from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import FitRecord, HealingRecord
+from niwaki.records.record import FitRecord
 from support.healing import LENGTH, TOKENS, heal, held, pruned_model, same_tensors
 from support.models import random_tokens, save_model
 from support.runs import files

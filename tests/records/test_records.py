@@ -16,7 +16,8 @@ from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
 from niwaki.pruning.effort import EFFORTS, describe as describe_effort
 from niwaki.records.comparison import shown
 from niwaki.records.data import from_repr, plain
-from niwaki.records.record import FitRecord, MatrixRecord, Perplexity, Record, StructureRecord
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
 from niwaki.records.speed import SpeedRecord
 from niwaki.records.wording import in_words, markdown
 from niwaki.reports.tables import with_error

@@ -30,15 +30,9 @@ from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.text import load_tokenizer
 from niwaki.records.comparison import Comparison
-from niwaki.records.record import (
-    FitRecord,
-    HealingPoint,
-    HealingRecord,
-    MatrixRecord,
-    Perplexity,
-    Record,
-    StructureRecord,
-)
+from niwaki.records.healing import HealingPoint, HealingRecord
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord
 from niwaki.records.wording import printable
 from niwaki.reports import head, sections

@@ -13,7 +13,8 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_tables, summary
 from niwaki.pruning.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
-from niwaki.records.record import FitRecord, HealingPoint, HealingRecord, MatrixRecord, Record
+from niwaki.records.healing import HealingPoint, HealingRecord
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.wording import counted, duration, in_words, kind, operations, short, text_in_words
 
 #: Stages that are a walk over all blocks before or after that which prunes.

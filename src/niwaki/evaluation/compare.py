@@ -30,8 +30,9 @@ from niwaki.pruning.request import patterns_of
 from niwaki.pruning.session import current_session
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
 from niwaki.records.data import plain
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Perplexity, Record, versions
+from niwaki.records.record import Record, versions
 from niwaki.records.wording import in_words
 
 #: The end of the name of a model, while its cell is saved and until it is removed.

@@ -12,8 +12,8 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_heldout
 from niwaki.options import Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Perplexity
 
 
 @checked

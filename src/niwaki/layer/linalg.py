@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError
-from niwaki.layer.products import products
+from niwaki.layer.products import onednn_is_faster, products
 
+#: Rows and columns that are factorised at once; of larger matrices the parts, which leaves nearly all to products.
+_PART = 192
 #: Rows that are worked on at a time, to save memory: enough for the full rate of products.
 STRIP = 1024
 #: Of sums above this no term that matters is below what float32 can hold.
@@ -34,8 +36,13 @@ def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor,
     step = max(damping, mean * torch.finfo(L.dtype).eps * L.shape[0])
     while True:
         L.diagonal().add_(damping)
-        torch.linalg.cholesky_ex(L, out=(L, info))
-        if not info.item():
+        if L.device.type == "cpu" and onednn_is_faster():
+            done = _cholesky(L)
+            L.mT.triu_()  # in the order of memory
+        else:
+            torch.linalg.cholesky_ex(L, out=(L, info))
+            done = not info.item()
+        if done:
             return L, damping
         if not (step > 0 and damping <= mean * L.shape[0] < math.inf):
             raise NumericalError(NOT_DEFINITE)
@@ -48,6 +55,14 @@ def inverse_of_damped(copy: Callable[[], Tensor], damping: float) -> tuple[Tenso
     """((H + damping I)^-1, damping that was used), by Cholesky; see :func:`damped_cholesky`."""
     L, used = damped_cholesky(copy, damping)
     return torch.cholesky_inverse(L, out=L), used
+
+
+def inverse_diagonal(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor, float]:
+    """((n,) the diagonal of (H + damping I)^-1, damping that was used); see :func:`damped_cholesky`."""
+    L, used = damped_cholesky(copy, damping)
+    with products(tf32=False):
+        _invert(L)
+    return L.square_().sum(dim=0), used
 
 
 def resolvent(copy: Callable[[], Tensor], rho: float, damping: float = 0.0) -> tuple[Tensor, float]:
@@ -63,11 +78,59 @@ def inverse_upper_cholesky(H: Tensor, damping: float) -> tuple[Tensor, float]:
     triangular inverse, instead of two factorisations and an inverse, each of which loses digits.
     """
     L, used = damped_cholesky(lambda: H.flip(0, 1), damping)
-    U = torch.eye(H.shape[0], dtype=H.dtype, device=H.device).mT
-    with products(tf32=False):  # cuBLAS does this one, with the setting for products
-        torch.linalg.solve_triangular(L, U, upper=False, out=U)
-    del L
-    return U.flip(0, 1), used
+    with products(tf32=False):  # cuBLAS solves with the setting for products
+        _invert(L)
+    return L.flip(0, 1), used
+
+
+def _cholesky(A: Tensor) -> bool:
+    """Replaces the lower triangle of A by its Cholesky factor; False if A is not positive definite.
+
+    For processors where LAPACK has half the rate of products.
+    """
+    if len(A) <= _PART:
+        L, info = torch.linalg.cholesky_ex(A)
+        A.copy_(L)
+        return not info.item()
+    half = _half(len(A))
+    above, below, beside = A[:half, :half], A[half:, half:], A[half:, :half]
+    if not _cholesky(above):
+        return False
+    with products(tf32=False):
+        _divide(beside, above)
+        for start in range(0, len(below), STRIP // 2):  # the lower triangle is enough
+            columns = slice(start, start + STRIP // 2)
+            below[start:, columns].addmm_(beside[start:], beside[columns].mT, alpha=-1)
+    return _cholesky(below)
+
+
+def _divide(X: Tensor, L: Tensor) -> None:
+    """Replaces X by X L^-T, for a lower triangular L; what L has above the diagonal is not read."""
+    if len(L) <= _PART:
+        X.copy_(torch.linalg.solve_triangular(L.mT, X, upper=True, left=False))
+        return
+    half = _half(len(L))
+    left, right = X[:, :half], X[:, half:]
+    _divide(left, L[:half, :half])
+    right.addmm_(left, L[half:, :half].mT, alpha=-1)
+    _divide(right, L[half:, half:])
+
+
+def _invert(L: Tensor) -> None:
+    """Replaces a lower triangular L by its inverse, with 2/3 n^3 operations; solving for each column takes n^3."""
+    if len(L) <= _PART:
+        unit = torch.eye(len(L), dtype=L.dtype, device=L.device)
+        L.copy_(torch.linalg.solve_triangular(L, unit, upper=False))
+        return
+    half = _half(len(L))
+    above, below, beside = L[:half, :half], L[half:, half:], L[half:, :half]
+    _invert(above)
+    _invert(below)
+    torch.mm((below @ beside).neg_(), above, out=beside)
+
+
+def _half(n: int) -> int:
+    return math.ceil(n / 2 / 64) * 64
 
 
 def masked_conjugate_gradients(

@@ -30,7 +30,8 @@ from niwaki.models.recording import Inputs, check_towers, record_each, record_te
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import refusals, structure
 from niwaki.models.text import Windows, check_tokens
-from niwaki.records.record import LeftDense, Perplexity
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import LeftDense
 
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
 _LEAST_COVERAGE = 0.9

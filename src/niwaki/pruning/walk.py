@@ -28,8 +28,9 @@ from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, Perplexity, Record
+from niwaki.records.record import Clock, Record
 
 
 class Streams(NamedTuple):

@@ -18,7 +18,8 @@ from niwaki.arguments import checked
 from niwaki.errors import UsageError
 from niwaki.files import write_json
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
-from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Perplexity, Record
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Record
 from niwaki.records.wording import is_cut, markdown, number, text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.record import FitRecord, HealingRecord, MatrixRecord, Record
+from niwaki.records.healing import HealingRecord
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 
 
 class Progress:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import platform
-import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
@@ -31,11 +30,9 @@ from niwaki.records.data import (
     check_plain,
     from_repr,
 )
-from niwaki.records.wording import counted, is_cut, kind, number
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from niwaki.records.healing import HealingRecord
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.wording import counted, kind
 
 #: So many are named where there is not room for all.
 _NAMED = 6
@@ -43,98 +40,8 @@ _NAMED = 6
 FORMAT = 2
 #: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
 LARGEST_TABLE = 50_000
-#: Points of a training, likewise.
-LARGEST_CURVE = 10_000
 #: What `niwaki report` and `niwaki bench` write into a directory: about it, and not about what is made from it.
 FINDINGS = REPORT_NAME, SPEED_NAME = "report.html", "niwaki-bench.json"
-
-
-class Difference(NamedTuple):
-    """Of two models' mean losses on the same windows, in nats a token.
-
-    The standard error is that of the windows' own differences ("paired"), which is much less than that of either loss,
-    because what makes a window hard for one model makes it hard for the other. None where windows were not kept.
-    """
-
-    nats: float
-    standard_error: float | None
-
-    @property
-    def clear(self) -> bool:
-        """Whether it is more than two standard errors away from 0; without an error, whether it is not 0."""
-        return abs(self.nats) > 2 * (self.standard_error or 0.0)
-
-    def __str__(self) -> str:
-        error = "" if self.standard_error is None else f" ±{self.standard_error:.4f}"
-        return f"{self.nats:.4f}{error}"
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """exp of the mean cross-entropy, and what it is the perplexity of.
-
-    In each of the non-overlapping ``windows`` of ``context`` tokens the first token is given and the others are
-    predicted, ``tokens`` in all; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
-    Perplexities of different contexts do not compare.
-
-    Attributes:
-        standard_error: Of ``value``, from the spread of the windows' mean losses: how another text of this kind would
-            differ. Two models on the same text compare more tightly, see :meth:`above`. None where there is one window.
-        origin: Where ``text`` is from and how it became windows, in words; "" where that is not known.
-        losses: The mean cross-entropy of each window in nats; none in records of earlier versions.
-    """
-
-    value: Annotated[float, msgspec.Meta(ge=0.5, le=1e305)]  # 1 or more, but for rounding
-    standard_error: Annotated[float, msgspec.Meta(ge=0, le=1e305)] | None
-    tokens: Positive
-    context: Positive
-    windows: Positive
-    text: Name
-    origin: str = ""
-    losses: Annotated[tuple[Finite, ...], msgspec.Meta(max_length=1_000_000)] = ()
-
-    @classmethod
-    def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
-        """From (windows, context - 1) cross-entropies in nats."""
-        means = losses.double().mean(dim=1)
-        value = math.exp(min(means.mean().item(), 700.0))  # soon beyond it there is no float
-        error = min(1e304, value * means.std().item() / math.sqrt(len(means))) if len(means) > 1 else None
-        kept = tuple(round(mean, 7) for mean in means.tolist())
-        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin, kept)
-
-    @property
-    def nats(self) -> float:
-        """The mean cross-entropy of a token."""
-        return math.log(self.value)
-
-    def above(self, other: Perplexity) -> Difference:
-        """By how much the mean loss of a token is greater than ``other``, which is of the same windows."""
-        nats = self.nats - other.nats
-        if len(self.losses) != len(other.losses) or len(self.losses) < 2:
-            return Difference(nats, None)
-        differences = [mine - theirs for mine, theirs in zip(self.losses, other.losses, strict=True)]
-        return Difference(nats, statistics.stdev(differences) / math.sqrt(len(differences)))
-
-    @property
-    def protocol(self) -> str:
-        """All that another program needs to measure the same, in words."""
-        return (
-            f"{self.origin or self.text}; {counted(self.windows, 'non-overlapping window')} of {self.context:,} "
-            f"tokens, the first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
-        )
-
-    @property
-    def figure(self) -> str:
-        """``"44.87 ± 1.20"``, without its error where there is none, or where the value is too large for a float."""
-        if is_cut(self.value):
-            return number(self.value)
-        digits, of_error = (".2f", ".2f") if self.value < 1e6 else (".3g", ".2g")
-        return f"{self.value:{digits}}" + (
-            "" if self.standard_error is None else f" ± {self.standard_error:{of_error}}"
-        )
-
-    def __str__(self) -> str:
-        return f"{self.figure} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
 
 
 @dataclass(frozen=True)
@@ -216,23 +123,6 @@ class StructureRecord:
         return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
 
 
-@dataclass(frozen=True)
-class HealingPoint:
-    """A moment of a training: after so many ``tokens``, ``steps`` and ``seconds``.
-
-    Attributes:
-        error: The mean KL of the dense from the pruned model on what is held out, in nats a token; of weights as files
-            have them.
-        loss: The same on what was trained on since the last point; None where blocks are trained, each towards its own.
-    """
-
-    tokens: Count
-    steps: Count
-    seconds: Seconds
-    error: Amount
-    loss: Finite | None
-
-
 @dataclass
 class LeftDense:
     """Tensors that stay as they are: those that have the same name in all blocks, with * for numbers in it.
@@ -250,53 +140,6 @@ class LeftDense:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason}, {100 * self.share:.2g} %)"
-
-
-@dataclass
-class HealingRecord:
-    """A training of a pruned model's weights, see :mod:`niwaki.pruning.healing.heal`.
-
-    Attributes:
-        teacher: The dense model, as it was given.
-        method: What was trained: "full", "lora", "norms", or one of the "blocks" after the other.
-        tokens: How many were to be trained on, at most.
-        limit: The seconds that it was given; None for no limit.
-        rate: The learning rate, relative to the root mean square of each parameter's weights.
-        batch: Tokens in a step.
-        held: Tokens that were held out.
-        own_text: The share of what was trained on that the dense model was to write itself.
-        halved: How often the rate was halved, after outputs that were not finite.
-        points: From the pruned model as it came to the end.
-        best: The number of the point with the lowest error, whose weights are the result.
-    """
-
-    teacher: Name
-    method: Name
-    tokens: Positive
-    limit: Seconds | None
-    rate: Amount
-    batch: Positive
-    held: Positive
-    own_text: Fraction = 0.0
-    halved: Count = 0
-    points: list[HealingPoint] = field(default_factory=list)
-    best: Count = 0
-
-    def __post_init__(self) -> None:
-        if self.points and self.best >= len(self.points):
-            raise UsageError(f"the best of {len(self.points)} points cannot be number {self.best}")
-        if len(self.points) > LARGEST_CURVE:
-            raise UsageError(f"a training has {len(self.points):,} points, too many to show")
-
-    def __str__(self) -> str:
-        if not self.points:
-            return f"0 tokens towards {self.teacher}"
-        first, best, last = self.points[0], self.points[self.best], self.points[-1]
-        after = "" if best == last else f" after {best.tokens:,}"
-        return (
-            f"{last.tokens:,} tokens towards {self.teacher}; KL from it on {self.held:,} held-out tokens "
-            f"{first.error:.4g} to {best.error:.4g} nats a token{after}"
-        )
 
 
 class CalibrationRecord(TypedDict, total=False):

@@ -12,7 +12,8 @@ from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import given_path
 from niwaki.records import data
 from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.record import SPEED_NAME, Perplexity, Record
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import SPEED_NAME, Record
 from niwaki.records.speed import SpeedRecord
 
 

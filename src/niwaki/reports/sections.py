@@ -9,7 +9,8 @@ from importlib.resources import files
 from typing import Any
 
 from niwaki.records.comparison import Comparison
-from niwaki.records.record import Perplexity, Record
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import Record
 from niwaki.records.wording import counted, kind, number, short_text
 from niwaki.reports import charts
 from niwaki.reports.charts import STEPS

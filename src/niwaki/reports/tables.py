@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from niwaki.records.record import MatrixRecord, Perplexity, Record
+from niwaki.records.perplexity import Perplexity
+from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.wording import is_cut, kind, number, short, short_text
 from niwaki.reports import charts
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from niwaki.layer.linalg import inverse_of_damped, masked_conjugate_gradients, resolvent
+from niwaki.layer.linalg import inverse_diagonal, masked_conjugate_gradients, resolvent
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, above_0, at_least, parameter, product
@@ -180,9 +180,9 @@ def _choice(pattern: Pattern, parts: list[Tensor], i: int, softness: float) -> T
 def _unexplained(problem: LayerProblem) -> tuple[Tensor, float]:
     """((in,) c_j, their geometric mean); of dead inputs, which no other can explain, the mean."""
     gram = problem.gram
-    inverse, _ = inverse_of_damped(gram.unit, _METRIC_DAMPING)
+    diagonal, _ = inverse_diagonal(gram.unit, _METRIC_DAMPING)
     live = gram.norm > 0
-    c = 1 / inverse.diagonal()
+    c = 1 / diagonal
     typical = float(c[live].log().mean().exp()) if bool(live.any()) else 1.0
     return torch.where(live, c, typical), typical
 

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from niwaki.layer.linalg import inverse_of_damped
+from niwaki.layer.linalg import inverse_diagonal
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
 from niwaki.layer.solvers._base import Solver, at_least, product
@@ -37,12 +35,8 @@ class OBSSaliency(Solver):
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
         scaled = Normalised(problem)
-
-        def compute() -> tuple[Tensor, float]:
-            inverse, used = inverse_of_damped(problem.gram.live, self.damping)
-            return inverse.diagonal().clone(), used
-
-        diagonal, used = problem.gram.derived(("obs", self.damping), compute)
+        key = ("obs", self.damping)
+        diagonal, used = problem.gram.derived(key, lambda: inverse_diagonal(problem.gram.live, self.damping))
         # A dead input has weight 0 in these coordinates, and so score 0.
         mask = pattern.mask(scaled.W.abs().div_(diagonal.sqrt()))
         return problem.solution(problem.W, mask, damping=used, damping_asked=self.damping)

@@ -58,17 +58,21 @@ class SparseGPT(Solver):
         W = problem.W.T.clone(memory_format=torch.contiguous_format)
         dead = problem.gram.norm == 0
         M = torch.empty_like(W, dtype=torch.bool)
+        pruned = torch.empty_like(W[:width])  # of the block: 1 / U_jj where a weight goes, else 0
         for left in range(0, columns, width):
             right = min(left + width, columns)
-            E = torch.empty_like(W[left:right])
-            for j in range(left, right):
-                if j == start:
-                    scores = (W[start:stop] / U.diagonal()[start:stop, None]).abs_()
+            block, among = W[left:right], U[left:right, left:right]
+            E = torch.empty_like(block)
+            for j in range(right - left):
+                if left + j == start:
+                    scale = U.diagonal()[start:stop, None]
+                    scores = (W[start:stop] / scale).abs_()
                     scores[dead[start:stop]] = 0.0
                     M[start:stop] = choose(scores.T).T
+                    torch.div(~M[start:stop], scale, out=pruned[start - left : stop - left])
                     start, stop, choose = next(runs, (columns, columns, choose))
-                torch.mul(W[j], ~M[j], out=E[j - left]).div_(U[j, j])
-                W[j + 1 : right].addr_(U[j, j + 1 : right], E[j - left], alpha=-1)
+                torch.mul(block[j], pruned[j], out=E[j])
+                block[j + 1 :].addr_(among[j, j + 1 :], E[j], alpha=-1)
             W[right:].addmm_(U[left:right, right:].T, E, alpha=-1)
         # Not a rounding error less than asked for.
         used = max(self.damping, used / mean) if mean else self.damping

@@ -23,7 +23,7 @@ from niwaki.pruning.fit import Fit, OnGrid, tokens_per_part
 from niwaki.pruning.healing.divergence import divergence
 from niwaki.pruning.healing.method import block_memory
 from niwaki.pruning.healing.run import Run
-from niwaki.records.record import HealingPoint, HealingRecord
+from niwaki.records.healing import HealingPoint, HealingRecord
 
 #: Forward passes that the text takes for each block: of the dense and of the healed one, and four of the fit, of which
 #: a backward pass is two and what is held out there less than one.

@@ -43,8 +43,9 @@ from niwaki.pruning.healing.whole import WholeRun
 from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
 from niwaki.pruning.session import current_session
+from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, HealingRecord, Record
+from niwaki.records.record import Clock, Record
 from niwaki.records.wording import counted
 
 #: Tokens that are held out: enough for an error that means something, and, because they are measured at each point, no

@@ -26,8 +26,10 @@ from niwaki.pruning import card
 from niwaki.pruning.healing import own_text
 from niwaki.pruning.healing.checks import BASE, zeros_of
 from niwaki.pruning.plan import Plan
+from niwaki.records.healing import HealingRecord
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, HealingRecord, Perplexity, Record
+from niwaki.records.record import Clock, Record
 
 #: The share of a limit of time that writing own text may take.
 _WRITING_TIME = 0.1

@@ -18,8 +18,8 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.pruning.healing.student import Student
 from niwaki.pruning.healing.teacher import Lessons
+from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
-from niwaki.records.record import HealingPoint, HealingRecord
 
 #: The share of a training in which the learning rate rises.
 _WARMUP = 0.1

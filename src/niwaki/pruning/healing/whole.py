@@ -18,7 +18,7 @@ from niwaki.pruning.healing.run import Run
 from niwaki.pruning.healing.student import RANK, LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.pruning.healing.training import Training, point_file
-from niwaki.records.record import HealingRecord
+from niwaki.records.healing import HealingRecord
 from niwaki.records.wording import counted
 
 #: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.

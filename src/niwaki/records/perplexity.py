@@ -1,0 +1,104 @@
+"""Perplexities, and differences of two."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+
+from niwaki.records.data import Finite, Name, Positive
+from niwaki.records.wording import counted, is_cut, number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Difference(NamedTuple):
+    """Of two models' mean losses on the same windows, in nats a token.
+
+    The standard error is that of the windows' own differences ("paired"), which is much less than that of either loss,
+    because what makes a window hard for one model makes it hard for the other. None where windows were not kept.
+    """
+
+    nats: float
+    standard_error: float | None
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is more than two standard errors away from 0; without an error, whether it is not 0."""
+        return abs(self.nats) > 2 * (self.standard_error or 0.0)
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ±{self.standard_error:.4f}"
+        return f"{self.nats:.4f}{error}"
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean cross-entropy, and what it is the perplexity of.
+
+    In each of the non-overlapping ``windows`` of ``context`` tokens the first token is given and the others are
+    predicted, ``tokens`` in all; this is the protocol of the SparseGPT and Wanda papers (docs/reproduce.md).
+    Perplexities of different contexts do not compare.
+
+    Attributes:
+        standard_error: Of ``value``, from the spread of the windows' mean losses: how another text of this kind would
+            differ. Two models on the same text compare more tightly, see :meth:`above`. None where there is one window.
+        origin: Where ``text`` is from and how it became windows, in words; "" where that is not known.
+        losses: The mean cross-entropy of each window in nats; none in records of earlier versions.
+    """
+
+    value: Annotated[float, msgspec.Meta(ge=0.5, le=1e305)]  # 1 or more, but for rounding
+    standard_error: Annotated[float, msgspec.Meta(ge=0, le=1e305)] | None
+    tokens: Positive
+    context: Positive
+    windows: Positive
+    text: Name
+    origin: str = ""
+    losses: Annotated[tuple[Finite, ...], msgspec.Meta(max_length=1_000_000)] = ()
+
+    @classmethod
+    def of(cls, losses: Tensor, text: str, origin: str = "") -> Perplexity:
+        """From (windows, context - 1) cross-entropies in nats."""
+        means = losses.double().mean(dim=1)
+        value = math.exp(min(means.mean().item(), 700.0))  # soon beyond it there is no float
+        error = min(1e304, value * means.std().item() / math.sqrt(len(means))) if len(means) > 1 else None
+        kept = tuple(round(mean, 7) for mean in means.tolist())
+        return cls(value, error, losses.numel(), losses.shape[1] + 1, len(means), text, origin, kept)
+
+    @property
+    def nats(self) -> float:
+        """The mean cross-entropy of a token."""
+        return math.log(self.value)
+
+    def above(self, other: Perplexity) -> Difference:
+        """By how much the mean loss of a token is greater than ``other``, which is of the same windows."""
+        nats = self.nats - other.nats
+        if len(self.losses) != len(other.losses) or len(self.losses) < 2:
+            return Difference(nats, None)
+        differences = [mine - theirs for mine, theirs in zip(self.losses, other.losses, strict=True)]
+        return Difference(nats, statistics.stdev(differences) / math.sqrt(len(differences)))
+
+    @property
+    def protocol(self) -> str:
+        """All that another program needs to measure the same, in words."""
+        return (
+            f"{self.origin or self.text}; {counted(self.windows, 'non-overlapping window')} of {self.context:,} "
+            f"tokens, the first token of each given and {self.context - 1:,} predicted; exp of the mean loss"
+        )
+
+    @property
+    def figure(self) -> str:
+        """``"44.87 ± 1.20"``, without its error where there is none, or where the value is too large for a float."""
+        if is_cut(self.value):
+            return number(self.value)
+        digits, of_error = (".2f", ".2f") if self.value < 1e6 else (".3g", ".2g")
+        return f"{self.value:{digits}}" + (
+            "" if self.standard_error is None else f" ± {self.standard_error:{of_error}}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.figure} ({self.tokens:,} tokens of {self.text}, context {self.context:,})"
