@@ -347,10 +347,11 @@ def experts() -> list[str]:
     return markdown(["experts removed", "calibrated on", "measured on", "REAP alone", "fitted", "ratio"], rows)
 
 
-def sizes(name: str) -> list[str]:
-    """What is lost at each size: perplexity, nats above the dense model, and their mean."""
+def sizes(name: str, timed: bool = False) -> list[str]:
+    """What is lost at each size: perplexity, nats above the dense model, and their mean; and tokens a second."""
     made = record(name)
     dense = made["cells"][0]["losses"]
+    speeds = {form["form"]: form["tokens_per_second"] for form in record("llama_cpp")["forms"]} if timed else {}
     rows = []
     for cell in sorted(made["cells"], key=lambda cell: -cell["bits"]):
         pairs = {text: _paired(losses, dense[text]) for text, losses in cell["losses"].items()}
@@ -358,15 +359,27 @@ def sizes(name: str) -> list[str]:
         for text, (gap, error) in pairs.items():
             above = f" ({gap:.3f} ±{error:.3f})" if cell is not made["cells"][0] else ""
             row.append(f"{exp(fmean(cell['losses'][text])):.2f}{above}")
-        rows.append([*row, f"{fmean(gap for gap, _ in pairs.values()):.3f}"])
+        row.append(f"{fmean(gap for gap, _ in pairs.values()):.3f}")
+        if timed:
+            speed = speeds.get(_runner(cell))
+            row.append(f"{speed:.0f}" if speed else "")
+        rows.append(row)
     return [
-        *markdown(["zeros", "values", "bits a weight", *dense, "mean of nats"], rows),
+        *markdown(["zeros", "values", "bits a weight", *dense, "mean of nats", *(["tokens/s"] if timed else [])], rows),
         "",
         f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books at the default effort; "
         f"perplexity on {made['text_samples']} x {made['length']} tokens of each text and, in brackets, nats a token "
         "above the dense model with the standard error of that difference. Bits are those of the pruned matrices, with "
         "mask and scales.",
     ]
+
+
+def _runner(cell: Cell) -> str:
+    """What writes text with this form in the record of llama_cpp.py: niwaki where there are zeros to leave out."""
+    if cell["sparsity"]:
+        return f"packed, {cell['sparsity']:.0%} zeros" + (f", {cell['grid']}" if cell["grid"] else "")
+    dense = {"": "transformers, bfloat16", "int8:64": "llama.cpp, Q8_0", "int4:64": "llama.cpp, Q4_0"}
+    return dense.get(cell["grid"], "")
 
 
 def _values(cell: Cell) -> str:
@@ -632,7 +645,7 @@ TABLES: list[tuple[str, str, Callable[[], list[str]]]] = [
     ("docs/packed.md", "llama_cpp", llama_cpp),
     ("docs/packed.md", "gpu_instructions", gpu_instructions),
     ("docs/structured.md", "experts", experts),
-    ("docs/when-to-prune.md", "sizes", partial(sizes, "sizes")),
+    ("docs/when-to-prune.md", "sizes", partial(sizes, "sizes", timed=True)),
     ("docs/when-to-prune.md", "sizes_demo", partial(sizes, "sizes_demo")),
 ]
 
