@@ -56,7 +56,9 @@ def as_directory(file: Path) -> Path:
     with output_errors(file), _damage(file):
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
-    made_by = [file.name, sha256, metadata.version("gguf"), versions()]
+    # Python 3.10 does not find the distribution of a package by its name, and transformers then asks the package.
+    version = vars(gguf)["__version__"] = metadata.version("gguf")
+    made_by = [file.name, sha256, version, versions()]
     key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
     try:
         place: Path = cached_assets_path("niwaki", "gguf", f"{file.stem[:100]}-{key}")

@@ -21,7 +21,7 @@ from niwaki.models.products import Products
 from niwaki.options import TF32
 
 #: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
-_STRIP = 512
+_STRIP = 256
 
 
 @dataclass(eq=False)
