@@ -47,7 +47,7 @@ for _command in _COMMANDS:
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", metavar="", help="Print the version.")] = False) -> None:
     if version:
         out.print(f"niwaki {niwaki.__version__}")
         raise typer.Exit

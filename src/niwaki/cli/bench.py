@@ -20,7 +20,7 @@ def bench(
     model: Model,
     prompt: Annotated[int, Option("--prompt-tokens", help="Tokens of the prompt.")] = 128,
     tokens: Annotated[int, Option(help="Tokens to write after it.")] = 32,
-    repeats: Annotated[int, Option(help="How often; medians count.")] = 3,
+    repeats: Annotated[int, Option(help="Repetitions; the median is shown.")] = 3,
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:

@@ -32,7 +32,7 @@ def compare(
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(),
     compute: Compute = Compute(),
-    keep: Annotated[bool, Option("--keep", help="Keep the pruned models, in DIR/models.")] = False,
+    keep: Annotated[bool, Option("--keep", metavar="", help="Keep the pruned models, in DIR/models.")] = False,
     budget: Annotated[str | None, BUDGET] = None,
 ) -> None:
     """Prune MODEL by several methods to several sparsities; table, JSON, CSV and all records go to DIR.
@@ -65,7 +65,7 @@ def demo(
     text_samples: Annotated[int, Option(help="Windows of 256 tokens to measure on.")] = 64,
     record: RecordFile = None,
 ) -> None:
-    """Prune the embedded model by the methods of the paper's table 1 and by the default."""
+    """Prune the embedded model by the methods of table 1 of Boza 2024 and by the default."""
     calibration = Calibration("demo", samples=samples, length=256)
     measurement = Measurement("demo-held", samples=text_samples)
     with TableDisplay("pruning the embedded model by several methods") as display, in_session():

@@ -18,7 +18,7 @@ TEMPERATURE = Option(help="0: the most likely token each time; 1: drawn by the m
 @spread(without=("tf32", "memory"))
 def generate(
     model: Model,
-    prompt: Annotated[str, Argument(metavar="PROMPT", help="What the model continues; of a long text the end.")],
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="What the model continues. If it is too long, its end.")],
     tokens: Annotated[int, Option(help="Write at most N tokens.")] = 100,
     temperature: Annotated[float, TEMPERATURE] = 0.0,
     seed: Annotated[int, Option(help="For what is drawn.")] = 0,

@@ -25,14 +25,18 @@ Model = Annotated[
 # Paths are text here: an empty one would become the working directory.
 Output = Annotated[str, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
 RecordFile = Annotated[str | None, Option("--record", help="Also write the record to this JSON file.")]
-_RESTART = Option("--restart", help="Start over instead of resuming an interrupted run that was to write OUT.")
+_RESTART = Option(
+    "--restart", metavar="", help="Start over instead of resuming an interrupted run that was to write OUT."
+)
 _LENGTH = Option("--seqlen", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]")
-_MEASURED = Option(help=r"What to measure perplexity on, as --calibration. \[default: more of that text]")
+_MEASURED = Option(
+    help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]"
+)
 _TF32 = Option(
     help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes; "
     "always for all products of float32; never."
 )
-_MEMORY = Option(metavar="SIZE", help="Such as 8GiB: hidden states that do not fit are kept in a temporary file.")
+_MEMORY = Option(metavar="SIZE", help="Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.")
 Restart = Annotated[bool, _RESTART]
 Length = Annotated[int | None, _LENGTH]
 
@@ -43,7 +47,7 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
         "samples": ("samples", Annotated[int, Option(help="Windows of calibration text.")]),
         "length": ("length", Length),
         "order": ("windows", Annotated[Order, Option(help="The first windows of the text, or random ones.")]),
-        "seed": ("seed", Annotated[int, Option(help="For random windows, and for answers.")]),
+        "seed": ("seed", Annotated[int, Option(help="For random windows, and for what the model writes itself.")]),
         "answers": ("answers", Annotated[Literal["own"] | None, Option(help=_ANSWERS)]),
     },
     Measurement: {
@@ -52,7 +56,7 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     },
     Compute: {
         "device": ("device", Annotated[str, Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]),
-        "dtype": ("dtype", Annotated[str, Option(help="What blocks run in: float32, bfloat16, float16 or auto.")]),
+        "dtype": ("dtype", Annotated[str, Option(help="Numbers to compute in: float32, bfloat16, float16 or auto.")]),
         "tf32": ("tf32", Annotated[TF32, _TF32]),
         "memory": ("memory", Annotated[str | None, _MEMORY]),
     },

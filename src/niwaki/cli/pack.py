@@ -7,6 +7,7 @@ from typer import Argument, Option
 from niwaki.cli.common import in_session, out, written
 from niwaki.cli.options import Model, Output
 from niwaki.cli.screen import Screen
+from niwaki.errors import UsageError
 
 Packed = Annotated[str, Argument(metavar="MODEL", help="A directory that 'pack' wrote.")]
 Gguf = Annotated[
@@ -45,6 +46,8 @@ def unpack(model: Packed, output: Output) -> None:
 def export(model: Model, output: Exported, gguf: Gguf = None) -> None:
     """Write MODEL for other programs: packed integers of a grid of 4 or 8 bits (compressed-tensors), or --gguf."""
     with Screen(f"exporting {model}"), in_session():
+        if gguf is None and output.endswith(".gguf"):
+            raise UsageError(f"{output} would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0")
         if gguf:
             from niwaki.packed.gguf_file import export_gguf
 

@@ -36,6 +36,7 @@ QUANTIZE = Option(
 )
 KEEP_FORMAT = Option(
     "--keep-format",
+    metavar="",
     help="Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16.",
 )
 SPARSITY = Option(metavar="FRACTION", help="Fraction of zeros in the matrices, such as 0.6 or 60%.")

@@ -19,7 +19,7 @@ def report(
     file: Annotated[str | None, FILE] = None,
     reference: Annotated[str | None, REFERENCE] = None,
     prompts: Annotated[list[str] | None, PROMPTS] = None,
-    samples: Annotated[bool, Option(help="Generate text from the model, dense and pruned.")] = True,
+    samples: Annotated[bool, Option(metavar="", help="Generate text from the model, dense and pruned.")] = True,
 ) -> None:
     """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
     from niwaki.reports.page import report as write

@@ -1,6 +1,7 @@
 """How fast a model writes and how much memory it takes, dense against packed: ``niwaki bench``."""
 
 import contextlib
+import inspect
 import multiprocessing
 import signal
 import statistics
@@ -128,6 +129,8 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
     if longest and prompt + tokens > longest:
         raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
     given = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0)).to(model.device)
+    names = inspect.signature(model.forward).parameters
+    cache = "cache" if "cache" in names else "past_key_values"  # in transformers from 5.24 on, and before
     first, rest = [], []
     for _ in range(repeats + 1):  # once to warm up
         began = _now(model)
@@ -135,7 +138,7 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         token = out.logits[:, -1:].argmax(dim=-1)
         middle = _now(model)
         for _ in range(tokens - 1):
-            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=token, **{cache: getattr(out, cache)}, use_cache=True)
             token = out.logits[:, -1:].argmax(dim=-1)
         first.append(middle - began)
         rest.append((_now(model) - middle) / (tokens - 1))

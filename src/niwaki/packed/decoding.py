@@ -28,8 +28,10 @@ _log = logging.getLogger(__name__)
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+#: What a block's cache is called, in transformers from 5.24 on and before.
+_CACHES = ("cache", "past_key_values")
 #: What the library reads of a block's arguments, besides the state.
-_READ = {"past_key_values", "attention_mask", "position_embeddings"}
+_READ = {*_CACHES, "attention_mask", "position_embeddings"}
 #: What is passed to blocks without an influence on one token's output, or as one of the values here.
 _PASSED: dict[str, Any] = {"position_ids": ..., "cache_position": ..., "use_cache": ..., "output_attentions": False}
 #: How far outputs may be from transformers', relative to what the block adds to the state.
@@ -140,12 +142,12 @@ class NativeBlock:
         if prepared is None or not self._agrees:
             return type(self._block).forward(self._block, hidden_states, *positional, **named)
         queries, *new = prepared.begin(hidden_states, named["position_embeddings"])
-        keys, values = named["past_key_values"].update(*new, self._layers["self_attn"].layer_idx)
+        keys, values = named[_cache_in(named)].update(*new, self._layers["self_attn"].layer_idx)
         return prepared.end(hidden_states, queries, keys, values, named.get("attention_mask"))
 
     def _prepared_for(self, x: Tensor, named: dict[str, Any]) -> _Prepared | None:
         """The block as it is now, for the library; None for what that cannot compute, or not alone."""
-        if named.get("past_key_values") is None or not _plain() or not _readable(named.get("attention_mask")):
+        if not _cache_in(named) or not _plain() or not _readable(named.get("attention_mask")):
             return None
         others = {key: value for key, value in named.items() if key not in _READ and value is not None}
         if any(key not in _PASSED or _PASSED[key] not in (..., value) for key, value in others.items()):
@@ -164,7 +166,7 @@ class NativeBlock:
         generator = torch.Generator().manual_seed(0)
         past = torch.randn(2, 1, prepared.native.pairs, _PAST, prepared.native.size, generator=generator).to(x.dtype)
         replaced = _Replaced(past)
-        others = {**named, "past_key_values": replaced, "attention_mask": None}
+        others = {**named, _cache_in(named): replaced, "attention_mask": None}
         theirs = type(self._block).forward(self._block, x, **others)
         queries, *new = prepared.begin(x, named["position_embeddings"])
         ours = prepared.end(x, queries, *replaced.update(*new), None)
@@ -176,6 +178,11 @@ class NativeBlock:
         if not agrees:
             _log.info("decoder blocks compute single tokens in another way than LLaMA's: they are left to transformers")
         return agrees
+
+
+def _cache_in(named: dict[str, Any]) -> str:
+    """What the cache is called among a block's arguments; "" where there is none."""
+    return next((name for name in _CACHES if named.get(name) is not None), "")
 
 
 class _Replaced:

@@ -161,7 +161,8 @@ class BySparsity(Counted):
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 <= self.sparsity < 1:
-            raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}")
+            meant = f"; did you mean {self.sparsity / 100:g}?" if 1 < self.sparsity < 100 else ""
+            raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}{meant}")
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, sparsity=sparsity)

@@ -54,6 +54,8 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
                 f"{path} has {100 * sparsity:.2f} % zeros and its record says {100 * record.sparsity:.2f} %; was it "
                 "trained without its mask? Prune it again, or remove the record, niwaki.json"
             )
+    if dense.checkpoint.path.samefile(path):
+        raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     is_smaller = [matrix.shape for matrix in matrices] != [matrix.shape for matrix in dense.matrices()]
     is_as_dense = sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices)
     if is_as_dense and not is_smaller and not model.checkpoint.pruning.quantization:
