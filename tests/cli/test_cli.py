@@ -172,6 +172,9 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     ran = niwaki_("inspect", packed)
     assert ran.code == 1
     assert "was exported for other programs" in ran.err
+    ran = niwaki_("export", model, tmp_path / "other.gguf")
+    assert (ran.code, ran.out) == (2, "")
+    assert "other.gguf would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0" in ran.err
     ran = niwaki_("export", model, tmp_path / "other")
     assert (ran.code, ran.out) == (2, "")
     assert "has no weights on a grid; prune the dense model onto a grid such as int4:128" in ran.err

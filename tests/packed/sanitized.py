@@ -21,6 +21,7 @@ from transformers import DynamicCache, StaticCache
 import niwaki
 from niwaki.packed import kernels
 from niwaki.packed.matrix import pack
+from support.caches import CACHE
 from support.models import random_tokens, sparse_model
 from support.sparse import on_grid, sparse, vectors
 
@@ -61,6 +62,6 @@ for case, dtype in itertools.product(("llama", "llama biases", "qwen3"), (torch.
         for grows in (True, False):
             cache = DynamicCache() if grows else StaticCache(config=model.config, max_cache_len=5)
             with torch.no_grad():
-                model(tokens, past_key_values=cache)
-                assert model(tokens[:, :1], past_key_values=cache).logits.isfinite().all()
+                model(tokens, **{CACHE: cache})
+                assert model(tokens[:, :1], **{CACHE: cache}).logits.isfinite().all()
         assert all(block.forward._agrees for block in model.model.layers)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, StaticCache
 
 import niwaki
 from niwaki.packed import decoding, kernels
+from support.caches import CACHE
 from support.models import random_tokens, reference, save_random, sparse_model
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no native library")
@@ -57,7 +58,7 @@ def token_by_token(model: PreTrainedModel, tokens: Tensor, given: int = 3, **opt
     out = run(input_ids=tokens[:, :given], use_cache=True, **options)
     found = []
     for i in range(given, tokens.shape[1]):
-        out = run(input_ids=tokens[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
+        out = run(input_ids=tokens[:, i : i + 1], **{CACHE: out[CACHE]}, use_cache=True)
         found.append(out.logits[:, -1])
     return torch.stack(found, dim=1)
 
@@ -144,7 +145,7 @@ def test_a_cache_that_does_not_grow(packed: Any, counted: Counted) -> None:
     tokens = random_tokens(1, LENGTH)
     usual = token_by_token(packed, tokens)
     before = counted.blocks
-    found = token_by_token(packed, tokens, past_key_values=StaticCache(config=packed.config, max_cache_len=32))
+    found = token_by_token(packed, tokens, **{CACHE: StaticCache(config=packed.config, max_cache_len=32)})
     assert counted.blocks > before
     assert torch.allclose(found, usual, atol=1e-5)
 
@@ -197,7 +198,7 @@ def test_what_is_left_to_transformers(packed: Any, counted: Counted) -> None:
         assert before > 0
         asked = {"output_hidden_states": True, "output_attentions": True}
         packed.set_attn_implementation("eager")
-        shown = packed(token, past_key_values=out.past_key_values, **asked)
+        shown = packed(token, **{CACHE: out[CACHE]}, **asked)
         assert [state.shape for state in shown.hidden_states] == [(1, 1, 32)] * 3
         assert [scores.shape for scores in shown.attentions] == [(1, 4, 1, 2)] * 2
         assert counted.blocks == before
@@ -207,8 +208,8 @@ def test_values_that_are_not_finite_stay_so(packed: Any) -> None:
     with torch.no_grad():
         token_by_token(packed, random_tokens(1, 5))
         out = packed(random_tokens(1, 4), use_cache=True)
-        out.past_key_values.layers[0].keys[0, 0, 1, 2] = torch.nan
-        assert packed(random_tokens(1, 1), past_key_values=out.past_key_values).logits.isnan().all()
+        out[CACHE].layers[0].keys[0, 0, 1, 2] = torch.nan
+        assert packed(random_tokens(1, 1), **{CACHE: out[CACHE]}).logits.isnan().all()
 
 
 def test_a_head_in_bfloat16() -> None:
@@ -239,8 +240,8 @@ def test_cache_and_mask_that_do_not_fit(packed: Any) -> None:
     angles = (torch.ones(1, 1, 8), torch.zeros(1, 1, 8))
     for keys in (torch.zeros(1, 4, 5, 7), torch.zeros(1, 4, 5, 8).double(), torch.zeros(1, 4, 8, 5).transpose(2, 3)):
         with torch.no_grad(), pytest.raises(RuntimeError, match="a cache of keys and values has"):
-            block(x, past_key_values=Wrong(keys), position_embeddings=angles)
+            block(x, **{CACHE: Wrong(keys)}, position_embeddings=angles)
     mask = torch.ones(1, 1, 1, 4, dtype=torch.bool)
     right = Wrong(torch.zeros(1, 4, 5, 8))
     with torch.no_grad(), pytest.raises(RuntimeError, match="for 4 positions was given, and the cache has 5"):
-        block(x, past_key_values=right, position_embeddings=angles, attention_mask=mask)
+        block(x, **{CACHE: right}, position_embeddings=angles, attention_mask=mask)

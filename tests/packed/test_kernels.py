@@ -16,6 +16,7 @@ import support
 from niwaki.packed import kernels
 from niwaki.packed.kernels import Path as Instructions
 from niwaki.packed.matrix import pack
+from support.caches import CACHE
 from support.covering import covered
 from support.models import random_tokens, reference, sparse_model
 from support.sparse import on_grid, sparse, vectors
@@ -97,6 +98,6 @@ def test_single_tokens(tmp_path: Path) -> None:
         for whole in (niwaki.load(tmp_path / f"{dtype}-packed", "cpu"), reference(model)):
             run: Any = whole
             with torch.no_grad():
-                cache = run(tokens[:, :7], use_cache=True).past_key_values
-                found.append(run(tokens[:, 7:], past_key_values=cache).logits.float())
+                cache = run(tokens[:, :7], use_cache=True)[CACHE]
+                found.append(run(tokens[:, 7:], **{CACHE: cache}).logits.float())
         assert (found[0] - found[1]).norm() < most * found[1].norm()

@@ -534,6 +534,8 @@ def test_a_mask_that_the_files_contradict(tmp_path: Path) -> None:
 
 def test_nothing_of_it_was_pruned(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
+    text = message(lambda: heal(pruned, tmp_path / "out", pruned), UsageError)
+    assert text == f"{pruned} cannot teach itself; --teacher is the dense model that it was pruned from"
     text = message(lambda: heal(dense, tmp_path / "out", pruned), UsageError)
     assert "has no zeros and the shape of" in text
 
