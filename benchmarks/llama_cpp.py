@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 
 import niwaki
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.packed import kernels
+from niwaki.records.record import Record
 
 FORMATS = ("F16", "Q8_0", "Q4_0")
 
@@ -55,12 +55,10 @@ def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
 
 
 def form_of(model: Path) -> str:
-    """What a pruned model is called here: the share of zeros in its blocks' matrices, and its grid."""
-    checkpoint = Checkpoint(model)
-    found = [value for key in checkpoint.entries if (value := checkpoint.read(key)).ndim == 2 and ".layers." in key]
-    zeros = 1 - sum(int(value.count_nonzero()) for value in found) / sum(value.numel() for value in found)
-    grid = checkpoint.pruning.quantization
-    return f"packed, {zeros:.0%} zeros" + (f", {grid}" if grid else "")
+    """What a pruned model is called here: the share of zeros that was asked for, and its grid."""
+    record = Record.load(model / "niwaki.json")
+    sparsity = float(record.pattern.rpartition(":")[2])
+    return f"packed, {sparsity:.0%} zeros" + (f", {record.quantization}" if record.quantization else "")
 
 
 def main() -> None:

@@ -375,11 +375,10 @@ def sizes(name: str, timed: bool = False) -> list[str]:
 
 
 def _runner(cell: Cell) -> str:
-    """What writes text with this form in the record of llama_cpp.py: niwaki where there are zeros to leave out."""
-    if cell["sparsity"]:
-        return f"packed, {cell['sparsity']:.0%} zeros" + (f", {cell['grid']}" if cell["grid"] else "")
-    dense = {"": "transformers, bfloat16", "int8:64": "llama.cpp, Q8_0", "int4:64": "llama.cpp, Q4_0"}
-    return dense.get(cell["grid"], "")
+    """What this form is called in the record of llama_cpp.py: niwaki writes with all but the dense model."""
+    if not cell["sparsity"] and not cell["grid"]:
+        return "transformers, bfloat16"
+    return f"packed, {cell['sparsity']:.0%} zeros" + (f", {cell['grid']}" if cell["grid"] else "")
 
 
 def _values(cell: Cell) -> str:
