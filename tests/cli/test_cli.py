@@ -272,7 +272,7 @@ def test_version_and_help(niwaki_: Command) -> None:
 def test_help_tells_defaults_that_depend(niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rich takes what is in square brackets for markup, and leaves it out.
     for command, hints in (
-        ("prune", ["2048, or the model's positions if fewer", "more of that text"]),
+        ("prune", ["2048, or the model's positions if fewer", "the calibration text after its windows"]),
         ("eval", ["2048, or the model's positions if fewer", "all"]),
     ):
         helped = re.sub(r"[\s│]+", " ", niwaki_(command, "--help").out)
