@@ -95,6 +95,8 @@ _WITH_SECTIONS = (
     "glm4v_moe_text",
     "qwen2_5_omni_text",
 )
+#: Blocks of which some share a transformer.
+_SHARING = ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"]
 #: Of blocks with a full and a sliding window.
 _BY_WINDOW = {
     "rope_parameters": {
@@ -130,8 +132,21 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mllama_text_model": {"cross_attention_layers": [1]},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"v_head_dim": None},
-    "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba": {
+        "layer_types": _SHARING,
+        "num_hidden_layers": len(_SHARING),
+        "attention_hidden_size": None,
+        "mamba_d_state": 2,
+        "mamba_dt_rank": 1,
+    },
+    "zamba2": {
+        "layers_block_type": _SHARING,
+        "num_hidden_layers": len(_SHARING),
+        **dict.fromkeys(("attention_hidden_size", "head_dim", "num_key_value_heads")),
+        "num_mem_blocks": 2,
+        "adapter_rank": 1,
+        "use_shared_attention_adapter": True,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 TOKENS = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))

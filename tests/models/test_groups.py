@@ -79,6 +79,9 @@ def test_inputs_in_two_models(tmp_path: Path, tokens: Tensor, case: str, room: b
     states, origin = model.embed(tokens), model.embed(tokens)
     for block in model.stream():
         block.keep_original()
+        for matrix in block.shared:
+            weights = pruned.get_parameter(f"{model.path}.{block.index}.{matrix.parameter}")
+            block.put(matrix, block.stored(matrix, matrix.within(weights)))
         first, *others = groups_of(block, states)
         left = [matrix for group in others for matrix in group]
         for group in (first, left, first):  # the last time with weights that were put

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,9 @@ def compare_grams(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> li
     for block in model.stream():
         before = [hidden.clone() for hidden in states.hidden]
         steps: list[None] = []
-        grams = block.input_grams(states, lambda steps=steps: steps.append(None))  # type: ignore[misc]
+        matrices = [*block.matrices, *block.shared]
+        done = partial(steps.append, None)
+        grams = block.input_grams(states, done, matrices=matrices)
         found += grams
         assert len(steps) == len(states.tokens)
         assert all(torch.equal(a, b) for a, b in zip(states.hidden, before, strict=True))
@@ -166,7 +169,7 @@ def compare_grams(directory: Path, whole: PreTrainedModel, tokens: Tensor) -> li
         # Each matrix once, and together those with the same input, in the order of computation.
         assert sorted(sorted(gram.names) for gram in grams) == sorted(map(sorted, expected))
         names = [name for gram in grams for name in gram.names]
-        assert sorted(names) == sorted(matrix.name for matrix in block.matrices)
+        assert sorted(names) == sorted(matrix.name for matrix in matrices)
         wanted = {name: (gram_of(X), X.mean(dim=0), len(X)) for name, X in inputs.items()}
         for names, (H, mean), count in experts:
             wanted |= dict.fromkeys(names, (H, mean, count))

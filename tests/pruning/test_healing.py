@@ -192,9 +192,10 @@ def test_the_dtype_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         assert training_dtype("float32", "cpu", checkpoint) == "float32"
 
 
-def test_lora_is_a_product_of_low_rank(tmp_path: Path) -> None:
-    """And its gradient is that of a plain one, by float64."""
-    _, pruned = pruned_model(tmp_path, "llama")
+@pytest.mark.parametrize("case", ["llama", "zamba2"])
+def test_lora_is_a_product_of_low_rank(tmp_path: Path, case: str) -> None:
+    """And its gradient is that of a plain one, by float64; of matrices that blocks share it is the same in all."""
+    _, pruned = pruned_model(tmp_path, case)
     stream = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     student = LowRankStudent(stream, Logits(1.0), rank=2)
     generator = torch.Generator().manual_seed(0)

@@ -56,12 +56,14 @@ def expected(directory: Path, tokens: Tensor = TOKENS) -> Found:
 
         y.register_hook(keep)
 
+    first: dict[Tensor, tuple[dict[str, Any], str]] = {}  # where a weight is used first counts for all
     for sums, layer in zip(found, decoder_blocks(whole), strict=True):
         for name, module in layer.named_modules():
             if choice(name):
                 continue
             if isinstance(module, nn.Linear | Conv1D):
-                module.register_forward_hook(lambda _, __, y, sums=sums, name=name: watch(sums, name, y))
+                at, own = first.setdefault(module.weight, (sums, name))
+                module.register_forward_hook(lambda _, __, y, at=at, own=own: watch(at, own, y))
             if name.endswith(".experts"):
                 a_token_at_a_time(module, whole.config.model_type, name, sums)
     logits = whole(tokens).logits

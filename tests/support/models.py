@@ -122,6 +122,24 @@ _GEMMA3N: dict[str, Any] = {
 }
 _GEMMA4: dict[str, Any] = {"intermediate_size": 64, "head_dim": 8, "global_head_dim": 16, **_FOUR_WINDOWS}
 
+#: One transformer in four blocks; and two, in two each.
+_ZAMBA: dict[str, Any] = {
+    "layer_types": ["hybrid", "mamba", "hybrid", "hybrid", "hybrid"],
+    "mamba_d_state": 2,
+    "n_mamba_heads": 2,
+    "mamba_dt_rank": 1,
+}
+_ZAMBA2: dict[str, Any] = {
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"],
+    "num_mem_blocks": 2,
+    "adapter_rank": 3,
+    "use_shared_attention_adapter": True,
+    "use_mem_rope": True,
+    "mamba_d_state": 8,
+    "n_mamba_heads": 4,
+    "chunk_size": 8,
+}
+
 #: By name; the first word is the model_type.
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: _case("llama", heads=4, tie_word_embeddings=False),
@@ -185,6 +203,8 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v2": lambda: _case("deepseek_v2", heads=4, **_EXPERTS, **_LATENT),
     "deepseek_v2 lite": lambda: _case("deepseek_v2", heads=4, **_EXPERTS, **{**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": lambda: _case("deepseek_v3", heads=4, n_group=2, topk_group=1, **_EXPERTS, **_LATENT),
+    "zamba": lambda: _case("zamba", 5, heads=4, **_ZAMBA),
+    "zamba2": lambda: _case("zamba2", 6, heads=4, **_ZAMBA2),
 }
 
 #: One of each kind: matrices on their own and joined, transposed ones, experts one by one and in one tensor.
@@ -212,6 +232,7 @@ def each_case_and(names: tuple[str, ...], values: Sequence[tuple[Any, ...]]) -> 
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _GEMMA = ("per_layer_input_gate", "per_layer_projection")
 _NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+_MAMBA = ("linear", "in_proj", "out_proj")
 _MLA = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *_LLAMA[3:])
 #: Where families have their blocks in the model, and what the files call the matrices to prune, if it is
 #: not as in LLaMA.
@@ -231,6 +252,8 @@ PRUNED = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "opt": (*_LLAMA[:3], "out_proj", "fc1", "fc2"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "zamba": (*_LLAMA, *_MAMBA),
+    "zamba2": (*_LLAMA, *_MAMBA, "gate_up_proj"),
 }
 
 

@@ -18,10 +18,11 @@ from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.wording import counted, duration, in_words, kind, operations, short, text_in_words
 
 #: Stages that are a walk over all blocks before or after that which prunes.
-_PLANNING = ("sensitivity", "allocation", "synthesis", "influence", "perplexity")
+_PLANNING = ("sensitivity", "allocation", "sharing", "synthesis", "influence", "perplexity")
 _DETAILS = {
     "sensitivity": "which outputs matter",
     "allocation": "what zeros cost",
+    "sharing": "what blocks share",
     "synthesis": "text of its own",
     "influence": "which blocks matter",
     "perplexity": "perplexity",

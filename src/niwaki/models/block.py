@@ -27,6 +27,7 @@ class DecoderBlock:
     index: int  # from 0
     module: nn.Module
     matrices: list[Matrix]  # what can be pruned in it
+    shared: list[Matrix]  # what it computes with that is an earlier block's to prune
     path: str  # where it is in the model, with a dot at the end
     layout: Layout  # has the original weights
     budget: MemoryBudget  # if it is limited, weights that can be read again are not kept

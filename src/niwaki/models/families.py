@@ -3,11 +3,13 @@
 from torch import nn
 
 #: Parts of the names of matrices that choose between experts, tokens to attend to, or streams. They are small,
-#: everything after them depends on them, no gradient says how, and they are never pruned.
+#: everything after them depends on them, no gradient says how, and they are never pruned. Adapters of matrices that
+#: several blocks share are as small: they choose what such a matrix is in each of them.
 _CHOICES = {
     **dict.fromkeys(("gate", "router", "shared_expert_gate"), "router"),
     "indexer": "indexer",
     "altup": "weights of streams",
+    **dict.fromkeys((*(f"linear_{each}_adapter_list" for each in "qkv"), "gate_up_proj_adapter_list"), "adapter"),
 }
 
 #: Parts of the names of attention to what another model has made of images, sound or another text.
@@ -22,8 +24,13 @@ EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text", "recurrent_gemma"})
 #: Where the gates and ups of experts come in turns, and not all gates first.
 EXPERTS_INTERLEAVED = frozenset({"gpt_oss"})
 
+#: Parameters of three dimensions that are not the matrices of experts: those of the heads of Zamba's Mamba.
+OF_HEADS = frozenset({"A_log", "x_proj_weight", "dt_proj_weight"})
+
 _FUSED_ATTENTION = "q, k and v are one matrix, with one threshold"
 _EXPERTS = "each expert's matrices from the tokens that are routed to it"
+
+_SHARED = "a transformer that several blocks share is pruned once, on its inputs in all of them"
 
 #: The families that the tests cover, by the ``model_type`` of config.json, with remarks for the documentation.
 FAMILIES = {
@@ -53,6 +60,8 @@ FAMILIES = {
     "gpt_oss": _EXPERTS + "; gate and up are one matrix; files in MXFP4 too",
     "deepseek_v2": _EXPERTS + "; shared experts as any MLP",
     "deepseek_v3": _EXPERTS + "; shared experts as any MLP; files in FP8 too",
+    "zamba": _SHARED,
+    "zamba2": _SHARED + "; adapters stay",
 }
 
 

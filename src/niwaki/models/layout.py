@@ -7,7 +7,7 @@ one tensor at a time, so that a block can be read without the rest.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.families import EXPERTS_TRANSPOSED, choice, is_cross_attention, is_in_tower, is_reached
+from niwaki.models.families import EXPERTS_TRANSPOSED, OF_HEADS, choice, is_cross_attention, is_in_tower, is_reached
 from niwaki.records.wording import counted
 
 #: What pruned weights can be stored in. Formats of 8 bits need scales beside them, and torch cannot compute in them.
@@ -62,6 +62,12 @@ class Matrix:
     index: int | None = None  # in the checkpoint's tensor, if that has all experts
     transposed: bool = False  # the parameter has it as (in, out)
     flipped: bool = False  # the checkpoint has it the other way around than the parameter
+    blocks: tuple[int, ...] = ()  # those that compute with it, where several do
+
+    @property
+    def entry(self) -> tuple[str, int | None]:
+        """What it is in the checkpoint."""
+        return self.key, self.index
 
     @property
     def place(self) -> tuple[int, str]:
@@ -125,21 +131,34 @@ class Layout:
         self._experts_transposed = checkpoint.config.get("model_type") in EXPERTS_TRANSPOSED
         #: Parameters that the checkpoint lacks, with those that they are the same as.
         self.ties: dict[str, str] = {}
-        ties = model.all_tied_weights_keys.items()
-        same = {name: other for pair in ties for name, other in (pair, pair[::-1]) if other in self._pieces}
+        sources = self._sources(model.all_tied_weights_keys)
         for name in dict(model.named_parameters(remove_duplicate=False)):
             if name in self._pieces:
                 self._check(name)
             elif is_in_tower(name):  # it stays as it is in the files, whatever they call it
                 continue
-            elif name not in same:
+            elif name not in sources:
                 raise CheckpointError(f"{checkpoint.path} lacks {name!r}, which its config.json asks for")
             else:
-                self.ties[name] = same[name]
+                self.ties[name] = sources[name]
+        self._pieces |= {name: self._pieces[other] for name, other in self.ties.items()}
+
+    def _sources(self, ties: Mapping[str, str]) -> dict[str, str]:
+        """For each parameter that is tied to others, as is said by ``ties``, the one that the checkpoint has."""
+        groups: dict[str, list[str]] = {}
+        for name, other in ties.items():
+            groups.setdefault(other, [other]).append(name)
+        return {name: there for names in groups.values() for there in names if there in self._pieces for name in names}
 
     def keys(self, name: str) -> list[str]:
         """The checkpoint's keys of all tensors that a parameter or buffer is made from, if any."""
         return [piece.key for piece in self._pieces.get(name, ())]
+
+    def same(self, name: str) -> list[str]:
+        """The parameter ``name`` and all that are tied to it."""
+        there = self.ties.get(name, name)
+        others = [tied for tied, other in self.ties.items() if other == there]
+        return [there, *others]
 
     def experts(self, name: str) -> dict[str, int | None]:
         """Which expert's each of the tensors of :meth:`keys` is; None for one that is of all, or of no expert."""
@@ -195,7 +214,9 @@ class Layout:
             if isinstance(module, nn.Linear | Conv1D):
                 matrices += self._linear(index, prefix, path, module)
             for own, value in module.named_parameters(recurse=False):
-                if value.ndim == 3 and 1 not in value.shape[1:] and not isinstance(module, nn.Conv1d):
+                if value.ndim != 3 or own in OF_HEADS:
+                    continue
+                if 1 not in value.shape[1:] and not isinstance(module, nn.Conv1d):
                     transposed = getattr(module, "is_transposed", self._experts_transposed)
                     matrices += self._experts(index, prefix, f"{path}.{own}", value, transposed)
         return matrices

@@ -27,8 +27,9 @@ from niwaki.models.interface import Interface, find_interface, replaced_blocks
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
 from niwaki.models.recording import Inputs, check_towers, record_each, record_text
+from niwaki.models.sharing import by_first_use
 from niwaki.models.spill import MemoryBudget, SpillList
-from niwaki.models.structure import refusals, structure
+from niwaki.models.structure import decoder_of, find_blocks, refusals, structure
 from niwaki.models.text import Windows, check_tokens
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LeftDense
@@ -72,8 +73,8 @@ class StreamedModel:
         self.positions = getattr(self.config, "max_position_embeddings", None)
         if self.positions is not None and (type(self.positions) is not int or self.positions < 2):
             raise CheckpointError(f"{checkpoint.path / 'config.json'} gives the model {self.positions} positions")
-        self.path, self.blocks = _find_blocks(self.model, kind)
-        decoder = _decoder(self.model)
+        self.path, self.blocks = find_blocks(self.model, kind)
+        decoder = decoder_of(self.model)
         head, block = self.model.get_output_embeddings(), self.blocks[0]
         #: Whether it makes predictions: an encoder may have none.
         self.has_head = head is not None
@@ -90,15 +91,19 @@ class StreamedModel:
             if isinstance(module, PreTrainedModel):
                 self._with_text |= {f"{path}.{name}".lstrip(".") for name, _ in [*module.named_parameters()][:1]}
         self.layout = Layout(self.model, checkpoint)
+        #: Parameters outside the blocks that are the same as others, for as long as these are there.
+        self._ties = {name: other for name, other in self.layout.ties.items() if not self._is_inside(name)}
         for pair in self.layout.ties.items():
-            if any(name.startswith(f"{self.path}.") for name in pair):
+            if self._is_inside(pair[0]) != self._is_inside(pair[1]):
                 raise UnsupportedModelError(
-                    f"{pair[0]!r} is the same as {pair[1]!r}; models of which blocks share weights are not supported"
+                    f"{pair[0]!r} is the same as {pair[1]!r}; blocks that share weights with the rest of the model are "
+                    "not supported"
                 )
-        self._matrices = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
-        empty = (block for block, matrices in zip(self.blocks, self._matrices, strict=True) if not matrices)
+        used = [self.layout.matrices(i, f"{self.path}.{i}.", block) for i, block in enumerate(self.blocks)]
+        empty = (block for block, matrices in zip(self.blocks, used, strict=True) if not matrices)
         if any(map(is_reached, empty)):
             raise UnsupportedModelError(f"{checkpoint.path} has blocks ({kind}) without matrices to prune")
+        self._matrices, self._shared = by_first_use(used)
         #: What is not pruned, see :mod:`.left_dense`.
         self.left_dense = self._left_dense()
         self.notes: list[str] = []
@@ -122,17 +127,22 @@ class StreamedModel:
         self._found: Interface | None = None  # not known yet
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
 
+    def _is_inside(self, name: str) -> bool:
+        return name.startswith(f"{self.path}.")
+
     def _left_dense(self) -> list[LeftDense]:
         sizes = Counter[str]()
         for matrix in self.matrices():
-            sizes[f"{self.path}.{matrix.block}.{matrix.parameter}"] += matrix.size
+            name = f"{self.path}.{matrix.block}.{matrix.parameter}"
+            sizes[self.layout.ties.get(name, name)] += matrix.size
         parameters = dict(self.model.named_parameters())
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         return left_dense(
             self.decoder,
             self.path.removeprefix(self._decoder),
             {id(parameters[name]): size for name, size in sizes.items()},
-            {id(value) for end in ends if end is not None for value in end.parameters()},
+            {id(value) for end in ends if end is not None for value in end.parameters()}
+            | {id(parameters[name]) for name in self.layout.ties if name in parameters},
         )
 
     def check_coverage(self) -> None:
@@ -162,13 +172,19 @@ class StreamedModel:
         self.window_length(tokens.shape[1])
 
     def matrices(self, block: int | None = None) -> list[Matrix]:
-        """The matrices that can be pruned, of one block or of all."""
+        """The matrices that can be pruned, of one block or of all; one of several blocks is the first one's."""
         chosen = self._matrices if block is None else [self._matrices[block]]
         return [matrix for matrices in chosen for matrix in matrices]
 
     def limit(self, blocks: range) -> None:
         """From now on only the matrices of ``blocks`` can be pruned."""
         self._matrices = [matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)]
+        chosen = {matrix.entry for matrix in self.matrices()}
+        self._shared = [[matrix for matrix in shared if matrix.entry in chosen] for shared in self._shared]
+
+    def uses(self, matrix: Matrix) -> list[Matrix]:
+        """``matrix``, and what it is in later blocks."""
+        return [matrix, *(each for shared in self._shared for each in shared if each.entry == matrix.entry)]
 
     @property
     def block_size(self) -> int:
@@ -283,8 +299,9 @@ class StreamedModel:
                 weights = coming.result() if coming else self._read(index)
                 if reader and after is not None:
                     coming = reader.submit(self._read, after)
-                module, matrices, path = self.blocks[index], self._matrices[index], f"{self.path}.{index}."
-                block = DecoderBlock(index, module, matrices, path, self.layout, self.budget, self.device, self.dtype)
+                module, matrices, shared = self.blocks[index], self._matrices[index], self._shared[index]
+                where = f"{self.path}.{index}.", self.layout, self.budget, self.device, self.dtype
+                block = DecoderBlock(index, module, matrices, shared, *where)
                 with _holding(module, weights):
                     del weights  # or they would stay while the next ones are read
                     try:
@@ -309,7 +326,7 @@ class StreamedModel:
     def load(self, skip: Collection[str] = ()) -> PreTrainedModel:
         """The model to stay in memory, with its settings for generating text; keys of the checkpoint to ``skip``."""
         left = {name for name in self.model.state_dict() if not {*skip}.isdisjoint(self.layout.keys(name))}
-        names = [name for name in self.model.state_dict() if self.layout.keys(name) and name not in left]
+        names = [name for name in self.model.state_dict() if self._is_read(name) and name not in left]
         weights = {name: self.layout.read(name).to(self.device) for name in names}
         self.model.load_state_dict(weights, strict=False, assign=True)
         if any(value.is_meta for name, value in self.model.named_parameters() if name not in left):
@@ -320,10 +337,14 @@ class StreamedModel:
                 self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
 
+    def _is_read(self, name: str) -> bool:
+        """Whether the checkpoint has a parameter or buffer, and under no other name."""
+        return bool(self.layout.keys(name)) and name not in self.layout.ties
+
     def _read(self, block: int | None, has_towers: bool = False) -> dict[str, Tensor]:
         """The weights of a block, or those outside the blocks, on the device; of towers only if it ``has_towers``."""
         if block is None:
-            outside = (name for name in self.model.state_dict() if not name.startswith(f"{self.path}."))
+            outside = (name for name in self.model.state_dict() if self._is_read(name) and not self._is_inside(name))
             wanted = (name for name in outside if has_towers or not is_in_tower(name) or name in self._with_text)
             prefix, names = "", list(wanted)
         else:
@@ -349,10 +370,9 @@ class StreamedModel:
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         with _holding(self.model, weights):
             del weights
-            ties = self.layout.ties  # parameters that are the same as others, for as long as these are here
-            own = {name: self.model.get_parameter(name) for name in ties}
+            own = {name: self.model.get_parameter(name) for name in self._ties}
             try:
-                for name, other in ties.items():
+                for name, other in self._ties.items():
                     self._set(name, self.model.get_parameter(other))
                 yield
             finally:
@@ -362,24 +382,6 @@ class StreamedModel:
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         path, _, own = name.rpartition(".")
         setattr(self.model.get_submodule(path), own, parameter)
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    """All of the language model but its head, which some families call their decoder."""
-    decoder: nn.Module = model.get_decoder()
-    return model.base_model if decoder is model.get_output_embeddings() else decoder
-
-
-def _find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
-    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep."""
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    decoder = set(_decoder(model).modules())
-    for path, module in model.named_modules():
-        is_deep = isinstance(module, nn.ModuleList) and 0 < len(module) == depth
-        if is_deep and module in decoder and not is_in_tower(path):
-            return path, module
-    which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
-    raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
@@ -22,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, one_line
 from niwaki.models.checkpoint.tensors import read_json
+from niwaki.models.families import is_in_tower
 
 #: Decoder blocks, and experts of one.
 _MOST_PARTS = 10_000
@@ -73,6 +75,27 @@ def auto_class(config: PreTrainedConfig) -> Any:
         config.architectures or ()
     )
     return AutoModelForCausalLM if takes_text_alone else AutoModelForMultimodalLM
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """All of the language model but its head, which some families call their decoder."""
+    decoder: nn.Module = model.get_decoder()
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
+
+
+def find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
+    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep.
+
+    UnsupportedModelError where there is none.
+    """
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decoder = set(decoder_of(model).modules())
+    for path, module in model.named_modules():
+        is_deep = isinstance(module, nn.ModuleList) and 0 < len(module) == depth
+        if is_deep and module in decoder and not is_in_tower(path):
+            return path, module
+    which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
+    raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
 
 
 class _UntouchedZeros(TorchFunctionMode):

@@ -16,14 +16,19 @@ from niwaki.models.products import OnProduct, Products
 from niwaki.models.spill import MemoryBudget, SpillList
 
 
+def trained_matrices(block: DecoderBlock) -> list[Matrix]:
+    """The matrices that :func:`trainable` trains: those of no other block."""
+    return [matrix for matrix in block.matrices if not matrix.blocks]
+
+
 def _trained(block: DecoderBlock) -> dict[str, nn.Parameter]:
-    """The parameters that ``block.matrices`` are in, by path."""
-    return {matrix.parameter: block.module.get_parameter(matrix.parameter) for matrix in block.matrices}
+    """The parameters that they are in, by path."""
+    return {matrix.parameter: block.module.get_parameter(matrix.parameter) for matrix in trained_matrices(block)}
 
 
 @contextlib.contextmanager
 def trainable(block: DecoderBlock) -> Iterator[list[nn.Parameter]]:
-    """The parameters that ``block.matrices`` are in, with gradients; meanwhile all of the block are in float32.
+    """The parameters that :func:`trained_matrices` are in, with gradients; meanwhile all of the block are in float32.
 
     At the end it computes with what they have become, in its dtype. What it computed with before is not changed.
     """
@@ -57,7 +62,7 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
     try:
         for parameter in parameters.values():
             parameter.data = parameter.data.clone()
-        for matrix in block.matrices:
+        for matrix in trained_matrices(block):
             weights = matrix.within(parameters[matrix.parameter].data)
             weights.copy_(project(matrix, weights))
         yield
@@ -67,8 +72,8 @@ def projected(block: DecoderBlock, project: Callable[[Matrix, Tensor], Tensor] |
 
 
 def trained_weights(block: DecoderBlock) -> Iterator[tuple[Matrix, Tensor]]:
-    """Each matrix and its weights, as the checkpoint has them; from then on the block computes with these."""
-    for matrix in block.matrices:
+    """Each trained matrix and its weights, as the checkpoint has them; from then on the block computes with these."""
+    for matrix in trained_matrices(block):
         stored = block.stored(matrix, matrix.within(block.module.get_parameter(matrix.parameter)))
         block.put(matrix, stored)
         yield matrix, stored
@@ -134,17 +139,17 @@ def input_gradient(
     ``on_input`` receives the inputs of each matrix, ``on_out`` the gradients with respect to its outputs, see
     :class:`Products`.
     """
-    parameters = dict(block.module.named_parameters())
+    parameters, matrices = dict(block.module.named_parameters()), [*block.matrices, *block.shared]
     hidden = hidden.detach().requires_grad_()
     earlier = states.arguments.handed(block.index, i)
     received = Handed({name: tuple(v.detach().requires_grad_() for v in values) for name, values in earlier.items()})
     now = Handed(received)
-    with Products(block.matrices, parameters, on_input):
+    with Products(matrices, parameters, on_input):
         out = block.forward(hidden, states, i, handed=now)
     made = {name: values for name, values in now.items() if name not in received}
     outputs, inputs = [out, *_flat(made)], [hidden, *_flat(received)]
     gradients = [states.hidden[i], *handed.take(i, made)]
-    with Products(block.matrices, parameters, on_out, backward=True):
+    with Products(matrices, parameters, on_out, backward=True):
         pulled, *others = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, materialize_grads=True)
     handed.add(i, received, others)
     return pulled

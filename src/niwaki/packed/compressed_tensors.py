@@ -106,7 +106,7 @@ def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
     """``quantization_config`` of config.json."""
     matrices = {f"{model.path}.{matrix.block}.{matrix.name}": matrix for matrix in model.matrices()}
     for name, matrix in matrices.items():
-        if matrix.transposed or not matrix.is_module or matrix.key != f"{name}.weight":
+        if matrix.transposed or not matrix.is_module or matrix.key != f"{name}.weight" or matrix.blocks:
             raise UnsupportedModelError(
                 f"{matrix.key!r} of {model.checkpoint.path} cannot be packed: it is not the weight of a linear layer "
                 "of its own; use the model as it is"

@@ -78,10 +78,12 @@ def load(
     # The model in memory has no such quantisation and can be saved like any other.
     vars(whole.config).pop("quantization_config", None)
     for matrix in packed:
-        block, weight = streamed.blocks[matrix.block], checkpoint.packed(matrix.key)
+        weight = checkpoint.packed(matrix.key)
         weight = in_large_pages(weight) if on_cpu else with_bytes(weight).to(streamed.device)
-        layer: Any = block.get_submodule(matrix.name)
-        block.set_submodule(matrix.name, SparseLinear(weight, layer.bias, matrix.transposed, streamed.dtype))
+        for use in streamed.uses(matrix):
+            block = streamed.blocks[use.block]
+            layer: Any = block.get_submodule(use.name)
+            block.set_submodule(use.name, SparseLinear(weight, layer.bias, use.transposed, streamed.dtype))
     if on_cpu:
         decoding.attach(whole, streamed.blocks)
     return whole

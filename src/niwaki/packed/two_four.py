@@ -40,6 +40,8 @@ def convert(streamed: StreamedModel) -> None:
                 f"{' x '.join(map(str, matrix.shape))} ({first_line(error)}); leave two_four out"
             ) from error
         layer.weight = nn.Parameter(weight, requires_grad=False)
+        for use in streamed.uses(matrix):
+            streamed.blocks[use.block].get_submodule(use.name).weight = layer.weight
         converted = True
     if not converted:
         raise UsageError(

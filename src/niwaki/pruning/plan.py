@@ -28,6 +28,7 @@ from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.options import TF32
 from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
 from niwaki.pruning.effort import Effort
+from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
@@ -121,7 +122,8 @@ def plan(
         importance = {matrix.place: by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
-        costs = _Costs(matrices, effort, pattern_of, importance, world)
+        later = later_inputs(model, samples, tf32, world, progress)
+        costs = _Costs(matrices, effort, pattern_of, importance, world, later)
         last = matrices[-1].block
         with model.budget.lent() as budget:
             states = model.embed(samples, budget=budget)
@@ -151,6 +153,7 @@ class _Costs:
     pattern_of: PatternOf
     importance: dict[Place, Tensor]
     world: World
+    later: LaterInputs
     _curves: dict[Place, Curve] = field(default_factory=dict)
     _outliers: list[float] = field(default_factory=list)  # of each block
 
@@ -168,7 +171,8 @@ class _Costs:
         if not matrices:
             return
         inputs: list[tuple[Matrix, Gram]] = []
-        for group in block.input_grams(states, done, self.world, tf32, [*matrices.values()]):
+        grams = block.input_grams(states, done, self.world, tf32, [*matrices.values()])
+        for group in self.later.joined(block, grams):
             gram = group.gram(shared=True)
             inputs += [(matrices[name], gram) for name in group.names]
         if self.effort.allocation == "owl":

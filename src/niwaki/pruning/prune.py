@@ -231,4 +231,5 @@ def _needed(model: StreamedModel, request: Request) -> int:
     weights = max(sum(matrix.size for matrix in block) for block in blocks)
     copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
     fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
-    return resident() + max((2 if effort.dense_targets else 1) * grams + max(running, solving), fitting)
+    shared = sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices() if matrix.blocks)  # until they are pruned
+    return resident() + shared + max((2 if effort.dense_targets else 1) * grams + max(running, solving), fitting)

@@ -18,6 +18,7 @@ from niwaki.models.device import device_name
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.scales import stored_as_usual
+from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement
@@ -119,6 +120,7 @@ class Request:
         if self.compute.tf32 == "always" and tf32 == "never":
             note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
             record.notes.insert(len(model.notes), note)
+        record.notes += sharing_notes(model.matrices(), fits=self.effort.epochs > 0)
         if self.grid:
             record.notes.append(stored_as_usual(self.grid))
         if record.kept_format:

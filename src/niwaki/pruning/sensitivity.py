@@ -48,14 +48,14 @@ def sensitivities(
 
     Returns:
         For each block by the name of each matrix (out,) float32 on the CPU, in squared nats per squared output; the
-        same in all processes.
+        same in all processes. For a matrix that several blocks share it is the sum over all of them.
 
     Raises:
         NumericalError: a gradient is NaN or infinite.
         UnsupportedModelError: a matrix takes part in the model in an unknown way.
     """
     world = world or World()
-    means: list[dict[str, Tensor]] = [{} for _ in model.blocks]
+    sums: dict[tuple[str, int | None], Tensor] = {}  # by what a matrix is in the files
     first = min((matrix.block for matrix in model.matrices()), default=0)
     counts = world.collected(len(tokens))
     # Drawn for all processes, of which each takes its own.
@@ -81,10 +81,12 @@ def sensitivities(
                 handed.scale(i, -change)
                 exponents[i] += change
                 done()
-            means[block.index] = squares.means(world, draws.numel())
+            found = squares.means(world, draws.numel())
+            for matrix in squares.matrices:
+                sums[matrix.entry] = sums.get(matrix.entry, 0) + found[matrix.name]
             if block.index == first:
                 break
-    return means
+    return [{matrix.name: sums[matrix.entry] for matrix in model.matrices(i)} for i in range(len(model.blocks))]
 
 
 def _start(model: StreamedModel, states: HiddenStates, draws: Tensor) -> list[int]:
@@ -134,10 +136,10 @@ class _Squares:
     """Sums of squared gradients, times ``scale``, with respect to the outputs of the matrices of a block."""
 
     def __init__(self, block: DecoderBlock) -> None:
-        self._block = block
+        self._block, self.matrices = block, [*block.matrices, *block.shared]
         self.scale = 1.0
         heights: dict[_Weights, int] = {}
-        for matrix in block.matrices:
+        for matrix in self.matrices:
             weights = (matrix.parameter, matrix.expert)
             heights[weights] = max(heights.get(weights, 0), matrix.start + matrix.shape[0])
         # One tensor, in the order of the matrices: processes do not see experts in the same order.
@@ -171,7 +173,7 @@ class _Squares:
         world.sum([self._all])
         _check(self._all, f"block {self._block.index}")
         self._all /= tokens
-        rows = {m.name: self._sums[m.parameter, m.expert].narrow(0, m.start, m.shape[0]) for m in self._block.matrices}
+        rows = {m.name: self._sums[m.parameter, m.expert].narrow(0, m.start, m.shape[0]) for m in self.matrices}
         return {name: value.to("cpu", torch.float32) for name, value in rows.items()}
 
 

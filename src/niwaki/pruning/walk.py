@@ -22,8 +22,9 @@ from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.models.training import trained_weights
+from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.pruning.fit import Fit, tokens_per_part
+from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
@@ -57,6 +58,7 @@ class Walk:
     place: Workplace | None  # of the first process, where the journal and the plan are kept
     kept: KeptFormat | None = None  # in which matrices are written, if that is asked for
     writer: CheckpointWriter | None = None  # of the first process, where weights go
+    _done: dict[int, bool] = field(default_factory=dict)  # by block, of those that an earlier run has done
     _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
 
     def blocks(self, texts: Texts) -> None:
@@ -77,6 +79,7 @@ class Walk:
             world,
             progress,
         )
+        self._later = self._later_inputs(samples)
         clock.lap("plan")
         streams = self._embedded(samples, heldout)
         clock.lap("capture")
@@ -89,13 +92,13 @@ class Walk:
             last = block.index >= stop - 1
             if streams.heldout_dense:
                 block.advance(streams.heldout_dense)
-            if block.matrices and not self._is_done(block):
+            if block.matrices and not self._is_done(block.index):
                 self._prune(block, streams, last)
                 self._save(block)
             else:
                 if streams.calibration_dense and not last:
                     block.advance(streams.calibration_dense)
-                self._restore(block)
+                self._restore(block, [*block.matrices, *block.shared])
             progress.stage(block.index, "advance", len(streams.calibration.hidden))
             if streams.heldout:
                 block.advance(streams.heldout)
@@ -153,20 +156,30 @@ class Walk:
             self.journal.plan = made.save(place.plan, self.journal.plan)
         return made
 
-    def _is_done(self, block: DecoderBlock) -> bool:
-        """Whether an earlier run has done ``block``, and what it wrote is still there."""
-        if block.index >= self.journal.blocks:
+    def _later_inputs(self, samples: Samples) -> LaterInputs:
+        """The inputs of matrices that blocks share, unless an earlier run has pruned all of these."""
+        sharing = dict.fromkeys(matrix.block for matrix in self.model.matrices() if matrix.blocks)
+        if all(map(self._is_done, sharing)):
+            return LaterInputs()
+        return later_inputs(self.model, samples, self.record.tf32, self.world, self.progress)
+
+    def _is_done(self, block: int) -> bool:
+        """Whether an earlier run has done a block, and what it wrote is still there."""
+        if block >= self.journal.blocks:
             return False
-        done = not self.writer or self.writer.digest(self._places(block.matrices)) == self.journal.digests[block.index]
-        if not (done := self.world.received(done)):
-            self.progress.note(f"block {block.index} of the earlier run is damaged on disk and done again")
-        return done
+        if block not in self._done:
+            places = self._places(self.model.matrices(block))
+            done = not self.writer or self.writer.digest(places) == self.journal.digests[block]
+            self._done[block] = self.world.received(done)
+            if not self._done[block]:
+                self.progress.note(f"block {block} of the earlier run is damaged on disk and done again")
+        return self._done[block]
 
     def _places(self, matrices: list[Matrix]) -> list[tuple[str, int | None]]:
         """Key and index of all that is written for the ``matrices`` of a block."""
         if self.kept:
             return [(key, matrix.index) for matrix in matrices for key in self.kept.keys(matrix)]
-        keys = [(matrix.key, matrix.index) for matrix in matrices]
+        keys = [matrix.entry for matrix in matrices]
         return keys + [(scale_key(matrix), matrix.index) for matrix in matrices if self.request.grid]
 
     def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
@@ -177,16 +190,18 @@ class Walk:
         self._scales.clear()
         if dense:
             block.keep_original()
+        self._restore(block, block.shared)
         progress.stage(block.index, "capture", len(states.hidden))
         targets = dense if effort.dense_targets else None
         grams = block.input_grams(states, progress.step, world, self.record.tf32, dense=targets)
+        grams = self._later.joined(block, grams)
         clock.lap("capture")
         borrowed = _borrowed(block, grams)
         progress.stage(block.index, "solve", len(block.matrices))
         self._solver.solve(block, grams, lambda matrix, solved: self._keep(block, matrix, solved))
         clock.lap("solve")
         if block.released:
-            self._restore(block)
+            self._restore(block, block.matrices)
         clock.lap("write")
         if borrowed:
             self._note(borrowed)
@@ -194,7 +209,7 @@ class Walk:
             with block.original():
                 block.advance(dense)
             clock.lap("advance")
-        if dense and effort.epochs:
+        if dense and effort.epochs and trained_matrices(block):
             on_grid = self._on_grid if self.request.grid or self.kept else None
             fit = Fit(block, states, dense, effort, world, progress.step, on_grid)
             progress.stage(block.index, "fit", fit.batches)
@@ -242,9 +257,9 @@ class Walk:
         assert numbers
         return numbers.project(W, numbers.factors(scales, W.shape), W != 0)
 
-    def _restore(self, block: DecoderBlock) -> None:
-        """Puts the weights into ``block`` that were written for it, by this run or an earlier one."""
-        for matrix in block.matrices:
+    def _restore(self, block: DecoderBlock, matrices: list[Matrix]) -> None:
+        """Puts the weights of ``matrices`` into ``block`` that were written, by this run or an earlier one."""
+        for matrix in matrices:
             stored = block.empty(matrix)
             if self.writer:
                 kept, writer = self.kept, self.writer

@@ -28,7 +28,8 @@ class Progress:
         """A part of a block begins: "capture", "solve", "fit" or "advance", in ``steps`` steps.
 
         Before all of them come, where the effort asks for it, one "sensitivity", an "allocation" for each block and a
-        "synthesis"; with structured pruning an "influence" for each block and, also after all others, a "perplexity".
+        "synthesis", and where blocks share matrices a "sharing" for each block; with structured pruning an "influence"
+        for each block and, also after all others, a "perplexity".
         """
 
     def step(self) -> None:

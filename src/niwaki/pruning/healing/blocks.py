@@ -16,8 +16,9 @@ from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.scales import grid_of, read_scales
+from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
-from niwaki.models.training import trained_weights
+from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import Fit, OnGrid, tokens_per_part
 from niwaki.pruning.healing.divergence import divergence
@@ -116,6 +117,8 @@ class BlockRun(Run):
         part = tokens_per_part(self._effort, self.world)
         self._step = max(1, part // length) * length * self.world.size  # tokens
         streams = Streams(self.model.embed(rest, part), self.dense.embed(rest, part), together)
+        if any(matrix.blocks for matrix in self.model.matrices()):
+            self.note([NOT_FITTED])
         if self.model.budget.spilled:
             self.note(["hidden states are in a file too, for want of memory"])
         self.clock.lap("prepare")
@@ -157,7 +160,7 @@ class BlockRun(Run):
                 dense.advance(held.dense)
                 block.advance(held.pruned)
             self.clock.lap("advance")
-            if block.matrices and not self._is_done(block):
+            if trained_matrices(block) and not self._is_done(block):
                 self._fit(block, streams, began)
                 self._save(block)
             else:
@@ -192,7 +195,9 @@ class BlockRun(Run):
         grid = grid_of(checkpoint)
         if grid is None:
             return None
-        scales = {matrix.name: read_scales(checkpoint, matrix, grid).to(block.device) for matrix in block.matrices}
+        scales = {
+            matrix.name: read_scales(checkpoint, matrix, grid).to(block.device) for matrix in trained_matrices(block)
+        }
 
         def on_grid(matrix: Matrix, W: Tensor) -> Tensor:
             own = scales[matrix.name]
@@ -211,7 +216,7 @@ class BlockRun(Run):
 
     def _restore(self, block: DecoderBlock) -> None:
         """Puts the weights into ``block`` that an earlier run wrote for it."""
-        for matrix in block.matrices:
+        for matrix in trained_matrices(block):
             stored = block.empty(matrix)
             if self._writer:
                 stored.copy_(self._writer.read(matrix.key, matrix.index))
@@ -242,4 +247,4 @@ class BlockRun(Run):
 
 def _places(block: DecoderBlock) -> list[tuple[str, int | None]]:
     """Key and index of all that is written for ``block``."""
-    return [(matrix.key, matrix.index) for matrix in block.matrices]
+    return [matrix.entry for matrix in trained_matrices(block)]

@@ -166,9 +166,10 @@ class LowRankStudent(Student):
         self.parameters[name], self.sizes[name] = nn.Parameter(value.to(self.device)), size
 
     def _computed_with(self, name: str) -> None:
-        """From now on its block computes with what has become of this parameter."""
-        block, _, path = name.removeprefix(f"{self._stream.path}.").partition(".")
-        self._trained[int(block)][path] = name
+        """From now on its blocks compute with what has become of this parameter."""
+        for use in self._stream.layout.same(name):
+            block, _, path = use.removeprefix(f"{self._stream.path}.").partition(".")
+            self._trained[int(block)][path] = name
 
     def _forward(self, block: nn.Module, trained: dict[str, str]) -> Callable[..., Any]:
         """A forward pass with what is trained, of which only the inputs stay in memory."""
@@ -203,7 +204,7 @@ class LowRankStudent(Student):
     def tensors(self, stored: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(key, tensor) of the checkpoint, for all that ``stored`` changes, one after another."""
         layout = self._stream.layout
-        for name in (name for trained in self._trained for name in trained.values()):
+        for name in dict.fromkeys(name for trained in self._trained for name in trained.values()):
             dtype = self._dtype(name)
             value, mask = stored.get(name), None
             if value is None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from niwaki.arguments import checked
-from niwaki.errors import NumericalError, UsageError, named
+from niwaki.errors import NumericalError, UnsupportedModelError, UsageError, named
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
@@ -101,6 +101,10 @@ def shrink(
     carried = find_carried(checkpoint, target)
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     depth = len(streamed.blocks)
+    if any(matrix.blocks for matrix in streamed.matrices()):
+        raise UnsupportedModelError(
+            f"{source} has blocks that share weights, of which nothing can be removed; prune it"
+        )
     if not 0 <= blocks < depth:
         raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
     columns = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
