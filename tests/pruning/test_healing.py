@@ -181,10 +181,10 @@ def test_in_half_precision(tmp_path: Path, method: str) -> None:
     assert after < 0.9 * before
 
 
-@pytest.mark.parametrize("has_units", [True, False])
-def test_the_dtype_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
+@pytest.mark.parametrize(("unit", "has_units"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])
+def test_the_dtype_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str, has_units: bool) -> None:
     """It is that of the files on processors with units for it."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_units}, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {unit: True}, raising=False)
     for stored in (torch.float32, torch.bfloat16):
         checkpoint = Checkpoint(save_model(tmp_path / str(stored), "llama", dtype=stored))
         expected = "bfloat16" if has_units and stored == torch.bfloat16 else "auto"

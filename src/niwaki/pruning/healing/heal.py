@@ -99,7 +99,7 @@ def heal(
             not used; by default in windows of 512 tokens.
         measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
         compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32; "auto" is that
-            also on processors with units for it (AMX), where files are in it.
+            also on processors with units for it (AMX or AVX512-BF16), where files are in it.
         called: What the record and the model card call the pruned model, by default ``pruned``.
         restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
         progress: Receives how it goes.
