@@ -562,6 +562,7 @@ def llm_compressor() -> list[str]:
     rows = [
         [
             f"{result['tool']} {result['method']}",
+            result["dtype"],
             *(f"{value:.2f}" for value in result["perplexity"].values()),
             f"{result['seconds']:.0f}",
             f"{result['gigabytes']:.2f}",
@@ -569,7 +570,7 @@ def llm_compressor() -> list[str]:
         for result in made["results"]
     ]
     return [
-        *markdown(["", *made["results"][0]["perplexity"], "seconds", "GB"], rows),
+        *markdown(["", "computed in", *made["results"][0]["perplexity"], "seconds", "GB"], rows),
         "",
         f"{made['model']} at {made['sparsity']:.0%}, calibrated on {made['samples']} x {made['length']} tokens of "
         "books.",

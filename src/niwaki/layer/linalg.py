@@ -11,6 +11,8 @@ from niwaki.layer.products import onednn_is_faster, products
 
 #: Rows and columns that are factorised at once; of larger matrices the parts, which leaves nearly all to products.
 _PART = 192
+#: Up to here LAPACK is the faster one everywhere.
+_SMALL = 1024
 #: Rows that are worked on at a time, to save memory: enough for the full rate of products.
 STRIP = 1024
 #: Of sums above this no term that matters is below what float32 can hold.
@@ -36,7 +38,7 @@ def damped_cholesky(copy: Callable[[], Tensor], damping: float) -> tuple[Tensor,
     step = max(damping, mean * torch.finfo(L.dtype).eps * L.shape[0])
     while True:
         L.diagonal().add_(damping)
-        if L.device.type == "cpu" and onednn_is_faster():
+        if L.device.type == "cpu" and len(L) > _SMALL and onednn_is_faster():
             done = _cholesky(L)
             L.mT.triu_()  # in the order of memory
         else:
