@@ -46,6 +46,7 @@ from support.models import (
     sparse_model,
 )
 from support.packed import SIZES, Raw, component_names, decode, digest_of, read_file, seal, write_file
+from support.runs import StopAt
 from support.sparse import sparse
 
 #: One of each way in which files and modules can have their weights.
@@ -264,7 +265,10 @@ def test_weights_on_a_grid(grid: str, bits: int, tmp_path: Path) -> None:
         measurement=Measurement(samples=0),
         compute="cpu",
     )
-    niwaki.pack(edit, tmp_path / "packed")
+    progress = StopAt(1000)
+    niwaki.pack(edit, tmp_path / "packed", progress)
+    said = [text for text in progress.notes if "groups of 16 cannot be packed as whole numbers" in text]
+    assert len(said) == (grid == "int4:16")
     stored = Index.read(tmp_path / "packed").tensors
     # Groups of 16 do not fill words of the mask, so that these stay as they are.
     assert {tensor.bits for tensor in stored.values() if tensor.packed} == {bits}

@@ -221,11 +221,14 @@ def test_what_is_shared_is_damaged(tmp_path: Path) -> None:
 # Some of the blocks
 
 
-@pytest.mark.parametrize(("blocks", "shared"), [("0:2", {1}), ("2:4", {2}), ("3:6", set())])
-def test_only_some_blocks(tmp_path: Path, blocks: str, shared: set[int]) -> None:
-    """What is shared is pruned with the first of its blocks, or stays."""
+@pytest.mark.parametrize(("blocks", "shared", "stay"), [("0:2", {1}, 0), ("2:4", {2}, 1), ("3:6", set(), 2)])
+def test_only_some_blocks(tmp_path: Path, blocks: str, shared: set[int], stay: int) -> None:
+    """What is shared is pruned with the first of its blocks, or stays, which is noted."""
     model = save_model(tmp_path / "model", "zamba2")
     record = run(model, tmp_path / "out", blocks=blocks, effort="balanced")
+    count = stay * len(shared_keys(model)) // 2
+    noted = [note for note in record.notes if "shared with blocks before these" in note]
+    assert [note.split()[0] for note in noted] == ([str(count)] if stay else [])
     before, after = tensors(model), tensors(tmp_path / "out")
     changed = {key for key in shared_keys(model) if not torch.equal(before[key], after[key])}
     assert changed == {key for key in shared_keys(model) if int(key.split(".")[2]) in shared}

@@ -1,5 +1,6 @@
 """``niwaki pack``, ``niwaki unpack`` and ``niwaki export``."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
@@ -46,7 +47,7 @@ def unpack(model: Packed, output: Output) -> None:
 def export(model: Model, output: Exported, gguf: Gguf = None) -> None:
     """Write MODEL for other programs: packed integers of a grid of 4 or 8 bits (compressed-tensors), or --gguf."""
     with Screen(f"exporting {model}"), in_session():
-        if gguf is None and output.endswith(".gguf"):
+        if gguf is None and Path(output).suffix.lower() == ".gguf":
             raise UsageError(f"{output} would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0")
         if gguf:
             from niwaki.packed.gguf_file import export_gguf

@@ -33,6 +33,7 @@ from niwaki.models.structure import decoder_of, find_blocks, refusals, structure
 from niwaki.models.text import Windows, check_tokens
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LeftDense
+from niwaki.records.wording import counted
 
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
 _LEAST_COVERAGE = 0.9
@@ -180,6 +181,10 @@ class StreamedModel:
         """From now on only the matrices of ``blocks`` can be pruned."""
         self._matrices = [matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)]
         chosen = {matrix.entry for matrix in self.matrices()}
+        left = {matrix.entry for index in blocks for matrix in self._shared[index]} - chosen
+        if left:
+            which = counted(len(left), "matrix is", "matrices are")
+            self.notes.append(f"{which} shared with blocks before these, where alone they would be pruned: they stay")
         self._shared = [[matrix for matrix in shared if matrix.entry in chosen] for shared in self._shared]
 
     def uses(self, matrix: Matrix) -> list[Matrix]:

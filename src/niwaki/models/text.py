@@ -148,8 +148,8 @@ def read_windows(
         total = needed * length
         raise CalibrationError(
             f"{source} is too short: {needed} windows of {length} tokens need {total} tokens, it has {len(ids)}, "
-            f"{total - len(ids)} are missing; it has room for {available} (--samples); or give more text, or shorter "
-            "windows (--seqlen)"
+            f"{total - len(ids)} are missing; give more text, shorter windows (--seqlen)"
+            + (f", or --samples {available}" if available else "")
         )
     tokens = torch.tensor(ids[: available * length], dtype=torch.int64).view(available, length)
     return Windows(tokens, source, order, f"{describe_source(source)}; one text, no special tokens (no BOS); {which}")

@@ -24,7 +24,7 @@ from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, sha256
-from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, pack as pack_matrix
+from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 
 #: Files of the dense model whose text is in the index.
@@ -171,6 +171,11 @@ class _Packer:
                 f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
             )
         self._grid = grid_of(checkpoint)
+        if self._grid and self._grid.group and self._grid.group % WORD:
+            progress.note(
+                f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "
+                f"multiples of {WORD} can, as in int4:{WORD}"
+            )
         self._scaled = read_header(checkpoint.path / SCALES) if (checkpoint.path / SCALES).exists() else {}
 
     def write(self, directory: Path) -> list[Shard]:

@@ -161,7 +161,7 @@ class BySparsity(Counted):
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 <= self.sparsity < 1:
-            meant = f"; did you mean {self.sparsity / 100:g}?" if 1 < self.sparsity < 100 else ""
+            meant = f"; did you mean {self.sparsity / 100:g}?" if 2 <= self.sparsity < 100 else ""
             raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}{meant}")
 
     def at(self, sparsity: float) -> Pattern | None:
