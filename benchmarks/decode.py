@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py --record benchmarks/results/decode.json
     python benchmarks/decode.py --threads 1 --sizes 4096x4096
+    python benchmarks/decode.py --threads 2 --batches 1 --bits 16 8 4 --sparsities 0 0.3 0.5 0.7   # and on a grid
 
 Each is called on several matrices in turn, more than caches hold, as a model does. Rounds of all of them alternate, and
 medians count. Besides torch's dense products there is a plain dense kernel (dense.cpp, AVX2, one thread, one
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import shutil
 import statistics
 import subprocess
@@ -59,6 +61,17 @@ def plain(library: ctypes.CDLL, W: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def packed(W: Tensor, kept: Tensor, bits: int) -> PackedMatrix:
+    """``W`` where it is ``kept``, as it is or, of fewer than 16 ``bits``, as whole numbers with a scale for 64."""
+    if bits == 16:
+        return in_large_pages(pack(W.where(kept, 0)))
+    most = 2 ** (bits - 1) - 1
+    codes = W.float().mul_(most / 3).round_().clamp_(-most, most)
+    codes = codes.where(codes != 0, 1).where(kept, 0)
+    scales = torch.ones(len(W), W.shape[1] // 64)
+    return in_large_pages(pack(codes.bfloat16(), codes.to(torch.int8), scales, bits))
+
+
 def measured(rounds: int, calls: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
     """Median seconds of each, per call; in each round every name has a turn with all of its calls."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -77,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="ROWSxCOLUMNS")
     parser.add_argument("--sparsities", nargs="*", type=float, default=SPARSITIES)
+    parser.add_argument("--bits", nargs="*", type=int, default=[16], help="of values: 16, or whole numbers of 8 or 4")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 4])
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
@@ -88,10 +102,11 @@ def main() -> None:
         count = max(2, WORKING_SET // (2 * rows * columns))
         generator = torch.Generator().manual_seed(0)
         dense = [torch.randn(rows, columns, generator=generator).bfloat16() for _ in range(count)]
-        sparse: dict[float, list[PackedMatrix]] = {}
-        for sparsity in arguments.sparsities:
+        sparse: dict[str, list[PackedMatrix]] = {}
+        for bits, sparsity in itertools.product(arguments.bits, arguments.sparsities):
+            name = f"packed {sparsity:g}" + (f" int{bits}" if bits < 16 else "")
             chosen = (torch.rand(rows, columns, generator=generator) >= sparsity for _ in dense)
-            sparse[sparsity] = [in_large_pages(pack(W.where(kept, 0))) for W, kept in zip(dense, chosen, strict=True)]
+            sparse[name] = [packed(W, kept, bits) for W, kept in zip(dense, chosen, strict=True)]
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             numbers = torch.cat([W.view(torch.float32).flatten() for W in dense])
@@ -102,10 +117,7 @@ def main() -> None:
                 half = x.bfloat16()
                 calls: dict[str, list[Callable[[], object]]] = {
                     "torch bfloat16": [partial(linear, half, W) for W in dense],
-                    **{
-                        f"packed {sparsity:g}": [partial(kernels.multiply, W, x) for W in those]
-                        for sparsity, those in sparse.items()
-                    },
+                    **{name: [partial(kernels.multiply, W, x) for W in those] for name, those in sparse.items()},
                 }
                 if library is not None and batch == threads == 1:
                     calls["plain dense"] = [partial(plain, library, W, x) for W in dense]
@@ -121,8 +133,8 @@ def main() -> None:
                         "torch_over_this": found["torch bfloat16"] / seconds,
                         "bytes": dense[0].nbytes,
                     }
-                    if name.startswith("packed"):
-                        line["bytes"] = sparse[float(name.split()[1])][0].nbytes
+                    if name in sparse:
+                        line["bytes"] = sparse[name][0].nbytes
                     line["share_of_floor"] = line["bytes"] / rate / seconds
                     if "plain dense" in found:
                         line["plain_over_this"] = found["plain dense"] / seconds

@@ -181,7 +181,8 @@ class StreamedModel:
         """From now on only the matrices of ``blocks`` can be pruned."""
         self._matrices = [matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)]
         chosen = {matrix.entry for matrix in self.matrices()}
-        left = {matrix.entry for index in blocks for matrix in self._shared[index]} - chosen
+        there = range(len(self._shared))[blocks.start : blocks.stop]  # a configuration may name others
+        left = {matrix.entry for index in there for matrix in self._shared[index]} - chosen
         if left:
             which = counted(len(left), "matrix is", "matrices are")
             self.notes.append(f"{which} shared with blocks before these, where alone they would be pruned: they stay")
