@@ -1,8 +1,9 @@
-"""What transformers calls the cache of keys and values."""
+"""What the installed transformers calls the cache of keys and values."""
 
 import inspect
 
 from transformers import LlamaForCausalLM
 
-#: "cache" from transformers 5.24 on, where the older name is deprecated.
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+from niwaki.packed.decoding import CACHES
+
+CACHE = next(name for name in CACHES if name in inspect.signature(LlamaForCausalLM.forward).parameters)

@@ -19,6 +19,7 @@ from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
 from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
+from niwaki.packed.decoding import CACHES
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load
 from niwaki.packed.pack import pack, unpack
@@ -130,7 +131,7 @@ def measure(directory: Path, prompt: int, tokens: int, repeats: int, compute: Co
         raise UsageError(f"{prompt} + {tokens} tokens are more than the {longest} positions of the model")
     given = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0)).to(model.device)
     names = inspect.signature(model.forward).parameters
-    cache = "cache" if "cache" in names else "past_key_values"  # in transformers from 5.24 on, and before
+    cache = next((name for name in CACHES if name in names), CACHES[-1])
     first, rest = [], []
     for _ in range(repeats + 1):  # once to warm up
         began = _now(model)

@@ -29,9 +29,9 @@ _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
 #: What a block's cache is called, in transformers from 5.24 on and before.
-_CACHES = ("cache", "past_key_values")
+CACHES = ("cache", "past_key_values")
 #: What the library reads of a block's arguments, besides the state.
-_READ = {*_CACHES, "attention_mask", "position_embeddings"}
+_READ = {*CACHES, "attention_mask", "position_embeddings"}
 #: What is passed to blocks without an influence on one token's output, or as one of the values here.
 _PASSED: dict[str, Any] = {"position_ids": ..., "cache_position": ..., "use_cache": ..., "output_attentions": False}
 #: How far outputs may be from transformers', relative to what the block adds to the state.
@@ -182,7 +182,7 @@ class NativeBlock:
 
 def _cache_in(named: dict[str, Any]) -> str:
     """What the cache is called among a block's arguments; "" where there is none."""
-    return next((name for name in _CACHES if named.get(name) is not None), "")
+    return next((name for name in CACHES if named.get(name) is not None), "")
 
 
 class _Replaced:

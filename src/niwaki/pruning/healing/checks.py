@@ -44,6 +44,8 @@ def check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
 def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | None) -> None:
     """UsageError where nothing of the model was pruned, or not what ``record``, of how it was pruned, says."""
     path, matrices = model.checkpoint.path, model.matrices()
+    if dense.checkpoint.path.samefile(path):
+        raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     zeros = {matrix.place: zeros_of(matrix, model.checkpoint) for matrix in matrices}
     said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.structure else set()
     pruned = [matrix for matrix in matrices if matrix.place in said]
@@ -54,8 +56,6 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
                 f"{path} has {100 * sparsity:.2f} % zeros and its record says {100 * record.sparsity:.2f} %; was it "
                 "trained without its mask? Prune it again, or remove the record, niwaki.json"
             )
-    if dense.checkpoint.path.samefile(path):
-        raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     is_smaller = [matrix.shape for matrix in matrices] != [matrix.shape for matrix in dense.matrices()]
     is_as_dense = sum(zeros.values()) < _OFF * sum(matrix.size for matrix in matrices)
     if is_as_dense and not is_smaller and not model.checkpoint.pruning.quantization:
