@@ -296,10 +296,12 @@ def test_an_encoder_without_a_head(tmp_path: Path, kind: str) -> None:
     for refused in (
         lambda: niwaki.evaluate(out, Measurement(TOKENS)),
         lambda: niwaki.heal(out, tmp_path / "healed", model, calibration=TOKENS, measurement=None),
-        lambda: niwaki.prune(model, tmp_path / "other", 0.5, effort="heal", calibration=TOKENS),
     ):
         with pytest.raises(UnsupportedModelError, match="has no head, and makes no predictions"):
             refused()
+    record = niwaki.prune(model, tmp_path / "other", 0.5, effort="heal:epochs=0", calibration=TOKENS)
+    assert record.healing is None
+    assert any("healing, of the effort" in note and "makes no predictions" in note for note in record.notes)
 
 
 BART = {

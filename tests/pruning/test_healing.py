@@ -406,11 +406,16 @@ def test_pruned_and_healed_in_one(tmp_path: Path) -> None:
     assert record.healing
     assert record.healing.tokens == 1.5 * TOKENS.numel()
     assert (record.model, record.healing.teacher) == (str(dense), str(dense))
+    assert record == Record.load(tmp_path / "out" / "niwaki.json")
+    assert not (tmp_path / "out" / "niwaki.base.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
     effort = "best:allocation=uniform:importance=0:synthetic=0:epochs=0.5"
     before = prune_and_heal(dense, tmp_path / "pruned", effort=effort)
-    base = Record.load(tmp_path / "out" / "niwaki.base.json")
-    assert (base.effort, base.sparsity, record.sparsity) == (before.effort, 0.5, 0.5)
+    assert (before.sparsity, record.sparsity) == (0.5, 0.5)
+    same = [dataclasses.replace(matrix, seconds=0) for matrix in before.matrices]
+    assert [dataclasses.replace(matrix, seconds=0) for matrix in record.matrices] == same
+    assert {**before.effort, "healing": 1.5} == record.effort
+    assert record.seconds.keys() >= {"solve", "heal", "teach"}
     usual = {"rate": HEALING_RATE, "batch": HEALING_BATCH, "own_text": OWN_TEXT, "tokens": record.healing.tokens}
     heal(tmp_path / "pruned", tmp_path / "healed", dense, **usual)
     assert same_tensors(tmp_path / "out", tmp_path / "healed")
@@ -430,11 +435,21 @@ def test_pruned_and_stopped(tmp_path: Path, stop_at: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "expected", "out"]
 
 
-def test_too_little_memory_to_heal_is_said_before_pruning(tmp_path: Path) -> None:
-    dense = save_model(tmp_path / "dense")
-    with pytest.raises(UnsupportedModelError, match=r"healing .* takes"):
-        prune_and_heal(dense, tmp_path / "out", compute=Compute("cpu", "float32", memory=1000))
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"compute": Compute("cpu", "float32", memory=1000)}, "of memory"),
+        ({"blocks": "0:1"}, "only some blocks are pruned"),
+        ({"calibration": Calibration(TOKENS[:1])}, "only one window"),
+    ],
+    ids=["memory", "blocks", "text"],
+)
+def test_what_is_not_healed_is_pruned_alone(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    dense, said = save_model(tmp_path / "dense"), Notes()
+    record = prune_and_heal(dense, tmp_path / "out", progress=said, **changes)
+    assert record.healing is None
+    assert any(note.startswith("what is left is not trained") and why in note for note in record.notes)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
 
 
 def test_a_short_text(tmp_path: Path) -> None:
@@ -539,6 +554,18 @@ def test_nothing_of_it_was_pruned(tmp_path: Path) -> None:
     assert text == f"{pruned} cannot teach itself; --teacher is the dense model that it was pruned from"
     text = message(lambda: heal(dense, tmp_path / "out", pruned), UsageError)
     assert "has no zeros and the shape of" in text
+
+
+def test_a_teacher_that_was_pruned_itself(tmp_path: Path) -> None:
+    dense, pruned = pruned_model(tmp_path, "llama")
+    shutil.copytree(pruned, tmp_path / "copy")
+    said = []
+    for teacher in (tmp_path / "copy", dense):
+        record = heal(pruned, tmp_path / f"out {teacher.name}", teacher)
+        said += [note for note in record.notes if "was pruned itself" in note]
+    assert said == [
+        f"{tmp_path / 'copy'} was pruned itself; the pruned model comes near it, and not the model before that"
+    ]
 
 
 def test_a_damaged_record(tmp_path: Path) -> None:

@@ -119,8 +119,7 @@ def compare(
     asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)
     asked.command, asked.versions = current_session().command, versions()
     with _place(out) as place:
-        read = Calibration(texts.windows, seed=calibration.seed)
-        work = _Work(model, texts, read, compute, progress, place, out is not None, keep)
+        work = _Work(model, texts, calibration, compute, progress, place, out is not None, keep)
         return work.compare(_joined(place, asked), runs, began, budget)
 
 
@@ -231,14 +230,15 @@ class _Work:
 
     def cell(self, run: _Run) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
-        pruned = self.place / "models" / run.name
+        pruned, read = self.place / "models" / run.name, Calibration(self.texts.windows, seed=self.calibration.seed)
         record = self.finished(run) or prune(
             self.dense,
             pruned,
             run.pattern,
             solver=run.given,
             effort=run.effort,
-            calibration=self.calibration,
+            # What heals reads more of the text; for others it is read once, and answers are written once.
+            calibration=self.calibration if run.effort.healing else read,
             measurement=Measurement(samples=0),
             compute=self.compute,
             progress=self.progress,
@@ -282,8 +282,6 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
             if name == "dense":
                 raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
-            if make_effort(used).healing:
-                raise UsageError(f"the effort {used} is not compared: prune with it, and measure with niwaki eval")
             pattern = make_pattern(column, solver.default_pattern)
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
             run = _Run(key, given, solver, make_effort(used), pattern)

@@ -115,10 +115,9 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     return Conversations(source, origin, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
 
 
-def check_no_images(calibration: Calibration, what: str) -> None:
-    """Raises UsageError where ``calibration`` has images, on which ``what`` cannot be done."""
-    if (found := _with_images(calibration))[1]:
-        raise UsageError(f"{found[0]} has images, and {what} is done on text alone; give a text")
+def has_images(calibration: Calibration) -> bool:
+    """Whether any of its texts has images."""
+    return bool(_with_images(calibration)[1])
 
 
 def _with_images(calibration: Calibration) -> tuple[str, list[Conversation]]:

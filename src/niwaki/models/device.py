@@ -1,6 +1,7 @@
 """The device and dtype that a model runs in, and the memory that the process takes."""
 
 import contextlib
+import ctypes
 import re
 import sys
 from pathlib import Path
@@ -92,6 +93,15 @@ def most_resident() -> int:
 
     # Kilobytes on Linux, bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def return_freed() -> None:
+    """Returns freed memory to the system, where the C library keeps it for the process, as glibc does.
+
+    It keeps what lies between things that stay, which large arrays after that have no use for.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

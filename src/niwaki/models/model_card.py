@@ -43,7 +43,7 @@ def notes(record: Record) -> str:
     listed = "\n".join(f"* {markdown(note)}" for note in record.notes)
     has = "the full record: versions, command" + (", and every matrix" if record.matrices else " and curve")
     full = f"`niwaki.json` has {has}." + (
-        " That of the pruning, if it has one, is `niwaki.base.json`." * bool(record.healing)
+        " That of the pruning, if it has one, is `niwaki.base.json`." * record.only_heals
     )
     return f"{_NOTES if listed else ''}{listed}\n\n{full}\n"
 

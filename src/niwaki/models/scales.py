@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +28,12 @@ def grid_of(checkpoint: Checkpoint) -> Grid | None:
         raise CheckpointError(f"{checkpoint.path / 'config.json'}, pruning_config: {error}") from error
 
 
-def stored_as_usual(grid: Grid) -> str:
-    """The note of ``prune``, which ``export`` has to take back."""
+def stored_as_usual(grid: Grid, matrices: Iterable[Matrix]) -> str:
+    """The note of ``prune`` on ``matrices``, which ``export`` has to take back."""
+    packs = "" if any(matrix.blocks for matrix in matrices) else ", and 'niwaki export' packs 4 and 8 bits"
     return (
         f"weights on the grid {grid} are stored as usual, not packed, so that they load wherever the dense model "
-        f"does; their scales are in {FILE}, and 'niwaki export' packs 4 and 8 bits"
+        f"does; their scales are in {FILE}{packs}"
     )
 
 

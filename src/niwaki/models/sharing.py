@@ -29,6 +29,21 @@ def by_first_use(used: Sequence[list[Matrix]]) -> tuple[list[list[Matrix]], list
     return own, shared
 
 
+def only_in(
+    blocks: range, own: list[list[Matrix]], shared: list[list[Matrix]]
+) -> tuple[list[list[Matrix]], list[list[Matrix]], list[str]]:
+    """What is left of :func:`by_first_use` where only ``blocks`` are pruned, and what to note about it."""
+    own = [matrices if index in blocks else [] for index, matrices in enumerate(own)]
+    chosen = {matrix.entry for matrices in own for matrix in matrices}
+    there = range(len(shared))[blocks.start : blocks.stop]  # a configuration may name others
+    left = {matrix.entry for index in there for matrix in shared[index]} - chosen
+    notes = list[str]()
+    if left:
+        which = counted(len(left), "matrix is", "matrices are")
+        notes.append(f"{which} shared with blocks before these, where alone they would be pruned: they stay")
+    return own, [[matrix for matrix in matrices if matrix.entry in chosen] for matrices in shared], notes
+
+
 def sharing_notes(matrices: Iterable[Matrix], fits: bool) -> list[str]:
     """What to note about those of ``matrices`` that several blocks compute with, in a run that ``fits`` blocks."""
     groups: dict[tuple[int, ...], int] = defaultdict(int)

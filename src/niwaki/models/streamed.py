@@ -20,20 +20,19 @@ from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.block_arguments import BlockArguments
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.device import find_device, find_dtype
+from niwaki.models.device import find_device, find_dtype, return_freed
 from niwaki.models.families import FAMILIES, is_in_tower, is_reached
 from niwaki.models.hidden_states import HiddenStates, streams_first
 from niwaki.models.interface import Interface, find_interface, replaced_blocks
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
 from niwaki.models.recording import Inputs, check_towers, record_each, record_text
-from niwaki.models.sharing import by_first_use
+from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import decoder_of, find_blocks, refusals, structure
 from niwaki.models.text import Windows, check_tokens
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LeftDense
-from niwaki.records.wording import counted
 
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
 _LEAST_COVERAGE = 0.9
@@ -179,14 +178,8 @@ class StreamedModel:
 
     def limit(self, blocks: range) -> None:
         """From now on only the matrices of ``blocks`` can be pruned."""
-        self._matrices = [matrices if index in blocks else [] for index, matrices in enumerate(self._matrices)]
-        chosen = {matrix.entry for matrix in self.matrices()}
-        there = range(len(self._shared))[blocks.start : blocks.stop]  # a configuration may name others
-        left = {matrix.entry for index in there for matrix in self._shared[index]} - chosen
-        if left:
-            which = counted(len(left), "matrix is", "matrices are")
-            self.notes.append(f"{which} shared with blocks before these, where alone they would be pruned: they stay")
-        self._shared = [[matrix for matrix in shared if matrix.entry in chosen] for shared in self._shared]
+        self._matrices, self._shared, notes = only_in(blocks, self._matrices, self._shared)
+        self.notes += notes
 
     def uses(self, matrix: Matrix) -> list[Matrix]:
         """``matrix``, and what it is in later blocks."""
@@ -342,6 +335,14 @@ class StreamedModel:
             with refusals(file):
                 self.model.generation_config = GenerationConfig.from_pretrained(self.checkpoint.path)
         return self.model
+
+    def unload(self) -> None:
+        """Frees the weights that :meth:`load` has read."""
+        there = self.model.state_dict()
+        empty = {name: there[name].to("meta") for name in there if self._is_read(name)}
+        self.model.load_state_dict(empty, strict=False, assign=True)
+        self.model.tie_weights()
+        return_freed()
 
     def _is_read(self, name: str) -> bool:
         """Whether the checkpoint has a parameter or buffer, and under no other name."""

@@ -60,7 +60,7 @@ def export(model: str | Path, out: str | Path) -> None:
     with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
         if directory:
             carried.copy(directory)
-            _note(directory, stored_as_usual(grid))
+            _note(directory, stored_as_usual(grid, streamed.matrices()))
             _write(streamed, grid, directory)
             write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
 

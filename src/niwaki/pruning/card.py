@@ -32,7 +32,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
-    base = record.healing.teacher if record.healing else record.model
+    base = record.healing.teacher if record.healing and record.only_heals else record.model
     shown = markdown(name)
     where = f" in {record.part}" if record.part else ""
     structure, calibration = record.structure, record.calibration
@@ -49,16 +49,17 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
             f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
         )
-    elif record.healing:
+    elif record.only_heals:
         title = f"{100 * record.sparsity:.4g} % sparse, healed" if record.sparsity else "healed"
         about = (
             f"{shown}, a pruned model, whose remaining weights niwaki trained towards the predictions of the dense "
             "model. Zeros are stored as such, so this loads wherever the dense model does."
         )
     else:
-        title = f"{100 * record.sparsity:.4g} % sparse{where}"
+        title = f"{100 * record.sparsity:.4g} % sparse{where}" + ", healed" * bool(record.healing)
+        trained = ", and what is left trained towards the dense model's predictions" * bool(record.healing)
         about = (
-            f"The linear matrices of the decoder blocks of {shown}, pruned after training with niwaki{where}. "
+            f"The linear matrices of the decoder blocks of {shown}, pruned after training with niwaki{where}{trained}. "
             "Zeros are stored as such, so this loads wherever the dense model does."
         )
     error = "output error of the matrices, relative, geometric mean"

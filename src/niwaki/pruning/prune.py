@@ -76,7 +76,7 @@ def prune(
             pattern's. Scales are in ``out/quantization/scales.safetensors``.
         keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16: all
             that was not pruned keeps its bytes, and zeros are those of the solver. Weights that would round to 0 become
-            the smallest number. UsageError for other models, and together with ``grid`` or the effort "heal".
+            the smallest number. UsageError for other models, and together with ``grid``.
         blocks: Only those from the first number to before the second one are pruned; (0, 2) or "0:2" are the first two.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default

@@ -47,14 +47,13 @@ class Request:
     calibration: Calibration
     measurement: Measurement
     compute: Compute
+    notes: tuple[str, ...] = ()  # on what is not done of what was asked for
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, MixedNM) and self.effort.allocation == "owl":
             raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
-        if self.keep_format and self.effort.healing:
-            raise UsageError("healing writes bfloat16, so no format is kept; take the effort best, or no --keep-format")
 
     @property
     def _shares(self) -> bool:
@@ -120,9 +119,10 @@ class Request:
         if self.compute.tf32 == "always" and tf32 == "never":
             note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
             record.notes.insert(len(model.notes), note)
+        record.notes += self.notes
         record.notes += sharing_notes(model.matrices(), fits=self.effort.epochs > 0)
         if self.grid:
-            record.notes.append(stored_as_usual(self.grid))
+            record.notes.append(stored_as_usual(self.grid, model.matrices()))
         if record.kept_format:
             record.notes.append(
                 f"the model's files are in {record.kept_format}, and what is pruned is written in that format again"

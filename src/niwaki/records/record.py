@@ -234,6 +234,11 @@ class Record(JsonFile):
         return _geometric_mean([matrix.error for matrix in self.matrices])
 
     @property
+    def only_heals(self) -> bool:
+        """Whether it is of ``niwaki heal``, which has nothing of how the model was pruned before that."""
+        return self.method == "heal"
+
+    @property
     def rounding(self) -> str:
         """What the grid, or the format that was kept, did to the matrices, in words; "" without either."""
         name, count = self.quantization or self.kept_format or "", "rounded_to_zero"

@@ -22,9 +22,9 @@ def title(material: Material) -> str:
         return f"{material.name}, {counted(len(material.methods), 'method')} compared"
     if record.structure:
         return f"{material.name}, {record.structure.share} smaller"
-    if record.healing:
+    if record.only_heals:
         return f"{material.name}, healed"
-    return f"{material.name}, {100 * record.sparsity:.4g} % sparse{_part(record)}"
+    return f"{material.name}, {100 * record.sparsity:.4g} % sparse{_part(record)}" + ", healed" * bool(record.healing)
 
 
 def _part(record: Record) -> str:
@@ -63,7 +63,7 @@ def tiles(material: Material) -> list[Tile]:
             gain = f"{100 * (after.value / before.value - 1):+.1f} % against dense"
             shown.append(("perplexity dense", with_error(before), where))
             if pruned := record.perplexity.get("pruned"):
-                shown.append(("perplexity pruned", with_error(pruned), "as it came"))
+                shown.append(("perplexity pruned", with_error(pruned), "before healing"))
             shown.append((f"perplexity {'healed' if record.healing else 'pruned'}", with_error(after), gain))
         else:
             shown.append(("perplexity", with_error(after), where))
@@ -92,16 +92,14 @@ def _removed_tiles(record: Record) -> list[Tile]:
         stay = "{after:,} of {before:,} stay".format(**structure.parameters)
         of = f"of the blocks' parameters: {record.pattern}"
         return [("fewer parameters", structure.share, stay), ("removed", f"{100 * structure.removed:.1f} %", of)]
-    if (healing := record.healing) and healing.points:
-        first, best = healing.points[0].error, healing.points[healing.best].error
-        gain = f"of {first:.4g} before, in nats a token on {healing.held:,} held-out tokens"
-        return [
-            ("zeros", f"{100 * record.sparsity:.4g} %", "as before"),
-            ("KL from the dense model", f"{best:.4g}", gain),
-        ]
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{_part(record)}, {weights / 1e6:,.4g} M weights"
-    return [("zeros", f"{100 * record.sparsity:.4g} %", of)]
+    shown = [("zeros", f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of)]
+    if (healing := record.healing) and healing.points:
+        first, best = healing.points[0].error, healing.points[healing.best].error
+        gain = f"of {first:.4g} before healing, in nats a token on {healing.held:,} held-out tokens"
+        shown.append(("KL from the dense model", f"{best:.4g}", gain))
+    return shown
 
 
 def facts(material: Material) -> list[tuple[str, str]]:
@@ -132,7 +130,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "effort": described(record.effort) if record.effort else "",
         "pattern": "" if structure else record.pattern,
         "blocks removed": f"{removed}, counted from 0" if removed else "",
-        "teacher": record.healing.teacher if record.healing else "",
+        "teacher": record.healing.teacher if record.healing and record.only_heals else "",
         "mask from": record.mask_from,
         "left dense": "" if structure else record.stays,
         "format" if record.kept_format else "grid": record.rounding,

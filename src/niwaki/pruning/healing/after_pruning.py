@@ -1,14 +1,17 @@
-"""The effort "heal": a model is pruned, and what is left of it then trained, as one run."""
+"""Efforts that heal: a model is pruned, and what is left of it then trained, as one run."""
 
 import dataclasses
 from pathlib import Path
 
+from torch import Tensor
+
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
-from niwaki.models.conversations import check_no_images
+from niwaki.models.conversations import has_images
 from niwaki.models.output import check_output, discard, unfinished
+from niwaki.models.text import Windows
 from niwaki.options import Calibration
+from niwaki.pruning import prune
 from niwaki.pruning.healing import heal
-from niwaki.pruning.prune import run
 from niwaki.pruning.request import Request
 from niwaki.pruning.session import current_session
 from niwaki.records.progress import Progress
@@ -19,29 +22,50 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     """Prunes as ``request`` says, and trains the result on ``request.effort.healing`` times as many tokens.
 
     The pruned model is next to ``out`` in a hidden directory until then. Each part resumes where it was stopped when
-    the same is asked for again. Returns the record of the healing; ``niwaki.base.json`` has that of the pruning.
-    NiwakiError as in :func:`niwaki.prune` and :func:`niwaki.heal`; for what cannot be healed, before any pruning.
+    the same is asked for again. What cannot be healed as a whole is pruned alone, with a note that says so first.
+    Returns the record of both. NiwakiError as in :func:`niwaki.prune` and :func:`niwaki.heal`.
     """
-    world, source, compute = current_session().world, locate_model(request.model), request.compute
+    world, source = current_session().world, locate_model(request.model)
     target = check_output(source, out) if world.first else Path(out)
-    check_no_images(request.calibration, "healing")
-    heal.check(Checkpoint(source), compute)
-    first = target.with_name(f"{target.name}.pruned")
-    effort = dataclasses.replace(request.effort, healing=0.0)
-    pruned = run(dataclasses.replace(request, effort=effort), first, restart, progress, is_all=False)
+    if why := _refusal(request, source):
+        note = f"what is left is not trained (healing, of the effort): {why}"
+        return prune.run(dataclasses.replace(request, notes=(note,)), target, restart, progress)
+    first, measured_later = (
+        target.with_name(f"{target.name}.pruned"),
+        dataclasses.replace(request.measurement, samples=0),
+    )
+    unmeasured = dataclasses.replace(request, measurement=measured_later)
+    pruned = prune.run(unmeasured, first, restart, progress, is_all=False)
     tokens = pruned.calibration["samples"] * pruned.calibration["sequence_length"]
-    record = heal.heal(
-        unfinished(first),
-        target,
-        request.model,
+    asked = heal.HealingRequest(
+        pruned=str(unfinished(first)),
+        teacher=request.model,
         tokens=max(1, int(request.effort.healing * tokens)),
         calibration=dataclasses.replace(request.calibration, samples=Calibration().samples),
         measurement=request.measurement,
-        compute=dataclasses.replace(compute, tf32="auto"),
-        called=request.model,
-        restart=restart,
-        progress=progress,
+        compute=dataclasses.replace(request.compute, tf32="auto"),
+        pruning=pruned,
     )
+    record = heal.run(asked, target, restart, progress)
     if world.first:
         discard(first)
     return record
+
+
+def _refusal(request: Request, source: Path) -> str:
+    """Why the result is not to be healed; "" where it is."""
+    if request.blocks:
+        return "only some blocks are pruned, and training would change all"
+    if request.keep_format:
+        return "the format is kept, which trained weights would leave"
+    if has_images(request.calibration):
+        return "it is calibrated on images"
+    if _windows(request.calibration) <= current_session().world.size:
+        return "some text is held out, and there is only one window of it for each process"
+    return heal.refusal(Checkpoint(source), request.compute)
+
+
+def _windows(calibration: Calibration) -> int:
+    """How many there are of the text."""
+    given = [text.tokens if isinstance(text, Windows) else text for text in calibration.texts]
+    return sum(len(text) for text in given if isinstance(text, Tensor)) or calibration.samples

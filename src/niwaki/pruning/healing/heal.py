@@ -3,12 +3,13 @@
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from niwaki.arguments import checked
-from niwaki.errors import CalibrationError, UsageError
+from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.models.answers import with_answers
 from niwaki.models.carried import find_carried
@@ -55,6 +56,35 @@ _LEAST_HELD, _MOST_HELD, _SHARE_HELD = 2048, 8192, 1 / 50
 _LIMIT = 1 << 50
 
 
+@dataclass(frozen=True)
+class HealingRequest:
+    """The arguments of :func:`heal`, as values that have been checked."""
+
+    pruned: str
+    teacher: str
+    tokens: int
+    calibration: Calibration
+    measurement: Measurement
+    compute: Compute
+    method: HealingMethod = "auto"
+    limit: float | None = None
+    rate: float | None = None
+    batch: int = HEALING_BATCH
+    own_text: float = OWN_TEXT
+    pruning: Record | None = None  # how it was pruned, where that is a part of the same run
+
+    def __post_init__(self) -> None:
+        self.measurement.only_text("heal")
+        self.calibration.only("heal", "text", "length", "order", "seed", "answers")
+        self.compute.only("heal", "device", "dtype", "memory")
+        numbers = {"tokens": self.tokens, "time": self.limit, "rate": self.rate, "batch": self.batch}
+        for name, value in numbers.items():
+            if value is not None and not 0 < value < _LIMIT:
+                raise UsageError(f"{name} must be above 0 and below 2^50; got {value}")
+        if not 0 <= self.own_text < 1:
+            raise UsageError(f"own_text must be from 0 to less than 1; got {self.own_text}")
+
+
 @checked
 def heal(
     pruned: str | Path,
@@ -70,7 +100,6 @@ def heal(
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
-    called: str | None = None,
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
@@ -100,7 +129,6 @@ def heal(
         measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
         compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32; "auto" is that
             also on processors with units for it (AMX or AVX512-BF16), where files are in it.
-        called: What the record and the model card call the pruned model, by default ``pruned``.
         restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
         progress: Receives how it goes.
 
@@ -110,76 +138,91 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
+    request = HealingRequest(
+        pruned=str(pruned),
+        teacher=str(teacher),
+        method=method,
+        tokens=parse_number(tokens) if isinstance(tokens, str) else tokens,
+        limit=parse_time(time) if isinstance(time, str) else time,
+        rate=rate,
+        batch=parse_number(batch) if isinstance(batch, str) else batch,
+        own_text=own_text,
+        calibration=Calibration.of(calibration),
+        measurement=Measurement.of(measurement),
+        compute=Compute.of(compute),
+    )
+    return run(request, out, restart, progress)
+
+
+def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progress | None) -> Record:
+    """What :func:`heal` does."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
-    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text("heal")
-    calibration.only("heal", "text", "length", "order", "seed", "answers")
-    compute.only("heal", "device", "dtype", "memory")
-    count = parse_number(tokens) if isinstance(tokens, str) else tokens
-    batch = parse_number(batch) if isinstance(batch, str) else batch
-    limit = parse_time(time) if isinstance(time, str) else time
-    for name, value in (("tokens", count), ("time", limit), ("rate", rate), ("batch", batch)):
-        if value is not None and not 0 < value < _LIMIT:
-            raise UsageError(f"{name} must be above 0 and below 2^50; got {value}")
-    if not 0 <= own_text < 1:
-        raise UsageError(f"own_text must be from 0 to less than 1; got {own_text}")
-    source = locate_model(str(pruned))
+    calibration, measurement, compute = request.calibration, request.measurement, request.compute
+    source = locate_model(request.pruned)
     target = check_output(source, out) if world.first else Path(out)
-    progress.status(f"reading {pruned}")
+    progress.status(f"reading {request.pruned}")
     checkpoint = Checkpoint(source)
     grid = grid_of(checkpoint)
     carried = find_carried(checkpoint, target, checkpoint.size, keep=FILE if grid else "") if world.first else None
-    knowing = Checkpoint(locate_model(str(teacher)))
+    knowing = Checkpoint(locate_model(request.teacher))
     dense = StreamedModel(knowing, compute.device, training_dtype(compute.dtype, compute.device, knowing))
-    student, method, notes = choose(checkpoint, dense, compute, method)
+    student, method, notes = choose(checkpoint, dense, compute, request.method)
     check_vocabulary(student, dense)
     base = base_record(checkpoint.path)
     check_zeros(student, dense, base)
+    if "pruning_config" in knowing.config:  # it may be meant: one with fewer zeros, say
+        notes.append(
+            f"{request.teacher} was pruned itself; the pruned model comes near it, and not the model before that"
+        )
     make_run = _make_run(student, method)
-    if rate is None:
-        rate = BLOCKS_RATE if method == "blocks" else HEALING_RATE
+    rate = request.rate or (BLOCKS_RATE if method == "blocks" else HEALING_RATE)
     progress.status("reading the text to train on")
     length = calibration.length
     if length is None and all(isinstance(text, str) for text in calibration.texts):  # and no windows, which have theirs
         length = min(HEALING_LENGTH, student.window_length(None))
     usual = length or HEALING_LENGTH
-    samples = math.ceil(count / usual) + _held(count, usual)
-    asked = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
-    written = with_answers(dense, asked, compute.budget, world, progress)
+    samples = math.ceil(request.tokens / usual) + _held(request.tokens, usual)
+    more = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
+    written = with_answers(dense, more, compute.budget, world, progress)
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
     student.check(texts.windows.tokens)
     windows, length = texts.windows.tokens.shape
-    held = min(_held(count, length), max(1, windows // 8))
+    held = min(_held(request.tokens, length), max(1, windows // 8))
     if windows <= world.size:
         raise CalibrationError(
             f"the text to train on has {counted(windows, 'window')} of {length} tokens, one is held out, and each "
             "process needs one; give more text, or a shorter --seqlen"
         )
+    settings: dict[str, Any] = {
+        "method": method,
+        "rate": rate,
+        "batch": request.batch,
+        "own_text": request.own_text,
+    }
     record = begin_record(
-        called or str(pruned),
+        request.pruning.model if request.pruning else request.pruned,
         dense,
         texts,
         calibration,
         method="heal",
-        solver={"name": "heal", "method": method, "rate": rate, "batch": batch, "own_text": own_text},
+        solver={"name": "heal", **settings},
         pattern=base.pattern if base else "as it came",
         mask_from=None,
         blocks=base.blocks if base else None,
         quantization=str(grid) if grid else None,
-        healing=HealingRecord(str(teacher), method, count, limit, rate, batch, held * length, own_text),
+        healing=HealingRecord(
+            request.teacher, **settings, tokens=request.tokens, limit=request.limit, held=held * length
+        ),
     )
-    record.notes += [*notes, *([stored_as_usual(grid)] if grid else [])]
+    record.notes += [*notes, *([stored_as_usual(grid, student.matrices())] if grid else [])]
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),
         "calibration": texts.windows.fingerprint(),
         "text": texts.only and texts.only.fingerprint(),
-        "method": method,
-        "tokens": count,
-        "rate": rate,
-        "batch": batch,
-        "own_text": own_text,
+        **settings,
+        "tokens": request.tokens,
         "device": dense.device.type,
         "dtype": record.dtype,
         "versions": record.versions,
@@ -195,17 +238,18 @@ def heal(
         if journal.complete:
             record = place.finished_record if place else record
         else:
-            run = make_run(dense, student, held, record, clock, progress, world, journal, place, compute.budget)
+            parts = world, journal, place, compute.budget, request.pruning
+            healing = make_run(dense, student, held, record, clock, progress, *parts)
             try:
                 if carried:
-                    run.write(texts, measurement.before, carried)
+                    healing.write(texts, measurement.before, carried)
                 else:
-                    run.train(texts.windows)
+                    healing.train(texts.windows)
             except BaseException:
                 if place and place.has_more_to_come:
-                    progress.stopped(*run.done)
+                    progress.stopped(*healing.done)
                 raise
-            record = run.record
+            record = healing.record
         record = world.received(record)
         if place:
             place.move()
@@ -213,11 +257,18 @@ def heal(
     return record
 
 
-def check(checkpoint: Checkpoint, compute: Compute) -> None:
-    """UnsupportedModelError where a pruned model of this one would not fit in memory, or could not be healed."""
+def refusal(checkpoint: Checkpoint, compute: Compute) -> str:
+    """Why a pruned model of this one cannot be healed as a whole; "" where it can."""
     name = training_dtype(compute.dtype, compute.device, checkpoint)
-    student, method, _ = choose(checkpoint, StreamedModel(checkpoint, compute.device, name), compute, "auto")
-    _make_run(student, method)
+    dense = StreamedModel(checkpoint, compute.device, name)
+    try:
+        student, method, notes = choose(checkpoint, dense, compute, "auto")
+        if method == "blocks":
+            return notes[0].rpartition(":")[0]
+        find_logits(student)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
 
 
 def _make_run(model: StreamedModel, method: HealingMethod) -> Callable[..., Run]:

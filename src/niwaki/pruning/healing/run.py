@@ -49,6 +49,7 @@ class Run(ABC):
     journal: Journal
     place: Workplace | None  # of the first process
     memory: int | None  # bytes that it may take, by default the device's
+    pruning: Record | None  # how the model was pruned, where that is a part of the same run
     measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
 
     def __post_init__(self) -> None:
@@ -89,14 +90,17 @@ class Run(ABC):
         carried.copy(place.directory)
         self.train(texts.windows)
         self.note(carried.notes)
+        if self.pruning:
+            self.record = self._record_of_both(self.pruning)
         self._check(place.directory)
         self.clock.lap("write")
         if heldout:
             self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
-        self.record.peak_memory = peak_memory(self.dense.device)
+        for where, most in peak_memory(self.dense.device).items():
+            self.record.peak_memory[where] = max(most, self.record.peak_memory.get(where, 0))
         own, base = place.directory / "niwaki.json", place.directory / BASE
         with output_errors(place.directory):
-            if own.exists() and not base.exists():
+            if own.exists() and not base.exists() and not self.pruning:
                 own.replace(base)
         card.finish(place, self.record, self.clock)
 
@@ -169,6 +173,16 @@ class Run(ABC):
         verify(directory, checkpoint, zeros)
         if grid := grid_of(checkpoint):
             verify_grid(directory, matrices, grid)
+
+    def _record_of_both(self, pruning: Record) -> Record:
+        """That of ``pruning`` and of this healing as one run."""
+        healed = self.record
+        self.clock.add({stage: spent for stage, spent in pruning.seconds.items() if stage != "total"})
+        notes = [*pruning.notes, *(note for note in healed.notes if note not in pruning.notes)]
+        if pruning.resumed:
+            notes.append(f"pruning was stopped and resumed after block {', '.join(map(str, pruning.resumed))}")
+        same = {name: getattr(healed, name) for name in ("command", "healing", "perplexity", "resumed")}
+        return replace(pruning, notes=notes, **same)
 
     def _resume(self) -> None:
         earlier, limit = Record.from_json(self.journal.record), self.healing.limit

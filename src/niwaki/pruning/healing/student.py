@@ -54,7 +54,10 @@ class Student:
         vectors = {name for name, value in named.items() if value.ndim == 1 and not choice(name)}
         self.parameters: dict[str, nn.Parameter] = {}
         self.masks: dict[str, Tensor] = {}
-        self.sizes: dict[str, float] = {}
+        # Before anything small is allocated that stays: between them, memory for temporary copies would not be free.
+        self.sizes = {
+            name: root_mean_square(value) for name, value in named.items() if {name} & (vectors | {*matrices})
+        }
         self._grid = grid_of(stream.checkpoint)
         self._on_grid: dict[str, list[tuple[Matrix, Tensor]]] = {}  # the matrices in a parameter, with their scales
         for name in named:
@@ -72,7 +75,7 @@ class Student:
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
         value.requires_grad_(True)
-        self.parameters[name], self.sizes[name] = value, root_mean_square(value)
+        self.parameters[name] = value
 
     def states(self, tokens: Tensor) -> Tensor:
         """(tokens, width): after the last norm, for ``tokens`` (windows, length)."""
@@ -153,13 +156,13 @@ class LowRankStudent(Student):
         *experts, rows, columns = value.shape
         rank = min(self._rank, rows, columns)
         down = torch.randn(*experts, rank, columns, generator=self._drawing).div_(math.sqrt(rank))
-        self._add(f"{name}.up", torch.zeros(*experts, rows, rank), root_mean_square(value))  # the product is 0 at first
+        self._add(f"{name}.up", torch.zeros(*experts, rows, rank), self.sizes[name])  # the product is 0 at first
         self._add(f"{name}.down", down, 1 / math.sqrt(rank))
         self._computed_with(name)
 
     def _train_vector(self, name: str, value: nn.Parameter) -> None:
         if name.startswith(f"{self._stream.path}."):
-            self._add(name, value.detach().float().clone(), root_mean_square(value))
+            self._add(name, value.detach().float().clone(), self.sizes[name])
             self._computed_with(name)
 
     def _add(self, name: str, value: Tensor, size: float) -> None:
@@ -173,10 +176,11 @@ class LowRankStudent(Student):
 
     def _forward(self, block: nn.Module, trained: dict[str, str]) -> Callable[..., Any]:
         """A forward pass with what is trained, of which only the inputs stay in memory."""
-        module, values = _Called(block), dict(block.named_parameters())
+        module = _Called(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            changed = {f"block.{path}": self._changed(name, values[path]) for path, name in trained.items()}
+            there = {path: (name, block.get_parameter(path)) for path, name in trained.items()}
+            changed = {f"block.{path}": self._changed(name, value) for path, (name, value) in there.items()}
             return functional_call(module, changed, args, kwargs)
 
         return lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

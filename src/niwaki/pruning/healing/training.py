@@ -23,13 +23,15 @@ from niwaki.records.progress import Progress
 
 #: The share of a training in which the learning rate rises.
 _WARMUP = 0.1
-#: How many times in a training what is held out is measured, and all is saved.
-_POINTS = 20
+#: How many times in a training what is held out is measured, and all is saved, at most and at least.
+_POINTS, _FEW_POINTS = 20, 4
+#: What a token that is measured costs, relative to one that is trained on: a forward pass without a backward one.
+_MEASURED = 1 / 3
 #: Tokens of the first round of lessons; each further one has twice as many, up to bytes of hidden states.
 _ROUND, _STATES = 1 << 15, 1 << 30
 #: The share of the time that is left that a round may take, where there is a limit.
 _ROUND_TIME = 0.1
-#: Likewise the share of the time since the last point that a point may take.
+#: Likewise the share of the time since the last point that a point may take, and without a limit, of the work.
 _POINT_TIME = 0.1
 #: The share of the time since all was saved that saving it may take, and seconds that it always may.
 _SAVING_TIME, _LITTLE = 0.1, 1.0
@@ -82,6 +84,8 @@ class Training:
         self._adam.zero_grad()
         self._length = self.lessons.tokens.shape[1]
         self._steps = self._trained = 0
+        affordable = int(_POINT_TIME * self.record.tokens / (_MEASURED * self.record.held))
+        self._points = max(_FEW_POINTS, min(_POINTS, affordable))
         self._began = time.monotonic()
         self._measuring = self._saving = 0.0  # seconds that the last point took, and to save all of it
         self._saved = self._began  # when that was done
@@ -129,8 +133,8 @@ class Training:
     def _next(self) -> tuple[float, bool]:
         """The share of the training that is behind, and whether a point is due."""
         last, share = self.record.points[-1], self._share(self._trained, self._spent())
-        measured = math.floor(_POINTS * self._share(last.tokens, last.seconds))
-        due = self._steps > last.steps and math.floor(_POINTS * share) > measured and self._is_worth_it(share)
+        measured = math.floor(self._points * self._share(last.tokens, last.seconds))
+        due = self._steps > last.steps and math.floor(self._points * share) > measured and self._is_worth_it(share)
         return share, due
 
     def _is_worth_it(self, share: float) -> bool:
