@@ -105,8 +105,12 @@ def keys(found: Comparison) -> list[tuple[str, str]]:
 
 
 def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
-    methods = {"wanda": ("wanda", "fast"), "magnitude+exact": ("magnitude+exact", "fast"),
-               "continuation@balanced": ("continuation", "balanced"), "continuation@heal": ("continuation", "heal")}  # fmt: skip
+    methods = {
+        "wanda": ("wanda", "fast"),
+        "magnitude+exact": ("magnitude+exact", "fast"),
+        "continuation@balanced": ("continuation", "balanced"),
+        "continuation@best": ("continuation", "best"),
+    }
     options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "device": "cpu"}
     found = run(model, tmp_path / "out", list(methods), ["60%", "2:4"], texts=["demo-held", "demo"])
     expected: dict[tuple[str, str], tuple[Record | None, Path]] = {("dense", ""): (None, model)}

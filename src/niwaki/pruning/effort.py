@@ -88,7 +88,7 @@ class Effort:
 EFFORTS: dict[str, Effort] = {
     "fast": Effort(),
     "balanced": Effort(allocation="loss", importance=0.5, synthetic=0.25, epochs=0.3, uniform_epochs=0.6),
-    "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1),
+    "best": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1, healing=1),
     "heal": Effort(allocation="loss", importance=0.5, synthetic=0.5, epochs=1, healing=3),
 }
 
