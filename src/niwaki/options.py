@@ -31,7 +31,7 @@ HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: docs/healing.md.
 HEALING_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.01, 512
 #: The share of what healing trains on that the dense model writes itself; see docs/healing.md.
-OWN_TEXT = 0.5
+OWN_TEXT = 0.25
 #: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
 #: "auto" is what memory is for.
 HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]

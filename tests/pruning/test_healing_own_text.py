@@ -17,7 +17,7 @@ from niwaki.pruning.healing import own_text
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord
-from support.healing import LENGTH, TOKENS, heal, held, pruned_model, same_tensors
+from support.healing import LENGTH, TOKENS, heal, pruned_model, same_tensors
 from support.models import random_tokens, save_model
 from support.runs import files
 
@@ -47,15 +47,17 @@ def by_turns(real: Tensor, own: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["full", "blocks"])
 def test_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """The same model as from windows that are mixed by hand."""
+    """The same model as from windows that are mixed by hand; what is held out was written last."""
     dense, pruned = pruned_model(tmp_path, "llama")
     own = random_tokens(200, LENGTH)[100:]
     monkeypatch.setattr(own_text, "synthesize", lambda _, count, *__, **___: own[:count])
     tokens = 35 * LENGTH
     record = heal(pruned, tmp_path / "out", dense, method=method, own_text=SHARE, tokens=tokens)
-    assert record.calibration["synthetic"] == 9
-    assert "9 windows" in record.own_text
-    given = torch.cat([by_turns(TOKENS[:26], own[:9]), held(record)])
+    assert record.healing
+    last = 9 + record.healing.held // LENGTH
+    assert record.calibration["synthetic"] == last
+    assert f"{last} windows" in record.own_text
+    given = torch.cat([by_turns(TOKENS[:26], own[:9]), own[9:last]])
     heal(pruned, tmp_path / "given", dense, method=method, tokens=tokens, calibration=given)
     assert same_tensors(tmp_path / "out", tmp_path / "given")
     heal(pruned, tmp_path / "none", dense, method=method, tokens=tokens)

@@ -19,7 +19,7 @@ SOLVER = Option(
 SETTINGS = Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
 EFFORT = Option(
     help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; heal is "
-    r"best, and then trains what is left; with parameters as in best:epochs=3. \[default: balanced; with --solver or "
+    r"best with three times the training; with parameters as in best:healing=0. \[default: balanced; with --solver or "
     "--mask-from fast, methods as they were published]"
 )
 ALLOCATION = Option(

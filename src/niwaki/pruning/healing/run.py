@@ -117,15 +117,21 @@ class Run(ABC):
             self.progress.note(note)
 
     def _with_own_text(self, tokens: Tensor) -> Tensor:
-        """``tokens``, with text of the dense model's own among those to train on."""
+        """``tokens``, with text of the dense model's own among those to train on, and as what is held out.
+
+        A text has often been pruned on: on that the pruned model is better than elsewhere, and the more it is trained
+        the less so.
+        """
         if not self.healing.own_text:
             return tokens
-        real, held = tokens.split([len(tokens) - self.held, self.held])
         share, length = self.healing.own_text, tokens.shape[1]
-        chosen, count = own_text.windows(self.healing.tokens, length, len(real), share)
-        own = self._own_text(count, length)
+        chosen, count = own_text.windows(self.healing.tokens, length, len(tokens), share)
+        own = self._own_text(count + self.held, length)
         self.record.calibration["synthetic"] = len(own)
-        return torch.cat([own_text.mixed(real[:chosen], own, share), held]) if len(own) else tokens
+        if len(own) <= self.held:  # there was no time for more, or the model cannot write
+            return tokens
+        own, held = own.split([len(own) - self.held, self.held])
+        return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])
 
     def _own_text(self, count: int, length: int) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
