@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name in ("model", "corpus", "work"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--effort", default="best", help="of pruning")
+    parser.add_argument("--effort", default="best:healing=0", help="of pruning")
     parser.add_argument("--methods", nargs="+", default=["full", "blocks"])
     parser.add_argument("--texts", nargs="+", default=["books", "books+wikitext2"], help="to train on")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.0, 0.25, 0.5], help="of own text")

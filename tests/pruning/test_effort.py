@@ -68,9 +68,10 @@ def test_efforts_by_name() -> None:
     assert not make_effort("balanced:epochs=0").dense
     assert make_effort("best").dense
     best = make_effort(
-        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:dense_targets=1:epochs=8:rate=0.1:batch=7"
+        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:dense_targets=1:epochs=8:rate=0.1:batch=7:"
+        "healing=2"
     )
-    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, 1.0, 8, 0.1, 7)
+    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, 1.0, 8, 0.1, 7, 2)
     assert make_effort("fast:epochs=1").dense
 
 
@@ -357,11 +358,11 @@ def test_efforts_in_words() -> None:
     assert names == {
         "fast": "fast",
         "balanced": "balanced (allocation loss, importance 0.5, synthetic 0.25, epochs 0.3)",
-        "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1)",
+        "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 1)",
         "heal": "heal (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 3)",
     }
     other = describe(make_effort("best:epochs=3"))
-    assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3)"
+    assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3, healing 1)"
 
 
 @pytest.mark.parametrize(

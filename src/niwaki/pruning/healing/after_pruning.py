@@ -9,7 +9,7 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.conversations import has_images
 from niwaki.models.output import check_output, discard, unfinished
 from niwaki.models.text import Windows
-from niwaki.options import Calibration
+from niwaki.options import Calibration, Measurement
 from niwaki.pruning import prune
 from niwaki.pruning.healing import heal
 from niwaki.pruning.request import Request
@@ -30,12 +30,9 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     if why := _refusal(request, source):
         note = f"what is left is not trained (healing, of the effort): {why}"
         return prune.run(dataclasses.replace(request, notes=(note,)), target, restart, progress)
-    first, measured_later = (
-        target.with_name(f"{target.name}.pruned"),
-        dataclasses.replace(request.measurement, samples=0),
-    )
-    unmeasured = dataclasses.replace(request, measurement=measured_later)
-    pruned = prune.run(unmeasured, first, restart, progress, is_all=False)
+    first = target.with_name(f"{target.name}.pruned")
+    measured_later = dataclasses.replace(request, measurement=Measurement(samples=0))
+    pruned = prune.run(measured_later, first, restart, progress, is_all=False)
     tokens = pruned.calibration["samples"] * pruned.calibration["sequence_length"]
     asked = heal.HealingRequest(
         pruned=str(unfinished(first)),

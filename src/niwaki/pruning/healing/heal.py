@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from niwaki.arguments import checked
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.layer.products import products
@@ -182,13 +185,15 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     if length is None and all(isinstance(text, str) for text in calibration.texts):  # and no windows, which have theirs
         length = min(HEALING_LENGTH, student.window_length(None))
     usual = length or HEALING_LENGTH
-    samples = math.ceil(request.tokens / usual) + _held(request.tokens, usual)
+    seen = _seen(request, usual)
+    samples = seen + math.ceil(request.tokens / usual) + _held(request.tokens, usual)
     more = replace(calibration, samples=max(samples, len(calibration.texts)), length=length)
     written = with_answers(dense, more, compute.budget, world, progress)
     texts = Texts.read(dense, written, measurement, USUAL_WINDOWS, fewer=True)
     student.check(texts.windows.tokens)
     windows, length = texts.windows.tokens.shape
     held = min(_held(request.tokens, length), max(1, windows // 8))
+    texts = replace(texts, calibration=replace(texts.windows, tokens=_new_first(texts.windows.tokens, seen, held)))
     if windows <= world.size:
         raise CalibrationError(
             f"the text to train on has {counted(windows, 'window')} of {length} tokens, one is held out, and each "
@@ -277,6 +282,22 @@ def _make_run(model: StreamedModel, method: HealingMethod) -> Callable[..., Run]
         model.check_head()
         return BlockRun
     return partial(WholeRun, logits=find_logits(model))
+
+
+def _seen(request: HealingRequest, length: int) -> int:
+    """How many windows of the text the model was pruned on, where it has more: what is new is worth more."""
+    calibration, pruning = request.calibration, request.pruning
+    if pruning is None or calibration.order != "first" or any(calibration.answered):  # answers take long to write
+        return 0
+    if not all(isinstance(text, str) for text in calibration.texts):
+        return 0
+    return math.ceil(pruning.calibration["samples"] * pruning.calibration["sequence_length"] / length)
+
+
+def _new_first(tokens: Tensor, seen: int, held: int) -> Tensor:
+    """The windows after those that were ``seen``, and then these; ``held`` of the former at the end, if there are."""
+    old, new = tokens[:seen], tokens[seen:]
+    return torch.cat([new[held:], old, new[:held]])
 
 
 def _held(tokens: int, length: int) -> int:
