@@ -21,7 +21,9 @@ from niwaki.models.device import training_dtype
 from niwaki.models.journal import Journal
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import load_tokenizer, read_windows
 from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute
+from niwaki.pruning.healing.heal import _new_first
 from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits
 from niwaki.pruning.healing.student import LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
@@ -29,7 +31,7 @@ from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.healing import LENGTH, TOKENS, divergence, heal, held, pruned_model, same_tensors
-from support.models import COMMON, EACH_CASE, message, reference, save_model
+from support.models import COMMON, EACH_CASE, message, reference, save_model, save_model_with_tokenizer
 from support.runs import files, tensors, zeros
 
 
@@ -418,6 +420,27 @@ def test_pruned_and_healed_in_one(tmp_path: Path) -> None:
     assert record.seconds.keys() >= {"solve", "heal", "teach"}
     usual = {"rate": HEALING_RATE, "batch": HEALING_BATCH, "own_text": OWN_TEXT, "tokens": record.healing.tokens}
     heal(tmp_path / "pruned", tmp_path / "healed", dense, **usual)
+    assert same_tensors(tmp_path / "out", tmp_path / "healed")
+
+
+@pytest.mark.parametrize(
+    ("seen", "order"),
+    [(0, [0, 1, 2, 3, 4, 5]), (2, [2, 3, 0, 1, 4, 5]), (5, [0, 1, 2, 3, 4, 5]), (8, [0, 1, 2, 3, 4, 5])],
+    ids=str,
+)
+def test_text_that_was_not_pruned_on_comes_first(seen: int, order: list[int]) -> None:
+    assert _new_first(torch.arange(6).view(6, 1), seen, 2).flatten().tolist() == order
+
+
+def test_it_is_healed_on_text_that_was_not_pruned_on(tmp_path: Path) -> None:
+    """The same as by hand, with what follows the calibration text."""
+    dense = save_model_with_tokenizer(tmp_path / "dense")
+    options: dict[str, Any] = {"calibration": Calibration("demo", samples=8, length=LENGTH), "measurement": None}
+    niwaki.prune(dense, tmp_path / "out", 0.5, effort="fast:healing=1", compute="cpu", **options)
+    niwaki.prune(dense, tmp_path / "pruned", 0.5, effort="fast", compute="cpu", **options)
+    old, new = read_windows("demo", load_tokenizer(dense), LENGTH, 144).tokens.split([8, 136])
+    options["calibration"] = torch.cat([new[:-18], old, new[-18:]])  # an eighth of it
+    niwaki.heal(tmp_path / "pruned", tmp_path / "healed", dense, tokens=8 * LENGTH, compute="cpu", **options)
     assert same_tensors(tmp_path / "out", tmp_path / "healed")
 
 

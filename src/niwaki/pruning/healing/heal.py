@@ -295,9 +295,10 @@ def _seen(request: HealingRequest, length: int) -> int:
 
 
 def _new_first(tokens: Tensor, seen: int, held: int) -> Tensor:
-    """The windows after those that were ``seen``, and then these; ``held`` of the former at the end, if there are."""
+    """The windows after those that were ``seen``, and then these; the last ``held`` are new too."""
     old, new = tokens[:seen], tokens[seen:]
-    return torch.cat([new[held:], old, new[:held]])
+    held = min(held, len(new))
+    return torch.cat([new[: len(new) - held], old, new[len(new) - held :]])
 
 
 def _held(tokens: int, length: int) -> int:
