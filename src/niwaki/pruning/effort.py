@@ -33,7 +33,7 @@ class Effort:
         rate: The learning rate of the fit, relative to the root mean square of each matrix's weights.
         batch: Tokens per step of the fit, over all processes; each takes at least one sample.
         healing: On how many tokens the result is then trained towards the dense model's predictions, for each token of
-            the calibration text, see :func:`niwaki.heal`; 0 for none, and also none, with a note, where the model cannot
+            the calibration text, see :func:`niwaki.heal`; 0 for none. None either, with a note, where the model cannot
             be healed as a whole.
         uniform_epochs: How many epochs there are at least, if any, where the pattern gives all matrices the same
             sparsity (n:m): no time is spent there on sharing zeros out.
