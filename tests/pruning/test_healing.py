@@ -32,7 +32,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.healing import LENGTH, TOKENS, divergence, heal, held, pruned_model, same_tensors
 from support.models import COMMON, EACH_CASE, message, reference, save_model, save_model_with_tokenizer
-from support.runs import files, tensors, zeros
+from support.runs import StopAt, files, tensors, zeros
 
 
 class Notes(Progress):
@@ -281,13 +281,13 @@ def test_the_steps(tmp_path: Path) -> None:
 def test_stopped_at_each_point(tmp_path: Path) -> None:
     """The same bytes as in one go."""
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
-    whole = heal(pruned, tmp_path / "whole", dense)
+    whole = heal(pruned, tmp_path / "whole", dense, tokens=6000)
     for stop_at in (1, 2, 9, 16):
         with pytest.raises(KeyboardInterrupt):
-            heal(pruned, tmp_path / "out", dense, progress=Notes(stop_at))
+            heal(pruned, tmp_path / "out", dense, progress=Notes(stop_at), tokens=6000)
         assert not (tmp_path / "out").exists()
     again = Notes()
-    record = heal(pruned, tmp_path / "out", dense, progress=again)
+    record = heal(pruned, tmp_path / "out", dense, progress=again, tokens=6000)
     assert record.resumed == sorted(record.resumed)
     assert len(record.resumed) == 4
     assert any("resuming after" in note for note in again.notes)
@@ -367,7 +367,7 @@ def test_lessons_that_are_lost_or_damaged(tmp_path: Path) -> None:
     heal(pruned, tmp_path / "whole", dense)
     for damage in ("c", "s", ""):
         with pytest.raises(KeyboardInterrupt):
-            heal(pruned, tmp_path / "out", dense, progress=Notes(6))
+            heal(pruned, tmp_path / "out", dense, progress=Notes(4))
         scratch = tmp_path / ".out.partial.scratch"
         if damage:
             (scratch / damage).unlink()
@@ -411,7 +411,7 @@ def test_pruned_and_healed_in_one(tmp_path: Path) -> None:
     assert record == Record.load(tmp_path / "out" / "niwaki.json")
     assert not (tmp_path / "out" / "niwaki.base.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
-    effort = "best:allocation=uniform:importance=0:synthetic=0:epochs=0.5"
+    effort = "best:allocation=uniform:importance=0:synthetic=0:epochs=0.5:healing=0"
     before = prune_and_heal(dense, tmp_path / "pruned", effort=effort)
     assert (before.sparsity, record.sparsity) == (0.5, 0.5)
     same = [dataclasses.replace(matrix, seconds=0) for matrix in before.matrices]
@@ -442,6 +442,17 @@ def test_it_is_healed_on_text_that_was_not_pruned_on(tmp_path: Path) -> None:
     options["calibration"] = torch.cat([new[:-18], old, new[-18:]])  # an eighth of it
     niwaki.heal(tmp_path / "pruned", tmp_path / "healed", dense, tokens=8 * LENGTH, compute="cpu", **options)
     assert same_tensors(tmp_path / "out", tmp_path / "healed")
+
+
+def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path) -> None:
+    dense, effort = save_model(tmp_path / "dense"), "best:synthetic=0:healing=0"
+    with pytest.raises(KeyboardInterrupt):
+        prune_and_heal(dense, tmp_path / "out", effort=effort, progress=StopAt(9))
+    there = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(UsageError, match="has an unfinished run that was asked for something else"):
+        prune_and_heal(dense, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert prune_and_heal(dense, tmp_path / "out", effort=effort).resumed == [1]
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])

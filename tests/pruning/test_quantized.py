@@ -28,7 +28,7 @@ from support.models import each_case, is_pruned, message, random_tokens, referen
 from support.runs import files, raw, stopped, tensors, zeros
 
 TOKENS = random_tokens(24, 24)
-BEST = "best:synthetic=0:epochs=2:batch=48:rate=0.007"
+BEST = "best:synthetic=0:epochs=2:batch=48:rate=0.007:healing=0"
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:

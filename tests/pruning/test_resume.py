@@ -223,7 +223,7 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(content)
 
 
-ON_GRID = {"effort": "best:epochs=1:synthetic=0", "quantize": "int4:16"}
+ON_GRID = {"effort": "best:epochs=1:synthetic=0:healing=0", "quantize": "int4:16"}
 UP = "model.layers.0.mlp.up_proj.weight"
 
 

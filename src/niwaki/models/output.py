@@ -237,6 +237,16 @@ def unfinished(out: Path) -> Path:
     return _places(out)[0]
 
 
+def check_same_run(out: Path, first: Path) -> None:
+    """UsageError where ``out`` has an unfinished run, but not one of which ``first`` is the first, finished part."""
+    journal = _places(out)[1]
+    if journal.exists() and not _finished(_places(first)[1]):
+        raise UsageError(
+            f"{out} has an unfinished run that was asked for something else; ask for the same to resume it, start over "
+            f"with --restart, or remove {journal}"
+        )
+
+
 def discard(out: Path) -> None:
     """Removes what a run for ``out`` has left that was not moved into place."""
     place = Workplace(out, {})

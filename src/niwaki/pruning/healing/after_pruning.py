@@ -7,7 +7,7 @@ from torch import Tensor
 
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.conversations import has_images
-from niwaki.models.output import check_output, discard, unfinished
+from niwaki.models.output import check_output, check_same_run, discard, unfinished
 from niwaki.models.text import Windows
 from niwaki.options import Calibration, Measurement
 from niwaki.pruning import prune
@@ -31,6 +31,8 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
         note = f"what is left is not trained (healing, of the effort): {why}"
         return prune.run(dataclasses.replace(request, notes=(note,)), target, restart, progress)
     first = target.with_name(f"{target.name}.pruned")
+    if world.first and not restart:
+        check_same_run(target, first)
     measured_later = dataclasses.replace(request, measurement=Measurement(samples=0))
     pruned = prune.run(measured_later, first, restart, progress, is_all=False)
     tokens = pruned.calibration["samples"] * pruned.calibration["sequence_length"]
