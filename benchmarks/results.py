@@ -71,7 +71,7 @@ EFFORTS = {
         "shares zeros out by what they cost the loss, adds a quarter of own text, fits each block on 0.3 of it all, "
         "or 0.6 (n:m)",
     ),
-    "continuation@best": ("`best`", "fits on all of the text, and on text that the dense model writes"),
+    "continuation@best": ("`best`", "fits on all of the text, and on text that the dense model writes; then heals"),
 }
 
 
