@@ -184,7 +184,8 @@ class Workplace:
     def forget(self) -> None:
         """Removes the plan, the scratch folder and the journal."""
         self.plan.unlink(missing_ok=True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.scratch.is_dir():
+            shutil.rmtree(self.scratch)  # where that fails the journal stays, and the same command does it again
         self._path.unlink(missing_ok=True)
 
 
