@@ -238,6 +238,11 @@ def unfinished(out: Path) -> Path:
     return _places(out)[0]
 
 
+def is_begun(out: Path) -> bool:
+    """Whether a run for ``out`` has something to resume from, or is complete."""
+    return _places(out)[1].exists() or (out / "niwaki.json").exists()
+
+
 def check_same_run(out: Path, first: Path) -> None:
     """UsageError where ``out`` has an unfinished run, but not one of which ``first`` is the first, finished part."""
     journal = _places(out)[1]

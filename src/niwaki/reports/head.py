@@ -48,7 +48,7 @@ def notes_of(record: Record) -> list[str]:
     """What a careful reader should know of a run."""
     if not record.resumed:
         return record.notes
-    what = "step" if record.healing else "block"
+    what = "step" if record.only_heals else "block or step" if record.healing else "block"
     return [*record.notes, f"stopped and resumed after {what} {', '.join(map(str, record.resumed))}"]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.conversations import has_images
-from niwaki.models.output import check_output, check_same_run, discard, unfinished
+from niwaki.models.output import check_output, check_same_run, discard, is_begun, unfinished
 from niwaki.models.text import Windows
 from niwaki.options import Calibration, Measurement
 from niwaki.pruning import prune
@@ -45,7 +45,13 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
         compute=dataclasses.replace(request.compute, tf32="auto"),
         pruning=pruned,
     )
-    record = heal.run(asked, target, restart, progress)
+    try:
+        record = heal.run(asked, target, restart, progress)
+    except BaseException:
+        if progress and world.first and not is_begun(target):  # of what is begun healing says how far it came
+            blocks = len({matrix.block for matrix in pruned.matrices})
+            progress.stopped(blocks, blocks)
+        raise
     if world.first:
         discard(first)
     return record

@@ -185,10 +185,8 @@ class Run(ABC):
         healed = self.record
         self.clock.add({stage: spent for stage, spent in pruning.seconds.items() if stage != "total"})
         notes = [*pruning.notes, *(note for note in healed.notes if note not in pruning.notes)]
-        if pruning.resumed:
-            notes.append(f"pruning was stopped and resumed after block {', '.join(map(str, pruning.resumed))}")
-        same = {name: getattr(healed, name) for name in ("command", "healing", "perplexity", "resumed")}
-        return replace(pruning, notes=notes, **same)
+        same = {name: getattr(healed, name) for name in ("command", "healing", "perplexity")}
+        return replace(pruning, notes=notes, resumed=[*pruning.resumed, *healed.resumed], **same)
 
     def _resume(self) -> None:
         earlier, limit = Record.from_json(self.journal.record), self.healing.limit
