@@ -87,8 +87,7 @@ def compare(
             the model's matrices, or ``out`` has something else.
         NiwakiError: see :mod:`niwaki.errors`. The cells that are done stay.
     """
-    began = time.monotonic()
-    progress = progress or Progress()
+    began, progress = time.monotonic(), progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only("compare", "text", "samples", "length")
     if measurement.text is None:
@@ -282,9 +281,8 @@ def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Patt
             if name == "dense":
                 raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
             used = own or effort
-            pattern = make_pattern(column, solver.default_pattern)
             key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
-            run = _Run(key, given, solver, make_effort(used), pattern)
+            run = _Run(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
             if runs.setdefault(key, run) != run:
                 raise UsageError(f"two solvers are called {key[0]!r}: {runs[key].solver} and {solver}")
     if not runs:

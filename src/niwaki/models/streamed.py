@@ -337,11 +337,8 @@ class StreamedModel:
         return self.model
 
     def unload(self) -> None:
-        """Frees the weights that :meth:`load` has read."""
-        there = self.model.state_dict()
-        empty = {name: there[name].to("meta") for name in there if self._is_read(name)}
-        self.model.load_state_dict(empty, strict=False, assign=True)
-        self.model.tie_weights()
+        """Frees what :meth:`load` has read; from then on the model does not run."""
+        self.model.to_empty(device="meta")
         return_freed()
 
     def _is_read(self, name: str) -> bool:

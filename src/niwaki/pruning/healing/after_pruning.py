@@ -27,7 +27,7 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     """
     world, source = current_session().world, locate_model(request.model)
     target = check_output(source, out) if world.first else Path(out)
-    if why := _refusal(request, source):
+    if why := world.received(_refusal(request, source)):  # the memory that is left may differ between processes
         note = f"what is left is not trained (healing, of the effort): {why}"
         return prune.run(dataclasses.replace(request, notes=(note,)), target, restart, progress)
     first = target.with_name(f"{target.name}.pruned")

@@ -267,10 +267,7 @@ def refusal(checkpoint: Checkpoint, compute: Compute) -> str:
     name = training_dtype(compute.dtype, compute.device, checkpoint)
     dense = StreamedModel(checkpoint, compute.device, name)
     try:
-        student, method, notes = choose(checkpoint, dense, compute, "auto")
-        if method == "blocks":
-            return notes[0].rpartition(":")[0]
-        find_logits(student)
+        find_logits(choose(checkpoint, dense, compute, "auto", is_whole=True)[0])
     except UnsupportedModelError as error:
         return str(error)
     return ""

@@ -18,12 +18,12 @@ _BLOCK_BYTES = 24
 
 
 def choose(
-    checkpoint: Checkpoint, dense: StreamedModel, compute: Compute, asked: HealingMethod
+    checkpoint: Checkpoint, dense: StreamedModel, compute: Compute, asked: HealingMethod, is_whole: bool = False
 ) -> tuple[StreamedModel, HealingMethod, list[str]]:
     """The pruned model, the method by which it is healed towards ``dense``, and notes on that.
 
-    ``auto`` is the first of full, lora (norms on a grid) and blocks that memory is enough for. UnsupportedModelError
-    where it is not enough, or the method does not suit the model.
+    ``auto`` is the first of full, lora (norms on a grid) and, unless the model ``is_whole`` in memory, blocks that
+    memory is enough for. UnsupportedModelError where it is not enough, or the method does not suit the model.
     """
     grid, half = checkpoint.pruning.quantization, dense.dtype != torch.float32
     thin: HealingMethod = "norms" if grid else "lora"
@@ -33,7 +33,8 @@ def choose(
             "full or norms"
         )
     there = device_memory(dense.device) if compute.budget is None else compute.budget
-    methods: tuple[HealingMethod, ...] = ("full", thin, "blocks") if asked == "auto" else (asked,)
+    usual: tuple[HealingMethod, ...] = ("full", thin) if is_whole else ("full", thin, "blocks")
+    methods: tuple[HealingMethod, ...] = usual if asked == "auto" else (asked,)
     too_large = list[str]()
     for method in methods:
         dtype = "bfloat16" if half and method != "full" else "float32"

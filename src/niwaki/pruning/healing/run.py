@@ -127,8 +127,8 @@ class Run(ABC):
         share, length = self.healing.own_text, tokens.shape[1]
         chosen, count = own_text.windows(self.healing.tokens, length, len(tokens), share)
         own = self._own_text(count + self.held, length)
-        self.record.calibration["synthetic"] = len(own)
-        if len(own) <= self.held:  # there was no time for more, or the model cannot write
+        self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
+        if len(own) <= self.held:  # there was no time for more, or the model cannot write: none is used
             return tokens
         own, held = own.split([len(own) - self.held, self.held])
         return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])

@@ -56,7 +56,7 @@ class Student:
         self.masks: dict[str, Tensor] = {}
         # Before anything small is allocated that stays: between them, memory for temporary copies would not be free.
         self.sizes = {
-            name: root_mean_square(value) for name, value in named.items() if {name} & (vectors | {*matrices})
+            name: root_mean_square(value) for name, value in named.items() if name in matrices or name in vectors
         }
         self._grid = grid_of(stream.checkpoint)
         self._on_grid: dict[str, list[tuple[Matrix, Tensor]]] = {}  # the matrices in a parameter, with their scales
@@ -179,8 +179,9 @@ class LowRankStudent(Student):
         module = _Called(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            there = {path: (name, block.get_parameter(path)) for path, name in trained.items()}
-            changed = {f"block.{path}": self._changed(name, value) for path, (name, value) in there.items()}
+            # Its parameters are not kept here, so that they can be unloaded.
+            named = ((path, name, block.get_parameter(path)) for path, name in trained.items())
+            changed = {f"block.{path}": self._changed(name, value) for path, name, value in named}
             return functional_call(module, changed, args, kwargs)
 
         return lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
