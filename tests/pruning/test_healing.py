@@ -436,12 +436,13 @@ def test_it_is_healed_on_text_that_was_not_pruned_on(tmp_path: Path) -> None:
     """The same as by hand, with what follows the calibration text."""
     dense = save_model_with_tokenizer(tmp_path / "dense")
     options: dict[str, Any] = {"calibration": Calibration("demo", samples=8, length=LENGTH), "measurement": None}
-    niwaki.prune(dense, tmp_path / "out", 0.5, effort="fast:healing=1", compute="cpu", **options)
+    niwaki.prune(dense, tmp_path / "out", 0.5, effort="fast:healing=16", compute="cpu", **options)
     niwaki.prune(dense, tmp_path / "pruned", 0.5, effort="fast", compute="cpu", **options)
-    old, new = read_windows("demo", load_tokenizer(dense), LENGTH, 144).tokens.split([8, 136])
-    options["calibration"] = torch.cat([new[:-18], old, new[-18:]])  # an eighth of it
-    niwaki.heal(tmp_path / "pruned", tmp_path / "healed", dense, tokens=8 * LENGTH, compute="cpu", **options)
+    old, new = read_windows("demo", load_tokenizer(dense), LENGTH, 264).tokens.split([8, 256])
+    options["calibration"] = torch.cat([new[:-33], old, new[-33:]])  # an eighth of it
+    niwaki.heal(tmp_path / "pruned", tmp_path / "healed", dense, tokens=128 * LENGTH, compute="cpu", **options)
     assert same_tensors(tmp_path / "out", tmp_path / "healed")
+    assert not same_tensors(tmp_path / "out", tmp_path / "pruned")
 
 
 def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path) -> None:
