@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import common
-from real import MEASURED, Texts
+from real import CHARACTERS, MEASURED, Texts
 from rich.console import Console
 from transformers.utils import logging
 
 import niwaki
-from niwaki.options import HEALING_RATE, OWN_TEXT, Calibration, Compute, Measurement
+from niwaki.options import HEALING_RATE, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement
 from niwaki.records.record import Record
 
 
@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", default=["50 %"])
     parser.add_argument("--methods", nargs="*", default=["full"], help="of healing")
     parser.add_argument("--time", default="40m", help="for each healing")
+    parser.add_argument("--tokens", default=HEALING_TOKENS, help="for each healing, if there is time")
+    parser.add_argument("--characters", type=int, default=CHARACTERS, help="of each text to train on, at most")
     parser.add_argument("--rate", type=float, default=HEALING_RATE)
     parser.add_argument("--own-text", type=float, default=OWN_TEXT, help="share of it, see niwaki heal")
     parser.add_argument("--texts", nargs="+", choices=MEASURED, default=MEASURED, help="to measure on")
@@ -76,7 +78,7 @@ def _prune(model: Path, out: Path, pattern: str, effort: str, calibration: Calib
 
 def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     model, models = arguments.model, arguments.work / "models"
-    texts = Texts(model, arguments.corpus, arguments.work, arguments.samples, arguments.length)
+    texts = Texts(model, arguments.corpus, arguments.work, arguments.samples, arguments.length, arguments.characters)
     measured = {name: texts.to_measure(name, arguments.text_samples) for name in arguments.texts}
 
     def result(directory: Path, **values: Any) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
                         healed,
                         model,
                         method=method,
+                        tokens=arguments.tokens,
                         time=arguments.time,
                         rate=arguments.rate,
                         own_text=arguments.own_text,

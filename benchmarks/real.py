@@ -47,16 +47,18 @@ METHODS = ["wanda", "sparsegpt", "admm-grad", "continuation", "continuation@bala
 PATTERNS = ["50 %", "60 %", "2:4"]
 CALIBRATIONS = ["books", "wikitext2", "answers", "own", "mixture"]
 MEASURED = ["wikitext2", "books", "code", "answers"]
-#: Characters of each text, more than any window takes of it.
+#: Characters of each text, more than is calibrated or measured on.
 CHARACTERS = 2_000_000
 
 
 class Texts:
     """The texts, as files in WORK/texts that are made once."""
 
-    def __init__(self, model: Path, corpus: Path, work: Path, samples: int, length: int) -> None:
+    def __init__(
+        self, model: Path, corpus: Path, work: Path, samples: int, length: int, characters: int = CHARACTERS
+    ) -> None:
         self._model, self._corpus, self._place = model, corpus, work / "texts"
-        self._samples, self._length = samples, length
+        self._samples, self._length, self._characters = samples, length, characters
         self._place.mkdir(parents=True, exist_ok=True)
 
     def to_calibrate(self, name: str) -> list[str]:
@@ -91,9 +93,9 @@ class Texts:
 
     def _start_of(self, name: str) -> list[str]:
         pieces, text = read_pieces(str(self._corpus / name)), ""
-        while len(text) < CHARACTERS and (piece := next(pieces, "")):
+        while len(text) < self._characters and (piece := next(pieces, "")):
             text += piece
-        return [text[:CHARACTERS]]
+        return [text[: self._characters]]
 
     def _answers(self, prompts: str, windows: int, seed: int) -> list[str]:
         """More than so many windows of conversations, each with what its template puts around it."""

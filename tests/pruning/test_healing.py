@@ -57,8 +57,8 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     """What is said of the dense model gives the KL divergence and its gradient."""
     dense, pruned = save_model(tmp_path / "dense", case), save_model(tmp_path / "pruned", case, seed=1)
     teacher, model = (StreamedModel(Checkpoint(path), "cpu", "float32") for path in (dense, pruned))
-    student = Student(model, find_logits(model))
     tokens = TOKENS[:4]
+    student = Student(model, find_logits(model), tokens.shape[1])
     lessons = Lessons(tmp_path / "lessons", tokens, student.head)
     teach(teacher, student.head, lessons, range(4), Progress())
     lessons.keep(range(4))
@@ -80,6 +80,18 @@ def test_the_objective(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(losses.double(), exact, rtol=1e-2, atol=2e-3 * float(exact.detach().mean()))
     (wanted,) = torch.autograd.grad(exact.sum(), h)
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-2, atol=2e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("case", EACH_CASE)
+def test_attention_of_short_windows_in_half_precision(tmp_path: Path, case: str) -> None:
+    """Is computed in another way, which is the same but for rounding."""
+    path, tokens = save_model(tmp_path / "model", case), TOKENS[:2]
+    stream = StreamedModel(Checkpoint(path), "cpu", "float32")
+    Student(stream, Logits(1.0), tokens.shape[1], half=True)
+    with torch.no_grad():
+        logits, expected = stream.model(tokens, use_cache=False).logits, reference(path)(tokens).logits
+    assert stream.model.get_decoder().config._attn_implementation == ("sdpa" if case.startswith("falcon") else "eager")
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_head_with_a_bias_and_a_scale() -> None:
@@ -199,7 +211,7 @@ def test_lora_is_a_product_of_low_rank(tmp_path: Path, case: str) -> None:
     """And its gradient is that of a plain one, by float64; of matrices that blocks share it is the same in all."""
     _, pruned = pruned_model(tmp_path, case)
     stream = StreamedModel(Checkpoint(pruned), "cpu", "float32")
-    student = LowRankStudent(stream, Logits(1.0), rank=2)
+    student = LowRankStudent(stream, Logits(1.0), TOKENS.shape[1], rank=2)
     generator = torch.Generator().manual_seed(0)
     for value in student.parameters.values():
         value.data += 0.1 * torch.randn(value.shape, generator=generator)

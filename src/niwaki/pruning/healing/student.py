@@ -22,12 +22,16 @@ from niwaki.pruning.healing.objective import Logits
 
 #: Of what the method lora adds to each matrix, see docs/healing.md.
 RANK = 16
+#: Tokens in a window up to which a CPU trains faster in bfloat16 where attention is plain products and a softmax: the
+#: backward pass of torch's own takes twice their time. What they keep grows with the square of the window.
+_SHORT = 512
 
 
 class Student:
     """The pruned model, as a whole and in float32; with ``half`` it and its head compute in bfloat16.
 
-    ``logits`` says how its head makes them, see :func:`.objective.find_logits`.
+    It is to be trained on windows of ``length`` tokens. ``logits`` says how its head makes them, see
+    :func:`.objective.find_logits`.
     Trained are the matrices of its blocks, where they are not zero, and the vectors of blocks and of the last norm.
     Embeddings, routers and the head stay. Where matrices are on a grid, it computes with trained weights rounded to it
     (straight-through gradients: Bengio et al. 2013, arXiv:1308.3432), and scales stay.
@@ -39,12 +43,15 @@ class Student:
         sizes: The magnitude that changes of each parameter are relative to.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits, half: bool = False) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits, length: int, half: bool = False) -> None:
         self.device, self._stream, self._half = stream.device, stream, half
         model = stream.load().eval().requires_grad_(False)
+        dtype = torch.bfloat16 if half else stream.dtype
+        is_short = dtype == torch.bfloat16 and self.device.type == "cpu" and length <= _SHORT
+        if is_short and model._can_set_attn_implementation():  # it would warn where it cannot
+            model.set_attn_implementation("eager")
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         bias = getattr(ends[1], "bias", None)
-        dtype = torch.bfloat16 if half else stream.dtype
         self.head = logits.head(ends[1].weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
         inside = {id(value) for value in stream.decoder.parameters()} - {id(end.weight) for end in ends}
         matrices = defaultdict[str, list[Matrix]](list)  # by the parameter that they are in
@@ -142,11 +149,11 @@ class LowRankStudent(Student):
     Source: Hu et al. 2021, arXiv:2106.09685; masked: Zimmer et al. 2023, arXiv:2312.15230.
     """
 
-    def __init__(self, stream: StreamedModel, logits: Logits, rank: int) -> None:
+    def __init__(self, stream: StreamedModel, logits: Logits, length: int, rank: int) -> None:
         self._rank = rank
         self._drawing = torch.Generator().manual_seed(0)
         self._trained: list[dict[str, str]] = [{} for _ in stream.blocks]  # by path in each block: names in the model
-        super().__init__(stream, logits)
+        super().__init__(stream, logits, length)
         for block, trained in zip(stream.blocks, self._trained, strict=True):
             block.forward = self._forward(block, trained)
 

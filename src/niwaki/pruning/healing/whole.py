@@ -37,11 +37,11 @@ class WholeRun(Run):
 
     def _train(self, tokens: Tensor) -> None:
         """What is saved meanwhile the first process saves."""
-        healing, place = self.healing, self.place
+        healing, place, length = self.healing, self.place, tokens.shape[1]
         if healing.method == "full":
-            student = Student(self.model, self.logits, half=self.dense.dtype != torch.float32)
+            student = Student(self.model, self.logits, length, half=self.dense.dtype != torch.float32)
         else:
-            student = LowRankStudent(self.model, self.logits, RANK if healing.method == "lora" else 0)
+            student = LowRankStudent(self.model, self.logits, length, RANK if healing.method == "lora" else 0)
         with contextlib.ExitStack() as stack:
             scratch = place.scratch if place else Path(stack.enter_context(TemporaryDirectory()))
             self._check_scratch(scratch, tokens, student)
