@@ -280,6 +280,15 @@ def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], he
     assert sparsities == {key: 0.5 if is_chosen(key) else 0.0 for key in before if is_pruned("llama grouped", key)}
 
 
+@pytest.mark.parametrize(("windows", "is_few"), [(2, True), (3, False)])
+def test_text_of_fewer_tokens_than_a_matrix_has_inputs(tmp_path: Path, out: Path, windows: int, is_few: bool) -> None:
+    record = run(save_model(tmp_path / "model"), out, calibration=random_tokens(windows, 16))
+    assert max(matrix.shape[1] for matrix in record.matrices) == 48
+    note = "calibrated on 32 tokens, fewer than the 48 inputs of the widest matrix; give more text"
+    assert (note in record.notes) == is_few
+    assert any("calibrated on" in each for each in record.notes) == is_few
+
+
 def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) -> None:
     source = save_model(tmp_path / "model", "llama grouped", shards=True)
     options = {"blocks": (1, 3), "solver": "wanda", "text": random_tokens(3, 24, seed=1)}

@@ -120,6 +120,11 @@ class Request:
             note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
             record.notes.insert(len(model.notes), note)
         record.notes += self.notes
+        tokens = record.calibration["samples"] * record.calibration["sequence_length"]
+        if tokens < (widest := max(matrix.shape[1] for matrix in model.matrices())):
+            record.notes.append(
+                f"calibrated on {tokens:,} tokens, fewer than the {widest:,} inputs of the widest matrix; give more text"
+            )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.epochs > 0)
         if self.grid:
             record.notes.append(stored_as_usual(self.grid, model.matrices()))
