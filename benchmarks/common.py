@@ -103,6 +103,15 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def with_earlier(
+    made: list[dict[str, Any]], path: Path, part: str, key: Callable[[dict[str, Any]], object]
+) -> list[dict[str, Any]]:
+    """``made``, and of what the record at ``path`` has as ``part`` all that has other keys."""
+    earlier = json.loads(path.read_text())[part] if path.exists() else []
+    keys = {key(each) for each in made}
+    return made + [each for each in earlier if key(each) not in keys]
+
+
 def save(path: Path | None, **content: Any) -> None:
     """Writes ``content`` with the versions and the number of threads, if there is a path."""
     if path:

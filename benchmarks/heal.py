@@ -54,9 +54,7 @@ def main() -> None:
     console = Console(width=140, highlight=False, emoji=False)
     results = list(_measured(arguments, console))
     if arguments.record:
-        earlier = json.loads(arguments.record.read_text())["results"] if arguments.record.exists() else []
-        results += [result for result in earlier if _key(result) not in map(_key, results)]
-        results.sort(key=_key)
+        results = sorted(common.with_earlier(results, arguments.record, "results", _key), key=_key)
         sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
         common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
 

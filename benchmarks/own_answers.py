@@ -37,6 +37,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import load_tokenizer
 from niwaki.models.text_sources import read_prompts
 from niwaki.options import OWN_ANSWERS, Calibration, Compute, Measurement
+from niwaki.pruning.effort import EFFORTS
 
 #: An answer says the same for ever that ends with so many tokens of a cycle of at most LONGEST, twice or more.
 REPEATED, LONGEST = 48, 64
@@ -136,7 +137,14 @@ def main() -> None:
     results = list(_measured(arguments, console))
     if arguments.record:
         sizes = {name: getattr(arguments, name) for name in ("samples", "length", "prompts", "answer")}
+        results = common.with_earlier(results, arguments.record, "results", _key)
+        order = ["", *EFFORTS]
+        results.sort(key=lambda each: (order.index(each["effort"].partition(":")[0]), each["pattern"]))
         common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
+
+
+def _key(result: dict[str, Any]) -> tuple[str, str, str]:
+    return result["calibration"], result["pattern"], result["effort"]
 
 
 def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:

@@ -165,10 +165,8 @@ def main() -> None:
                 if (directory / "compare.json").exists()
                 for cell in Comparison.load(directory).cells
             ]
-            if arguments.record.exists():  # also what another WORK has
-                made = {_key(cell) for cell in cells}
-                cells += [cell for cell in json.loads(arguments.record.read_text())["cells"] if _key(cell) not in made]
-                cells.sort(key=lambda cell: CALIBRATIONS.index(cell["calibration"]))
+            cells = common.with_earlier(cells, arguments.record, "cells", _key)  # also what another WORK has
+            cells.sort(key=lambda cell: CALIBRATIONS.index(cell["calibration"]))
             sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
             common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)
 
