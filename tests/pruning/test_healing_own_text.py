@@ -89,6 +89,18 @@ def test_where_the_dense_model_cannot_write(tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "without", tmp_path / "out")
 
 
+def test_where_there_is_no_time_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise: what was written would all be held out."""
+    dense, pruned = pruned_model(tmp_path, "llama")
+    heal(pruned, tmp_path / "without", dense)
+    monkeypatch.setattr(own_text, "written", lambda *_: random_tokens(1, LENGTH))
+    record = heal(pruned, tmp_path / "out", dense, own_text=SHARE)
+    note = "there was no time for the dense model to write text to train on; give more --time"
+    assert record.notes.count(note) == 1
+    assert record.calibration["synthetic"] == 0
+    assert same_tensors(tmp_path / "without", tmp_path / "out")
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])
 def test_the_share_of_what_comes_first(share: float) -> None:
     """It is that of all, to within one window."""

@@ -32,7 +32,7 @@ def finish(place: Workplace, record: Record, clock: Clock) -> None:
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:
     name = Path(record.model).name or record.model
-    base = record.healing.teacher if record.healing and record.only_heals else record.model
+    base = record.teacher or record.model
     shown = markdown(name)
     where = f" in {record.part}" if record.part else ""
     structure, calibration = record.structure, record.calibration

@@ -239,6 +239,11 @@ class Record(JsonFile):
         return self.method == "heal"
 
     @property
+    def teacher(self) -> str:
+        """The dense model that ``niwaki heal`` was given; "" in other records, whose model it is."""
+        return self.healing.teacher if self.healing and self.only_heals else ""
+
+    @property
     def rounding(self) -> str:
         """What the grid, or the format that was kept, did to the matrices, in words; "" without either."""
         name, count = self.quantization or self.kept_format or "", "rounded_to_zero"

@@ -130,7 +130,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "effort": described(record.effort) if record.effort else "",
         "pattern": "" if structure else record.pattern,
         "blocks removed": f"{removed}, counted from 0" if removed else "",
-        "teacher": record.healing.teacher if record.healing and record.only_heals else "",
+        "teacher": record.teacher,
         "mask from": record.mask_from,
         "left dense": "" if structure else record.stays,
         "format" if record.kept_format else "grid": record.rounding,

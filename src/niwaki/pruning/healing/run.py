@@ -128,7 +128,9 @@ class Run(ABC):
         chosen, count = own_text.windows(self.healing.tokens, length, len(tokens), share)
         own = self._own_text(count + self.held, length)
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
-        if len(own) <= self.held:  # there was no time for more, or the model cannot write: none is used
+        if len(own) <= self.held:
+            if len(own):  # where it cannot write, that is said
+                self.note(["there was no time for the dense model to write text to train on; give more --time"])
             return tokens
         own, held = own.split([len(own) - self.held, self.held])
         return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])
