@@ -284,7 +284,7 @@ def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], he
 def test_text_of_fewer_tokens_than_a_matrix_has_inputs(tmp_path: Path, out: Path, windows: int, is_few: bool) -> None:
     record = run(save_model(tmp_path / "model"), out, calibration=random_tokens(windows, 16))
     assert max(matrix.shape[1] for matrix in record.matrices) == 48
-    note = "calibrated on 32 tokens, fewer than the 48 inputs of the widest matrix; give more text"
+    note = "calibrated on 32 tokens, and the widest matrix has 48 inputs; give more text"
     assert (note in record.notes) == is_few
     assert any("calibrated on" in each for each in record.notes) == is_few
 

@@ -123,7 +123,7 @@ class Request:
         tokens = record.calibration["samples"] * record.calibration["sequence_length"]
         if tokens < (widest := max(matrix.shape[1] for matrix in model.matrices())):
             record.notes.append(
-                f"calibrated on {tokens:,} tokens, fewer than the {widest:,} inputs of the widest matrix; give more text"
+                f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
         record.notes += sharing_notes(model.matrices(), fits=self.effort.epochs > 0)
         if self.grid:
