@@ -45,7 +45,7 @@ def find_dtype(name: str, device: torch.device, checkpoint: Checkpoint) -> torch
 def training_dtype(name: str, device: str, checkpoint: Checkpoint) -> str:
     """``name``, but "auto" is bfloat16 where files are in it and the processor has units for products of it.
 
-    With AVX-512's a step of training takes three quarters of float32's time, with AMX half of it.
+    With AVX-512's a step of training takes two thirds of float32's time, with AMX half of it.
     """
     return "bfloat16" if name == "auto" and _has_units(find_device(device), checkpoint) else name
 
