@@ -99,6 +99,8 @@ def test_where_there_is_no_time_to_write(tmp_path: Path, monkeypatch: pytest.Mon
     assert record.notes.count(note) == 1
     assert record.calibration["synthetic"] == 0
     assert same_tensors(tmp_path / "without", tmp_path / "out")
+    monkeypatch.undo()
+    assert note not in heal(pruned, tmp_path / "little", dense, own_text=0.001).notes  # none was wanted
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])

@@ -120,8 +120,7 @@ class Request:
             note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
             record.notes.insert(len(model.notes), note)
         record.notes += self.notes
-        tokens = record.calibration["samples"] * record.calibration["sequence_length"]
-        if tokens < (widest := max(matrix.shape[1] for matrix in model.matrices())):
+        if (tokens := record.calibration_tokens) < (widest := max(matrix.shape[1] for matrix in model.matrices())):
             record.notes.append(
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )

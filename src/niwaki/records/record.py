@@ -239,6 +239,11 @@ class Record(JsonFile):
         return self.method == "heal"
 
     @property
+    def calibration_tokens(self) -> int:
+        """How many tokens it was calibrated on; of conversations, at most."""
+        return self.calibration["samples"] * self.calibration["sequence_length"]
+
+    @property
     def teacher(self) -> str:
         """The dense model that ``niwaki heal`` was given; "" in other records, whose model it is."""
         return self.healing.teacher if self.healing and self.only_heals else ""

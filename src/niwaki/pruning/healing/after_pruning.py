@@ -35,11 +35,10 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
         check_same_run(target, first)
     measured_later = dataclasses.replace(request, measurement=Measurement(samples=0))
     pruned = prune.run(measured_later, first, restart, progress, is_all=False)
-    tokens = pruned.calibration["samples"] * pruned.calibration["sequence_length"]
     asked = heal.HealingRequest(
         pruned=str(unfinished(first)),
         teacher=request.model,
-        tokens=max(1, int(request.effort.healing * tokens)),
+        tokens=max(1, int(request.effort.healing * pruned.calibration_tokens)),
         calibration=dataclasses.replace(request.calibration, samples=Calibration().samples),
         measurement=request.measurement,
         compute=dataclasses.replace(request.compute, tf32="auto"),

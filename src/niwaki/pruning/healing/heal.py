@@ -288,7 +288,7 @@ def _seen(request: HealingRequest, length: int) -> int:
         return 0
     if not all(isinstance(text, str) for text in calibration.texts):
         return 0
-    return math.ceil(pruning.calibration["samples"] * pruning.calibration["sequence_length"] / length)
+    return math.ceil(pruning.calibration_tokens / length)
 
 
 def _new_first(tokens: Tensor, seen: int, held: int) -> Tensor:

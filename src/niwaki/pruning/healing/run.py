@@ -129,7 +129,7 @@ class Run(ABC):
         own = self._own_text(count + self.held, length)
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
         if len(own) <= self.held:
-            if len(own):  # where it cannot write, that is said
+            if 0 < len(own) < count + self.held:  # where it cannot write, that is said
                 self.note(["there was no time for the dense model to write text to train on; give more --time"])
             return tokens
         own, held = own.split([len(own) - self.held, self.held])
