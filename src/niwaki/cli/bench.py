@@ -12,15 +12,17 @@ from niwaki.files import write_json
 from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
 
-RecordFile = Annotated[str | None, Option("--record", help=r"\[default: niwaki-bench.json in MODEL, for its report]")]
+RecordFile = Annotated[
+    str | None, Option("--record", metavar="FILE", help=r"\[default: niwaki-bench.json in MODEL, for its report]")
+]
 
 
 @spread(without=("tf32", "memory"))
 def bench(
     model: Model,
-    prompt: Annotated[int, Option("--prompt-tokens", help="Tokens of the prompt.")] = 128,
-    tokens: Annotated[int, Option(help="Tokens to write after it.")] = 32,
-    repeats: Annotated[int, Option(help="Repetitions; the median is shown.")] = 3,
+    prompt: Annotated[int, Option("--prompt-tokens", metavar="N", help="Tokens of the prompt.")] = 128,
+    tokens: Annotated[int, Option(metavar="N", help="Tokens to write after it.")] = 32,
+    repeats: Annotated[int, Option(metavar="N", help="Repetitions; the median is shown.")] = 3,
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:

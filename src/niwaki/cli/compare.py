@@ -13,11 +13,11 @@ from niwaki.pruning.effort import PLAIN_EFFORT
 from niwaki.records.comparison import METHODS
 
 OUTPUT = Option("-o", "--out", metavar="DIR", help="For the table and all records; what is there is resumed.")
-SOLVERS = Option(help="Names as for prune --solver, each with an effort after an @ if you like.")
-SPARSITY = Option(help="Fractions, and patterns such as 2:4 or per-row:0.6.")
-EFFORT = Option(help="For solvers that have none of their own: fast, balanced or best.")
-TEXTS = Option(help=r"What to measure perplexity on; may be given several times. \[default: wikitext2]")
-TEXT_SAMPLES = Option(help=r"Windows of each. \[default: all, or 256 of the calibration text]")
+SOLVERS = Option(metavar="NAMES", help="Names as for prune --solver, each with an effort after an @ if you like.")
+SPARSITY = Option(metavar="PATTERNS", help="Fractions, and patterns such as 2:4 or per-row:0.6.")
+EFFORT = Option(metavar="NAME", help="For solvers that have none of their own: fast, balanced or best.")
+TEXTS = Option(metavar="TEXT", help=r"What to measure perplexity on; may be given several times. \[default: wikitext2]")
+TEXT_SAMPLES = Option(metavar="N", help=r"Windows of each. \[default: all, or 256 of the calibration text]")
 BUDGET = Option(metavar="TIME", help="Such as 90m or 2h: start no run that would end later.")
 _USUAL = ",".join(METHODS)
 
@@ -61,8 +61,8 @@ def compare(
 
 
 def demo(
-    samples: Annotated[int, Option(help="Windows of 256 tokens to calibrate on.")] = 64,
-    text_samples: Annotated[int, Option(help="Windows of 256 tokens to measure on.")] = 64,
+    samples: Annotated[int, Option(metavar="N", help="Windows of 256 tokens to calibrate on.")] = 64,
+    text_samples: Annotated[int, Option(metavar="N", help="Windows of 256 tokens to measure on.")] = 64,
     record: RecordFile = None,
 ) -> None:
     """Prune the embedded model by the methods of table 1 of Boza 2024 and by the default."""

@@ -19,14 +19,16 @@ TASKS = Option(
     metavar="NAMES",
     help="Tasks of lm-evaluation-harness, such as boolq,arc_easy; files of questions (.jsonl); which-follows.",
 )
-SAMPLES = Option("--samples", "--text-samples", help=r"The first N windows of the text. \[default: all]")
-LIMIT = Option(help=r"The first N questions of each task. \[default: all]")
+SAMPLES = Option("--samples", "--text-samples", metavar="N", help=r"The first N windows of the text. \[default: all]")
+LIMIT = Option(metavar="N", help=r"The first N questions of each task. \[default: all]")
 
 
 @spread(without=("tf32", "memory"))
 def evaluate(
     model: Model,
-    text: Annotated[str | None, Option(help=rf"{TEXT} \[default: wikitext2; with --tasks none]")] = None,
+    text: Annotated[
+        str | None, Option(metavar="TEXT", help=rf"{TEXT} \[default: wikitext2; with --tasks none]")
+    ] = None,
     length: Length = None,
     samples: Annotated[int | None, SAMPLES] = None,
     tasks: Annotated[str | None, TASKS] = None,

@@ -12,16 +12,18 @@ from niwaki.cli.screen import Screen
 from niwaki.options import Compute
 from niwaki.records.wording import printable
 
-TEMPERATURE = Option(help="0: the most likely token each time; 1: drawn by the model's probabilities.")
+TEMPERATURE = Option(
+    metavar="NUMBER", help="0: the most likely token each time; 1: drawn by the model's probabilities."
+)
 
 
 @spread(without=("tf32", "memory"))
 def generate(
     model: Model,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="What the model continues. If it is too long, its end.")],
-    tokens: Annotated[int, Option(help="Write at most N tokens.")] = 100,
+    tokens: Annotated[int, Option(metavar="N", help="Write at most N tokens.")] = 100,
     temperature: Annotated[float, TEMPERATURE] = 0.0,
-    seed: Annotated[int, Option(help="For what is drawn.")] = 0,
+    seed: Annotated[int, Option(metavar="N", help="For what is drawn.")] = 0,
     compute: Compute = Compute(),
 ) -> None:
     """Write what MODEL, dense or packed, continues PROMPT with."""

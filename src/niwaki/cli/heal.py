@@ -28,16 +28,19 @@ METHOD = Option(
     "after the other, in the memory of one (blocks). auto is the first of full, lora and blocks that fits in memory."
 )
 TOKENS = Option(metavar="N", help="How many tokens to train on, such as 500k or 2M.")
-TIME = Option(help="A limit for all of it, such as 90m or 2h.")
+TIME = Option(metavar="TIME", help="A limit for all of it, such as 90m or 2h.")
 RATE = Option(
+    metavar="RATE",
     help="The learning rate, relative to the size of the weights. "
-    rf"\[default: {HEALING_RATE}, or {BLOCKS_RATE} for blocks]"
+    rf"\[default: {HEALING_RATE}, or {BLOCKS_RATE} for blocks]",
 )
 BATCH = Option(metavar="TOKENS", help="Tokens in a step, such as 512 or 1k.")
 OWN = Option(metavar="SHARE", help="The share of what is trained on that the dense model writes itself; 0 for none.")
-TRAINED = Option(help=f"What to train on. {TEXT} May be given several times, for equal shares.")
+TRAINED = Option(metavar="TEXT", help=f"What to train on. {TEXT} May be given several times, for equal shares.")
 LENGTH = Option(
-    "--seqlen", help=rf"Tokens in a window. \[default: {HEALING_LENGTH}, or the model's positions if fewer]"
+    "--seqlen",
+    metavar="N",
+    help=rf"Tokens in a window. \[default: {HEALING_LENGTH}, or the model's positions if fewer]",
 )
 
 

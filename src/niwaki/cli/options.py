@@ -24,13 +24,16 @@ Model = Annotated[
 ]
 # Paths are text here: an empty one would become the working directory.
 Output = Annotated[str, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
-RecordFile = Annotated[str | None, Option("--record", help="Also write the record to this JSON file.")]
+RecordFile = Annotated[str | None, Option("--record", metavar="FILE", help="Also write the record to this JSON file.")]
 _RESTART = Option(
     "--restart", metavar="", help="Start over instead of resuming an interrupted run that was to write OUT."
 )
-_LENGTH = Option("--seqlen", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]")
+_LENGTH = Option(
+    "--seqlen", metavar="N", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]"
+)
 _MEASURED = Option(
-    help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]"
+    metavar="TEXT",
+    help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]",
 )
 _TF32 = Option(
     help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes; "
@@ -43,20 +46,29 @@ Length = Annotated[int | None, _LENGTH]
 #: The options of each object: field to the option's parameter and what typer is to know of it.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     Calibration: {
-        "text": ("calibration", Annotated[list[str], Option(help=_CALIBRATION)]),
-        "samples": ("samples", Annotated[int, Option(help="Windows of calibration text.")]),
+        "text": ("calibration", Annotated[list[str], Option(metavar="TEXT", help=_CALIBRATION)]),
+        "samples": ("samples", Annotated[int, Option(metavar="N", help="Windows of calibration text.")]),
         "length": ("length", Length),
         "order": ("windows", Annotated[Order, Option(help="The first windows of the text, or random ones.")]),
-        "seed": ("seed", Annotated[int, Option(help="For random windows, and for what the model writes itself.")]),
+        "seed": (
+            "seed",
+            Annotated[int, Option(metavar="N", help="For random windows, and for what the model writes itself.")],
+        ),
         "answers": ("answers", Annotated[Literal["own"] | None, Option(help=_ANSWERS)]),
     },
     Measurement: {
         "text": ("text", Annotated[str | None, _MEASURED]),
-        "samples": ("text_samples", Annotated[int, Option(help="Windows of it; 0 for no perplexity.")]),
+        "samples": ("text_samples", Annotated[int, Option(metavar="N", help="Windows of it; 0 for no perplexity.")]),
     },
     Compute: {
-        "device": ("device", Annotated[str, Option(help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")]),
-        "dtype": ("dtype", Annotated[str, Option(help="Numbers to compute in: float32, bfloat16, float16 or auto.")]),
+        "device": (
+            "device",
+            Annotated[str, Option(metavar="DEVICE", help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")],
+        ),
+        "dtype": (
+            "dtype",
+            Annotated[str, Option(metavar="DTYPE", help="Numbers to compute in: float32, bfloat16, float16 or auto.")],
+        ),
         "tf32": ("tf32", Annotated[TF32, _TF32]),
         "memory": ("memory", Annotated[str | None, _MEMORY]),
     },

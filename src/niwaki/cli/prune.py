@@ -13,21 +13,25 @@ from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement
 from niwaki.pruning.effort import usual_effort
 
 SOLVER = Option(
+    metavar="NAME",
     help="continuation (the default), admm-grad, alps, sparsegpt or obc; for masks magnitude, wanda, ria, obs, dsnot, "
-    "swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact."
+    "swaps; for weights admm1, adam, sgd, cg, exact; or several, as in wanda+swaps+exact.",
 )
 SETTINGS = Option("--set", metavar="NAME=VALUE", help="A parameter of the solver.")
 EFFORT = Option(
+    metavar="NAME",
     help="fast, balanced or best: what is done for the model as a whole and for its parts to fit together; heal is "
     r"best with three times the training; with parameters as in best:healing=0. \[default: balanced; with --solver or "
-    "--mask-from fast, methods as they were published]"
+    "--mask-from fast, methods as they were published]",
 )
 ALLOCATION = Option(
-    help=r"How zeros are shared out among matrices: uniform, or by loss, error or owl. \[default: the effort's]"
+    metavar="NAME",
+    help=r"How zeros are shared out among matrices: uniform, or by loss, error or owl. \[default: the effort's]",
 )
 MASK_FROM = Option(
+    metavar="SOURCE",
     help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern swaps and dsnot "
-    "refine the mask of a model; others keep it."
+    "refine the mask of a model; others keep it.",
 )
 QUANTIZE = Option(
     metavar="GRID",
@@ -40,7 +44,7 @@ KEEP_FORMAT = Option(
     help="Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16.",
 )
 SPARSITY = Option(metavar="FRACTION", help="Fraction of zeros in the matrices, such as 0.6 or 60%.")
-PATTERN = Option(help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
+PATTERN = Option(metavar="PATTERN", help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
 BLOCKS = Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
 
 

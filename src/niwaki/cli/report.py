@@ -10,7 +10,7 @@ from niwaki.files import given_path
 from niwaki.records.wording import size
 
 FILE = Option("-o", "--output", metavar="FILE", help=r"\[default: DIR/report.html]")
-REFERENCE = Option(help="paper: published results too, marked as such and not measured.")
+REFERENCE = Option(metavar="NAME", help="paper: published results too, marked as such and not measured.")
 PROMPTS = Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times.")
 
 
