@@ -38,6 +38,14 @@ check: setup
 test: check
 	$(PYTEST)
 
+# llama.cpp as npm has it, for the tests of files that it reads: NIWAKI_LLAMA_CPP=$PWD/.llama-cpp make test
+LLAMA_CPP = node-llama-cpp@3.22.1
+llama-cpp: .llama-cpp/.done
+.llama-cpp/.done:
+	mkdir -p .llama-cpp
+	npm install --prefix .llama-cpp --ignore-scripts --omit=optional --no-audit --no-fund --silent $(LLAMA_CPP) @node-llama-cpp/linux-x64@3.22.1
+	touch $@
+
 # A few minutes of what tests/campaign does for as long as one likes: docs/reliability.md.
 campaign: setup
 	$(BIN)/python tests/campaign --cases 25
@@ -58,6 +66,6 @@ dist:
 	PYTHON=$(PYTHON) scripts/dist
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
+	rm -rf $(VENV) $(LOWEST) .llama-cpp .mypy_cache .ruff_cache build dist site src/niwaki/_kernels.*
 
-.PHONY: setup demo results docs check test campaign quick lowest dist clean
+.PHONY: setup demo results docs check test llama-cpp campaign quick lowest dist clean
