@@ -83,7 +83,8 @@ def load(
         for use in streamed.uses(matrix):
             block = streamed.blocks[use.block]
             layer: Any = block.get_submodule(use.name)
-            block.set_submodule(use.name, SparseLinear(weight, layer.bias, use.transposed, streamed.dtype))
+            sparse = SparseLinear(weight, layer.bias, use.transposed, streamed.dtype)
+            block.set_submodule(use.name, sparse.train(layer.training))
     if on_cpu:
         decoding.attach(whole, streamed.blocks)
     return whole
