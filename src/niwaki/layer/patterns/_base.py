@@ -118,6 +118,10 @@ class _Partial(Pattern):
     def single(self) -> bool:
         return self.final.single
 
+    @property
+    def rows(self) -> Rows:
+        return self.final.rows
+
     def check(self, shape: Sequence[int]) -> None:
         self.final.check(shape)
 
