@@ -30,8 +30,8 @@ ALLOCATION = Option(
 )
 MASK_FROM = Option(
     metavar="SOURCE",
-    help="Take the mask of this solver or pruned model, update the weights for it. Within --pattern swaps and dsnot "
-    "refine the mask of a model; others keep it.",
+    help="Take the mask of this solver or pruned model, update the weights for it. With --pattern the mask of a model "
+    "gets the zeros that it lacks, and swaps and dsnot refine it within that.",
 )
 QUANTIZE = Option(
     metavar="GRID",
@@ -42,6 +42,11 @@ KEEP_FORMAT = Option(
     "--keep-format",
     metavar="",
     help="Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16.",
+)
+REVIVE = Option(
+    "--revive-zeros",
+    metavar="",
+    help="Let weights that are 0 in MODEL become others again: prune as if they were not 0. Without it they stay 0.",
 )
 SPARSITY = Option(metavar="FRACTION", help="Fraction of zeros in the matrices, such as 0.6 or 60%.")
 PATTERN = Option(metavar="PATTERN", help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
@@ -61,6 +66,7 @@ def prune(
     mask_from: Annotated[str | None, MASK_FROM] = None,
     quantize: Annotated[str | None, QUANTIZE] = None,
     keep_format: Annotated[bool, KEEP_FORMAT] = False,
+    revive_zeros: Annotated[bool, REVIVE] = False,
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
@@ -92,6 +98,7 @@ def prune(
                 mask_from=mask_from,
                 grid=quantize,
                 keep_format=keep_format,
+                revive=revive_zeros,
                 blocks=blocks,
                 calibration=calibration,
                 measurement=measurement,

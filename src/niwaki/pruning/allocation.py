@@ -39,7 +39,8 @@ def smooth(
     """The curve of a matrix of which (sparsity, loss) was ``measured``, at increasing sparsities above 0.
 
     Logarithms of losses are interpolated; below the first point the loss goes to 0 as a power of the sparsity, and
-    above the last one to ``all_zero``, the loss without any weights. Allowed are sparsities from ``least`` to ``most``.
+    above the last one to ``all_zero``, the loss without any weights. Allowed are sparsities from ``least`` to ``most``,
+    or ``least`` alone where that is not less.
     """
     points = [*measured, (1.0, all_zero)]
     sparsities = [sparsity for sparsity, _ in points]
@@ -59,7 +60,7 @@ def smooth(
     steps = [step / _STEPS for step in range(_STEPS)]
     if most > MOST:  # where a step is too long
         steps = sorted({*steps, *sparsities})
-    grid = [least, *(step for step in steps if least < step < most), most]
+    grid = [least, *(step for step in steps if least < step < most), *([most] if least < most else [])]
     return Curve(weights, tuple((sparsity, loss_at(sparsity)) for sparsity in grid))
 
 

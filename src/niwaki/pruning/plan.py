@@ -101,6 +101,7 @@ def plan(
     tf32: TF32,
     world: World,
     progress: Progress,
+    revive: bool = False,
 ) -> Plan:
     """Examines the dense model as far as ``effort`` needs it, on this process's calibration ``samples``.
 
@@ -108,7 +109,8 @@ def plan(
     pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
     (:mod:`.sensitivity`), goes a curve of what the next zero costs. "error" uses errors relative to the squared outputs
     instead, "owl" the share of outliers in each block (Yin et al. 2024). Only matrices whose pattern can have another
-    sparsity (:meth:`Pattern.at`) take part.
+    sparsity (:meth:`Pattern.at`) take part. Each has at least the zeros that it has already, unless it may ``revive``
+    them.
     """
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:
@@ -123,7 +125,7 @@ def plan(
     zeros: dict[Place, int] = {}
     if effort.allocation != "uniform":
         later = later_inputs(model, samples, tf32, world, progress)
-        costs = _Costs(matrices, effort, pattern_of, importance, world, later)
+        costs = _Costs(matrices, effort, pattern_of, importance, world, later, revive)
         last = matrices[-1].block
         with model.budget.lent() as budget:
             states = model.embed(samples, budget=budget)
@@ -154,11 +156,14 @@ class _Costs:
     importance: dict[Place, Tensor]
     world: World
     later: LaterInputs
+    revive: bool
     _curves: dict[Place, Curve] = field(default_factory=dict)
     _outliers: list[float] = field(default_factory=list)  # of each block
 
     def __post_init__(self) -> None:
         by_block = self.effort.allocation == "owl" or self.effort.per == "block"
+        #: Whether a matrix has at least the zeros that it has already; all of a block have the same sparsity.
+        self._keeps_zeros = not (self.revive or by_block)
         blocks = itertools.groupby(self.matrices, lambda matrix: matrix.block)
         #: Matrices with one sparsity, and their weights.
         self._groups = [[*group] for _, group in blocks] if by_block else [[matrix] for matrix in self.matrices]
@@ -189,6 +194,9 @@ class _Costs:
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
         allocation, usual, scale = self.effort.allocation, self.pattern_of(matrix), 1.0
+        least = _at(usual, 0.0).sparsity
+        if self._keeps_zeros:
+            least = max(least, 1 - int(W.count_nonzero()) / W.numel())
         # Not at even distances, because heads and their parts have these too.
         rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))
         rows = rows[: max(_ROWS, math.ceil(len(W) / 16))].sort().values
@@ -207,7 +215,7 @@ class _Costs:
         points = sorted(losses.items())
         if isinstance(usual, MixedNM):
             return Curve(matrix.size, ((0.0, 0.0), *points), divisible=False)
-        return smooth(matrix.size, points, problem.power * scale, _at(usual, 0.0).sparsity, self._most)
+        return smooth(matrix.size, points, problem.power * scale, least, self._most)
 
     def zeros(self) -> dict[Place, int]:
         if self.effort.allocation == "owl":

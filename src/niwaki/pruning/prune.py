@@ -47,6 +47,7 @@ def prune(
     mask_from: str | Path | None = None,
     grid: str | Grid | None = None,
     keep_format: bool = False,
+    revive: bool = False,
     blocks: tuple[int, int] | str | None = None,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
@@ -69,14 +70,16 @@ def prune(
             model, and for matrices and blocks to fit together. By default "balanced", and where a solver or a mask is
             given "fast": methods as they were published.
         mask_from: The name of another solver, or a pruned model, whose mask is used; a model's is kept as it is,
-            whatever its pattern. With a pattern as well it has to satisfy that, and solvers that refine masks (swaps,
-            dsnot) start from it and stay within the pattern.
+            whatever its pattern. With a pattern as well it gets the zeros that it lacks for that, beyond its own, and
+            solvers that refine masks (swaps, dsnot) start from it and stay within the pattern.
         grid: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each row
             and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
             pattern's. Scales are in ``out/quantization/scales.safetensors``.
         keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16: all
             that was not pruned keeps its bytes, and zeros are those of the solver. Weights that would round to 0 become
             the smallest number. UsageError for other models, and together with ``grid``.
+        revive: Prune as if weights that are 0 in ``model`` were not. By default they stay 0, and count among the zeros
+            that the pattern asks for; where there are more, all stay.
         blocks: Only those from the first number to before the second one are pruned; (0, 2) or "0:2" are the first two.
         calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
         measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
@@ -109,6 +112,7 @@ def prune(
         mask_model=mask_model,
         grid=parse_grid(grid) if isinstance(grid, str) else grid,
         keep_format=keep_format,
+        revive=revive,
         blocks=parse_range(blocks) if isinstance(blocks, str) else blocks,
         calibration=Calibration.of(calibration),
         measurement=measurement,

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from niwaki.errors import PatternError, UnknownNameError, UsageError, named
+from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Fixed, MixedNM, Pattern, Unstructured
+from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern
 from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
@@ -26,6 +26,7 @@ from niwaki.pruning.effort import Effort, describe as describe_effort, described
 from niwaki.pruning.session import current_session
 from niwaki.records.data import plain
 from niwaki.records.record import Record, versions
+from niwaki.records.wording import counted
 
 PatternOf = Callable[[Matrix], Pattern]
 
@@ -43,6 +44,7 @@ class Request:
     mask_model: str | None  # the pruned model that has them, where they come from one
     grid: Grid | None
     keep_format: bool
+    revive: bool  # whether weights that are zero in the model may become others
     blocks: tuple[int, int] | None
     calibration: Calibration
     measurement: Measurement
@@ -146,6 +148,7 @@ class Request:
             "effort": repr(self.effort),
             "quantize": record.quantization,
             "keep_format": self.keep_format,
+            "revive": self.revive,
             "pattern": str(self.pattern),
             "calibration": texts.calibration.fingerprint(),
             "text": texts.only and texts.only.fingerprint(),
@@ -192,8 +195,9 @@ def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | Non
 def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: StreamedModel) -> PatternOf:
     """The pattern of each matrix: the same for all, or the mask that it has in another model.
 
-    With both, the mask may be refined within the pattern. All are checked first, so that no error comes after hours:
-    UsageError where there is neither, or the pattern does not fit the matrices or their masks; errors of
+    With both, a mask with too few zeros for the pattern gets more, and may be refined within it; where masks have other
+    zeros than it asks for, the model gets a note. All are checked first, so that no error comes after hours: UsageError
+    where there is neither, or the pattern does not fit the matrices; errors of
     :func:`~niwaki.models.layout.check_dtypes`.
     """
     matrices = streamed.matrices()
@@ -211,27 +215,38 @@ def patterns_of(wanted: Pattern | None, mask_model: str | None, streamed: Stream
         shape = own.entries[matrix.key].shape
         if matrix.key not in lender.entries or lender.entries[matrix.key].shape != shape:
             raise UsageError(f"{mask_model} cannot lend its mask: no {matrix.key!r} of shape {shape}")
+
+    def masked(matrix: Matrix) -> Pattern:
+        mask = (matrix.read(lender) != 0).to(streamed.device)
+        return Fixed(mask) if wanted is None else _extended(mask, wanted)
+
     if wanted is not None:
-        for matrix in matrices:
-            with named(matrix.label):
-                _check_mask(matrix.read(lender) != 0, wanted, mask_model)
-    return lambda matrix: Fixed((matrix.read(lender) != 0).to(streamed.device), wanted)
+        streamed.notes += _notes_on_masks(matrices, lender, wanted, mask_model)
+    return masked
 
 
-def _check_mask(mask: Tensor, pattern: Pattern, source: str) -> None:
-    """Raises PatternError, with what differs, where ``pattern`` does not allow ``mask``."""
-    # With scores 1 for kept and 0 for pruned weights an allowed mask is the best one.
-    nearest = pattern.mask(mask.float())
-    if torch.equal(nearest, mask):
-        return
-    zeros, asked = (values.numel() - int(values.count_nonzero()) for values in (mask, nearest))
-    what = f"has {zeros} zeros of {mask.numel()} ({100 * zeros / mask.numel():.4g} %), and {pattern} asks for {asked}"
-    other = ""
-    if zeros == asked:
-        row, column = (nearest != mask).nonzero()[0].tolist()
-        first, width = column - column % pattern.group, pattern.group
-        where = f"row {row}" if width == 1 else f"row {row}, columns {first} to {first + width - 1}"
-        what = f"has as many zeros as {pattern} asks for, but in other places, first in {where}"
-        other = f", or {Unstructured(pattern.sparsity)}"
-    hint = f"try the pattern that it was made for{other}, or none, which keeps the mask as it is"
-    raise PatternError(f"the mask of {source} {what}; {hint}")
+def _extended(mask: Tensor, pattern: Pattern) -> Pattern:
+    """``mask`` as it is where ``pattern`` asks for no zeros beyond its own, else with those that are missing."""
+    extended = Among(pattern, mask, refinable=True)
+    return Fixed(mask, pattern) if torch.equal(extended.mask(mask.float()), mask) else extended
+
+
+def _notes_on_masks(matrices: list[Matrix], lender: Checkpoint, pattern: Pattern, source: str) -> list[str]:
+    """What to note where the masks of ``source`` have other zeros than ``pattern`` asks for."""
+    zeros = asked = added = 0
+    for matrix in matrices:
+        with named(matrix.label):
+            mask = matrix.read(lender) != 0
+            # With scores 1 for kept and 0 for pruned weights an allowed mask is the best one.
+            nearest, extended = (each.mask(mask.float()) for each in (pattern, Among(pattern, mask)))
+            zeros += mask.numel() - int(mask.count_nonzero())
+            asked += mask.numel() - int(nearest.count_nonzero())
+            added += int((mask & ~extended).count_nonzero())
+    if not added and zeros == asked:
+        return []
+    percent = 100 / sum(matrix.size for matrix in matrices)
+    how = f"to satisfy it {counted(added, 'weight')} more become zero" if added else "all of them stay"
+    return [
+        f"the mask of {source} has {zeros:,} zeros ({zeros * percent:.3g} %), and {pattern} asks for {asked:,} "
+        f"({asked * percent:.3g} %): {how}"
+    ]

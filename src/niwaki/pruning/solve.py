@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from niwaki.errors import NumericalError, named
 from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
+from niwaki.layer.patterns import Among, Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
 from niwaki.layer.rounding import flops, onto_floats, onto_grid
@@ -119,7 +120,9 @@ class BlockSolver:
         """The whole matrix, also where this process has only some ``rows`` of it."""
         began = time.perf_counter()
         with named(matrix.label):
-            W = rows.own(block.weight(matrix))
+            W = block.weight(matrix)
+            places = W != 0 if int(W.count_nonzero()) < W.numel() else None
+            W = rows.own(W)
             if inputs.cross is not None:
                 W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
             weights = self.importance.get(matrix.place)
@@ -128,36 +131,57 @@ class BlockSolver:
                 W = W.mul_(weights)
             problem = LayerProblem(W, gram)
             del W
-            pattern = self.pattern_of(matrix)
-            monitor = partial(self.progress.solving, matrix.name) if self.progress.wants_steps else None
-            if rows is not ALL:
-                # With a monitor solvers may ask the pattern more often, and only the first process has one.
-                restricted, monitor = pattern.for_rows(rows), None
-                assert restricted is not None
-                pattern = restricted
-            solution = self.request.solver(problem, pattern, monitor)
+            # With a monitor solvers may ask the pattern more often, and only the first process has one.
+            watched = self.progress.wants_steps and rows is ALL
+            monitor = partial(self.progress.solving, matrix.name) if watched else None
+            solution = self.request.solver(problem, self._pattern(matrix, places, rows), monitor)
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
                 solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
-            error, stats, scales = _error(problem, solution, rows), solution.stats, None
-            stored_as = block.stored_dtype(matrix)
-            if self.request.grid:  # the weights themselves are on it, not what importance makes of them
-                kept = int(solution.W.count_nonzero())
-                solution, scales = onto_grid(problem, solution, self.request.grid, scale_dtype(stored_as))
-                lost = rows.total(kept - int(solution.W.count_nonzero()))
-                stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
-                scales = rows.joined(scales).to(scale_dtype(stored_as))
-                error = _error(problem, solution, rows)
-            elif self.kept and (numbers := self.kept.of(matrix)):
-                before = self.kept.scales(matrix).to(problem.W.device)
-                solution, scales = onto_floats(problem, solution, numbers, before)
-                stats = {**solution.stats, "error_before_rounding": error}
-                error = solution.error
+            # The weights themselves are rounded, not what importance makes of them.
+            solution, scales, error = self._rounded(matrix, block.stored_dtype(matrix), problem, solution, rows)
             stored = block.stored(matrix, rows.joined(solution.W))
+        stats = solution.stats
+        if places is not None:
+            W = stored.T if matrix.is_stored_transposed else stored
+            revived = int(W.masked_fill(places, 0.0).count_nonzero())
+            stats = {**stats, "zeros_before": places.numel() - int(places.count_nonzero()), "revived": revived}
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
         seconds = time.perf_counter() - began
         record = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
         return Solved(stored, scales, record)
+
+    def _pattern(self, matrix: Matrix, places: Tensor | None, rows: Rows) -> Pattern:
+        """That of these ``rows`` of ``matrix``, whose weights are not zero at ``places``, or nowhere."""
+        pattern: Pattern | None = self.pattern_of(matrix)
+        if pattern is not None and places is not None and not self.request.revive:
+            pattern = Among(pattern, places)
+        if pattern is not None and rows is not ALL:
+            pattern = pattern.for_rows(rows)
+        assert pattern is not None
+        return pattern
+
+    def _rounded(
+        self, matrix: Matrix, stored_as: torch.dtype, problem: LayerProblem, solution: Solution, rows: Rows
+    ) -> tuple[Solution, Tensor | None, float]:
+        """(The solution on the grid or in the format that is kept, if any; its scales; the error of all rows)."""
+        error, scales = _error(problem, solution, rows), None
+        if self.request.grid:
+            before, stats = solution.W != 0, solution.stats
+            solution, scales = onto_grid(problem, solution, self.request.grid, scale_dtype(stored_as))
+            after = solution.W != 0
+            lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
+            stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
+            if raised:  # kept weights of 0
+                stats["revived_by_rounding"] = raised
+            solution = replace(solution, stats=stats)
+            scales = rows.joined(scales).to(scale_dtype(stored_as))
+            error = _error(problem, solution, rows)
+        elif self.kept and (numbers := self.kept.of(matrix)):
+            solution, scales = onto_floats(problem, solution, numbers, self.kept.scales(matrix).to(problem.W.device))
+            solution = replace(solution, stats={**solution.stats, "error_before_rounding": error})
+            error = solution.error
+        return solution, scales, error
 
 
 def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:

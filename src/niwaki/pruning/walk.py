@@ -1,6 +1,7 @@
 """The walk over the blocks: inputs in, matrices solved, weights and measurements out."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, Record
+
+#: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
+_FEW_ZEROS = 0.01
 
 
 class Streams(NamedTuple):
@@ -139,7 +143,9 @@ class Walk:
             return kept
         if self.journal.blocks:
             self.progress.note("the plan of the earlier run is damaged and made again")
-        made = plan(self.model, effort, self.pattern_of, samples, self.record.tf32, world, self.progress)
+        made = plan(
+            self.model, effort, self.pattern_of, samples, self.record.tf32, world, self.progress, self.request.revive
+        )
         if effort.synthetic and isinstance(samples, Tensor):
             count = max(world.size, round(effort.synthetic * sum(world.collected(len(samples)))))
             length, budget = samples.shape[1], self.request.compute.budget
@@ -294,6 +300,8 @@ class Walk:
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
         model, record = self.model, self.record
+        if said := _zeros_before(record, self.request.revive):
+            self._note(said)
         record.sparsity = sum(self.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
@@ -302,6 +310,25 @@ class Walk:
         self.clock.lap("perplexity")
         peaks = self.world.collected(peak_memory(model.device))
         record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}
+
+
+def _zeros_before(record: Record, revive: bool) -> str:
+    """What to note of the weights that were zero in the model that was given; else ""."""
+    zeros, revived = (
+        sum(int(matrix.stats.get(name, 0)) for matrix in record.matrices) for name in ("zeros_before", "revived")
+    )
+    weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
+    if revived:
+        return (
+            f"{revived:,} of the {zeros:,} weights that were zero in the model are not any more "
+            f"({100 * revived / zeros:.3g} %)" + ", as --revive-zeros allows" * revive
+        )
+    if revive or zeros < _FEW_ZEROS * weights:
+        return ""
+    return (
+        f"{zeros:,} weights ({100 * zeros / weights:.3g} %) were zero in the model that was given, and stay zero; "
+        "--revive-zeros prunes as if they were not"
+    )
 
 
 def _borrowed(block: DecoderBlock, grams: list[InputGram]) -> str:

@@ -54,8 +54,10 @@ class MatrixRecord:
             fitted; with dense targets of those.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
-            solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not; in a
-            format that was kept the first, and "raised_from_zero", the number of those that became its smallest number.
+            solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not, and, if
+            any, "revived_by_rounding", the number of those that were 0 and are not on the grid; in a format that was
+            kept the first, and "raised_from_zero", the number of those that became its smallest number. Where the model
+            had zeros, "zeros_before" is their number, and "revived" of how many other weights were made.
     """
 
     block: Count
@@ -260,11 +262,12 @@ class Record(JsonFile):
             matrices = [matrix for matrix in matrices if count in matrix.stats]  # others are stored as they are
         try:
             before = [float(matrix.stats["error_before_rounding"]) for matrix in matrices]
-            changed = sum(int(matrix.stats[count]) for matrix in matrices)
+            changed = sum(max(0, int(matrix.stats[count])) for matrix in matrices)
+            raised = sum(int(matrix.stats.get("revived_by_rounding", 0)) for matrix in matrices)
         except (KeyError, ValueError):  # another program wrote it
             return name
         kept = sum(round((1 - matrix.sparsity) * math.prod(matrix.shape)) for matrix in matrices)
-        kept += changed if self.quantization else 0
+        kept += changed - raised if self.quantization else 0
         after = _geometric_mean([matrix.error for matrix in matrices])
         return (
             f"{name}: error {_geometric_mean(before):.4g} before rounding, {after:.4g} after; "

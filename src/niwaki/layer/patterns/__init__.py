@@ -9,6 +9,7 @@ Counts are exact, ties are broken by position, and True means that a weight is k
 """
 
 from niwaki.layer.patterns._base import Pattern
+from niwaki.layer.patterns.among import Among
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.fixed import Fixed
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
@@ -16,6 +17,6 @@ from niwaki.layer.patterns.parsing import fraction, make_pattern, parse_pattern
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 __all__ = [
-    "NM", "Block", "Fixed", "MixedNM", "Pattern", "PerRow", "Quota", "TransposableNM", "Unstructured", "fraction",
-    "make_pattern", "parse_pattern",
+    "NM", "Among", "Block", "Fixed", "MixedNM", "Pattern", "PerRow", "Quota", "TransposableNM", "Unstructured",
+    "fraction", "make_pattern", "parse_pattern",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -22,9 +22,6 @@ Choice: TypeAlias = Callable[[Tensor], Tensor]
 
 class Pattern(abc.ABC):
     """A set of allowed supports for a matrix of shape (out, in)."""
-
-    #: Whether weights can be removed one by one on the way to an allowed set.
-    single: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # at run time a dataclass field would take the property for its default
 
@@ -45,16 +42,23 @@ class Pattern(abc.ABC):
         return _Partial(self, fraction)
 
     @abc.abstractmethod
-    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
+    def slices(
+        self, shape: Sequence[int], width: int, places: Tensor | None = None
+    ) -> Iterator[tuple[int, int, Choice]]:
         """Runs of columns (start, stop, the choice among them) of a matrix, for solvers that go from left to right.
 
         Counts add up to that of the whole. Runs are about ``width`` wide, or the pattern's own group, and never cross a
-        multiple of both.
+        multiple of both. Where all but ``places`` (out, in) bool are zero, each run keeps its share of what is there.
         """
 
     def at(self, sparsity: float) -> Pattern | None:
         """This kind of pattern with another sparsity, or the nearest possible; None if it has one only (n:m, masks)."""
         return None
+
+    @property
+    def single(self) -> bool:
+        """Whether weights can be removed one by one on the way to an allowed set."""
+        return True
 
     @property
     def group(self) -> int:
@@ -64,6 +68,11 @@ class Pattern(abc.ABC):
     def exchange(self, columns: int) -> int:
         """The length of the runs of a row within which a kept and a pruned weight may change places; 0 if none may."""
         return columns if self.single else 0
+
+    @property
+    def exchangeable(self) -> Tensor | None:
+        """(out, in) bool, the places where such an exchange may put a weight; None for all."""
+        return None
 
     def reordered(self, columns: Tensor) -> Pattern:
         """The same pattern for a matrix whose columns are taken in the order ``columns``, groups as a whole."""
@@ -105,6 +114,14 @@ class _Partial(Pattern):
     def sparsity(self) -> float:
         return self.final.sparsity * self.fraction
 
+    @property
+    def single(self) -> bool:
+        return self.final.single
+
+    @property
+    def rows(self) -> Rows:
+        return self.final.rows
+
     def check(self, shape: Sequence[int]) -> None:
         self.final.check(shape)
 
@@ -115,7 +132,9 @@ class _Partial(Pattern):
         zeros = round(self.fraction * zeros_at_end)
         return safe if zeros == zeros_at_end else keep_highest(scores.masked_fill(safe, math.inf), zeros, rows)
 
-    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
+    def slices(
+        self, shape: Sequence[int], width: int, places: Tensor | None = None
+    ) -> Iterator[tuple[int, int, Choice]]:
         raise NotImplementedError("gradual solvers do not go column by column")
 
 
@@ -136,20 +155,40 @@ class Counted(Pattern):
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
         """The mask with this number of zeros in all rows of the matrix."""
 
+    def units(self, weights: int) -> int:
+        """What is counted among so many weights: these themselves, or blocks of them."""
+        return weights
+
     def zeros(self, weights: int) -> int:
         """Of so many weights; the one formula, because s * rows * columns depends on the order of the products."""
-        return round(self.sparsity * weights)
+        return round(self.sparsity * self.units(weights))
+
+    def room(self, places: Tensor) -> Tensor:
+        """(groups,): how many units each group of columns can keep where all but ``places`` (out, in) are zero."""
+        return places.sum(dim=0)
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check(scores.shape)
         return self.keep(scores, self.zeros(self.weights(scores)))
 
-    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
+    def slices(
+        self, shape: Sequence[int], width: int, places: Tensor | None = None
+    ) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         rows = self.rows.of(shape[0])
+        zeros_before = self._zeros_before(rows, places)
         for start, stop in runs(shape[1], width, self.group):
-            zeros = self.zeros(rows * stop) - self.zeros(rows * start)
+            zeros = zeros_before(stop) - zeros_before(start)
             yield start, stop, functools.partial(self.keep, zeros=zeros)
+
+    def _zeros_before(self, rows: int, places: Tensor | None) -> Callable[[int], int]:
+        """From a column to the zeros in all that are before it."""
+        if places is None:
+            return lambda column: self.zeros(rows * column)
+        room = [0, *self.rows.sum(self.room(places)).cumsum(0).tolist()]
+        weights = rows * places.shape[1]
+        kept = min(self.units(weights) - self.zeros(weights), room[-1])
+        return lambda column: self.units(rows * column) - kept * room[column // self.group] // max(1, room[-1])
 
 
 @dataclass(frozen=True)
@@ -174,7 +213,9 @@ class BySparsity(Counted):
 class Tiled(Pattern):
     """Weights of several rows and columns are chosen together, tile by tile."""
 
-    single = False
+    @property
+    def single(self) -> bool:
+        return False
 
     @property
     @abc.abstractmethod

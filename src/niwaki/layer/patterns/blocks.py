@@ -35,9 +35,13 @@ class Block(Tiled, BySparsity):
     def tile(self) -> tuple[int, int]:
         return self.shape
 
-    def zeros(self, weights: int) -> int:
-        """The number of blocks of zeros among so many weights."""
-        return super().zeros(weights // math.prod(self.shape))
+    def units(self, weights: int) -> int:
+        return weights // math.prod(self.shape)
+
+    def room(self, places: Tensor) -> Tensor:
+        height, width = self.shape
+        blocks: Tensor = places.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax(dim=(1, 3))
+        return blocks.sum(dim=0)
 
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
         return keep_highest_blocks(scores, self.shape, zeros)

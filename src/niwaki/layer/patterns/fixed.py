@@ -35,17 +35,22 @@ class Fixed(ByRows):
         return 1 - self.rows.total(int(self.values.count_nonzero())) / self.weights(self.values)
 
     def for_rows(self, rows: Rows) -> Pattern | None:
-        return replace(self, values=rows.own(self.values), rows=rows)
+        return replace(self, values=rows.own(self.values), within=self.within and self.within.for_rows(rows), rows=rows)
 
     def check(self, shape: Sequence[int]) -> None:
         if tuple(self.values.shape) != tuple(shape):
             raise PatternError(f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}")
 
     def reordered(self, columns: Tensor) -> Pattern:
-        return replace(self, values=self.values[:, columns.to(self.values.device)])
+        within = self.within and self.within.reordered(columns)
+        return replace(self, values=self.values[:, columns.to(self.values.device)], within=within)
 
     def exchange(self, columns: int) -> int:
         return self.within.exchange(columns) if self.within else 0
+
+    @property
+    def exchangeable(self) -> Tensor | None:
+        return self.within.exchangeable if self.within else None
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check(scores.shape)
@@ -54,7 +59,9 @@ class Fixed(ByRows):
     def partial(self, fraction: float) -> Pattern:
         return self
 
-    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
+    def slices(
+        self, shape: Sequence[int], width: int, places: Tensor | None = None
+    ) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         for start, stop in runs(shape[1], width):
             yield start, stop, Fixed(self.values[:, start:stop]).mask

@@ -39,7 +39,9 @@ class _NOfM(Pattern):
     def group(self) -> int:
         return self.m
 
-    def slices(self, shape: Sequence[int], width: int) -> Iterator[tuple[int, int, Choice]]:
+    def slices(
+        self, shape: Sequence[int], width: int, places: Tensor | None = None
+    ) -> Iterator[tuple[int, int, Choice]]:
         self.check(shape)
         for start, stop in runs(shape[1], self.m):
             yield start, stop, self.mask
@@ -152,7 +154,13 @@ class Quota(Counted, ByRows):
         return replace(self, quota=replace(self.quota, rows=rows), rows=rows)
 
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
-        return self.quota.keep(scores.masked_fill(~self.within.mask(scores), -math.inf), zeros)
+        allowed = self.within.mask(scores)
+        # A run of columns may be left to ``within`` alone, where others have many zeros: of these not all are chosen.
+        return self.quota.keep(scores.masked_fill(~allowed, -math.inf), zeros) & allowed
+
+    def room(self, places: Tensor) -> Tensor:
+        of_group: Tensor = places.unflatten(1, (-1, self.group)).sum(dim=2)
+        return of_group.clamp_(max=self.within.n).sum(dim=0)
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, quota=replace(self.quota, sparsity=max(sparsity, self.within.sparsity)))

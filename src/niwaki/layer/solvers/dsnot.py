@@ -52,7 +52,7 @@ class DSnoT(Solver):
             raise UsageError("DSnoT needs the mean of the inputs; make the problem's H a Gram(H, mean=...)")
         scaled = Normalised(problem)
         importance = scaled.W.abs()
-        mask = pattern.mask(importance).clone()
+        mask, places = pattern.mask(importance).clone(), pattern.exchangeable
         width = exchange_width("DSnoT", pattern, mask.shape[1])
         power = problem.gram.H.diagonal()
         # At least what rounding leaves of E[A^2] - E[A]^2 for an input that is constant.
@@ -72,6 +72,8 @@ class DSnoT(Solver):
             costs = importance[rows].masked_fill_(~(kept & wrong), math.inf)
             lowest, place = costs.view(len(rows), -1, width).min(dim=2)
             closed = lowest.isinf().repeat_interleave(width, dim=1)
+            if places is not None:
+                closed |= ~places[rows]
             growth = (problem.W[rows] * rate).mul_(sign).masked_fill_(kept | closed, 0.0)
             gain, grown = growth.max(dim=1)
             group = grown // width

@@ -44,7 +44,7 @@ class Swaps(Solver):
         scaled = Normalised(problem)
         W, H = scaled.W, scaled.new_H()
         width = exchange_width("swaps", pattern, W.shape[1])
-        mask = pattern.mask(W.abs()).clone()
+        mask, places = pattern.mask(W.abs()).clone(), pattern.exchangeable
         D = W.masked_fill(mask, 0.0)
         C = D @ H
         floor = (D * C).sum(dim=1) * (16 * torch.finfo(W.dtype).eps)
@@ -58,6 +58,8 @@ class Swaps(Solver):
                 w, c, kept = W[rows], C[rows], mask[rows]
                 signed = torch.where(kept, w, -w)
                 A = (2 * signed).mul_(c).addcmul_(w.square(), H.diagonal())
+                if places is not None:
+                    A.masked_fill_(~places[rows], torch.inf)
                 change, u, p = _best(w, A, kept, blocks)
                 better = change < -floor[rows]
                 rows, pair = rows[better], torch.stack([u, p], dim=1)[better]

@@ -1,0 +1,118 @@
+"""A pattern among the weights that are not zero already."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from niwaki.arguments import check_fields
+from niwaki.errors import PatternError
+from niwaki.layer.patterns._base import Choice, Pattern
+from niwaki.layer.patterns.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Among(Pattern):
+    """The mask of ``pattern`` among the weights at ``places`` (out, in) bool; all others are zero, and count as such.
+
+    Of the masks that ``pattern`` allows it is the best one for the scores at ``places``, and of that what is there.
+    Zeros that were there are the first to go: a number of zeros is reached to the weight, or is that of the old ones
+    where these are more, in the matrix or in a row, and of n:m's groups none has more than n weights. Blocks and tiles
+    are those of the pattern, with the old zeros in what is kept.
+
+    Solvers that refine masks do not bring back what is zero, unless it is ``refinable``: then ``places`` is where they
+    start.
+    """
+
+    pattern: Pattern
+    places: Tensor
+    refinable: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.places.ndim != 2 or self.places.dtype != torch.bool:
+            raise PatternError(f"places are (out, in) bool; got {tuple(self.places.shape)} {self.places.dtype}")
+
+    def __str__(self) -> str:
+        return str(self.pattern)
+
+    @property
+    def sparsity(self) -> float:
+        there = self.rows.total(int(self.places.count_nonzero()))
+        return max(self.pattern.sparsity, 1 - there / self.weights(self.places))
+
+    @property
+    def single(self) -> bool:
+        return self.pattern.single
+
+    @property
+    def group(self) -> int:
+        return self.pattern.group
+
+    @property
+    def rows(self) -> Rows:
+        return self.pattern.rows
+
+    @property
+    def exchangeable(self) -> Tensor | None:
+        within = self.pattern.exchangeable
+        if self.refinable:
+            return within
+        return self.places if within is None else self.places & within
+
+    def exchange(self, columns: int) -> int:
+        return self.pattern.exchange(columns)
+
+    def check(self, shape: Sequence[int]) -> None:
+        self.pattern.check(shape)
+        if tuple(self.places.shape) != tuple(shape):
+            raise PatternError(f"the given places have shape {tuple(self.places.shape)}, the matrix {tuple(shape)}")
+
+    def mask(self, scores: Tensor) -> Tensor:
+        self.check(scores.shape)
+        return self._best(self.pattern.mask, self.places, scores)
+
+    def threshold(self, scores: Tensor) -> Tensor | None:
+        theta = self.pattern.threshold(self._lowered(scores, self.places))
+        return None if theta is None else torch.where(self.places.to(theta.device), theta, math.inf)
+
+    def partial(self, fraction: float) -> Pattern:
+        return replace(self, pattern=self.pattern.partial(fraction))
+
+    def at(self, sparsity: float) -> Pattern | None:
+        return None if self.refinable else self._with(self.pattern.at(sparsity), self.places)
+
+    def for_rows(self, rows: Rows) -> Pattern | None:
+        return self._with(self.pattern.for_rows(rows), rows.own(self.places))
+
+    def reordered(self, columns: Tensor) -> Pattern:
+        places = self.places[:, columns.to(self.places.device)]
+        return replace(self, pattern=self.pattern.reordered(columns), places=places)
+
+    def split(self, scores: Sequence[Tensor]) -> list[Pattern] | None:
+        runs = self.places.split([run.shape[1] for run in scores], dim=1)
+        patterns = self.pattern.split([self._lowered(*each) for each in zip(scores, runs, strict=True)])
+        if patterns is None:
+            return None
+        return [replace(self, pattern=pattern, places=run) for pattern, run in zip(patterns, runs, strict=True)]
+
+    def slices(
+        self, shape: Sequence[int], width: int, places: Tensor | None = None
+    ) -> Iterator[tuple[int, int, Choice]]:
+        self.check(shape)
+        places = self.places if places is None else self.places & places
+        for start, stop, choose in self.pattern.slices(shape, width, places):
+            yield start, stop, functools.partial(self._best, choose, places[:, start:stop])
+
+    def _best(self, choose: Choice, places: Tensor, scores: Tensor) -> Tensor:
+        return choose(self._lowered(scores, places)) & places.to(scores.device)
+
+    def _lowered(self, scores: Tensor, places: Tensor) -> Tensor:
+        """``scores`` that are the lowest but at ``places``: below a kept weight's 0, unless they are summed."""
+        return scores.masked_fill(~places.to(scores.device), -math.inf if self.pattern.single else 0.0)
+
+    def _with(self, pattern: Pattern | None, places: Tensor) -> Pattern | None:
+        return None if pattern is None else replace(self, pattern=pattern, places=places)

@@ -1,0 +1,287 @@
+"""Zeros of the model that was given: they stay, they count, and what is not as before is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.solvers import Exact, MaskThenUpdate, Swaps
+from niwaki.pruning import solve
+from niwaki.records.record import Record
+from support.encoded import in_mxfp4
+from support.models import is_pruned, message, save_model, sparse_model
+from support.runs import StopAt, files, run, tensors, zeros
+
+BALANCED = "balanced:synthetic=0:batch=48"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """70 % zeros, some of them -0.0."""
+    return negated(sparse_model(tmp_path / "model", sparsity=0.7))
+
+
+def negated(model: Path) -> Path:
+    """Every other weight with the other sign, so that half of the zeros are -0.0."""
+    for file in model.glob("*.safetensors"):
+        values = load_file(file)
+        for key, value in values.items():
+            if is_pruned("llama", key) and value.ndim > 1:
+                value[:, ::2] *= -1.0
+        save_file(values, file, {"format": "pt"})
+    return model
+
+
+def pruned(model: Path, case: str = "llama") -> dict[str, Tensor]:
+    return {key: value for key, value in tensors(model).items() if is_pruned(case, key) and value.ndim > 1}
+
+
+def check(model: Path, out: Path, record: Record, case: str = "llama") -> None:
+    """No zero is anything else, none is -0.0, and the record has the numbers."""
+    before, after = pruned(model, case), pruned(out, case)
+    for key, value in after.items():
+        assert not value[before[key] == 0].any(), key
+        assert not (value.float().signbit() & (value == 0)).any(), key
+    count = sum(map(zeros, before.values()))
+    assert sum(int(matrix.stats["zeros_before"]) for matrix in record.matrices) == count
+    assert all(matrix.stats["revived"] == 0 for matrix in record.matrices)
+    size = sum(value.numel() for value in before.values())
+    assert record.sparsity == pytest.approx(sum(map(zeros, after.values())) / size)
+    said = f"{count:,} weights ({100 * count / size:.3g} %) were zero in the model"
+    assert [note for note in record.notes if note.startswith(said)]
+    assert "\\--revive-zeros" in (out / "README.md").read_text() or said in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"solver": None, "effort": BALANCED},
+        {"solver": None, "effort": "fast:dense_targets=0.5:epochs=1:batch=48:importance=0.5"},
+        {"solver": "sparsegpt"},
+        {"solver": "wanda+swaps+exact"},
+        {"solver": "admm1", "mask_from": "magnitude"},
+        {"solver": None, "quantize": "int4:16", "effort": "fast:epochs=1:batch=48"},
+    ],
+    ids=str,
+)
+def test_two_of_four_over_a_model_with_more_zeros(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    record = run(model, tmp_path / "out", sparsity=None, pattern="2:4", measure="none", **options)
+    check(model, tmp_path / "out", record)
+    before = pruned(model)
+    for key, value in pruned(tmp_path / "out").items():
+        groups, old = ((each == 0).view(-1, 4).sum(dim=1) for each in (value, before[key]))
+        assert (groups >= old.clamp(min=2)).all()
+        if "quantize" not in options:
+            assert torch.equal(groups, old.clamp(min=2))
+
+
+@pytest.mark.parametrize("effort", ["fast", "fast:epochs=1:batch=48"])
+def test_a_grid_alone(model: Path, tmp_path: Path, effort: str) -> None:
+    options: dict[str, Any] = {"solver": None, "quantize": "int4:16", "effort": effort, "measure": "none"}
+    record = run(model, tmp_path / "out", sparsity=0, **options)
+    check(model, tmp_path / "out", record)
+    lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in record.matrices)
+    kept = sum(int(value.count_nonzero()) for value in pruned(model).values())
+    assert lost > 0
+    assert record.rounding.endswith(f"; {100 * lost / kept:.2g} % of the remaining weights became 0")
+
+
+@pytest.mark.parametrize("effort", ["fast", "fast:allocation=loss", "fast:allocation=error"])
+def test_half_over_less(tmp_path: Path, effort: str) -> None:
+    """In each matrix, or in all together where zeros are shared out, and then also where some matrix has more."""
+    model = sparse_model(tmp_path / "model", sparsity=0.3)
+    file = model / "model.safetensors"
+    values = load_file(file)
+    if effort != "fast":
+        values["model.layers.0.mlp.up_proj.weight"][:40] = 0  # of 48
+        values["model.layers.1.mlp.up_proj.weight"][:] = 0
+        save_file(values, file, {"format": "pt"})
+    record = run(model, tmp_path / "out", solver="continuation", sparsity=0.5, effort=effort, measure="none")
+    check(model, tmp_path / "out", record)
+    assert record.sparsity == 0.5
+    if effort == "fast":
+        assert {matrix.sparsity for matrix in record.matrices} == {0.5}
+    assert all(
+        matrix.sparsity >= int(matrix.stats["zeros_before"]) / math.prod(matrix.shape) for matrix in record.matrices
+    )
+
+
+@pytest.mark.parametrize("allocation", ["owl", "loss:per=block"])
+@pytest.mark.parametrize("pattern", ["unstructured:0.5", "mixed-2:4"])
+def test_blocks_with_one_sparsity(model: Path, tmp_path: Path, allocation: str, pattern: str) -> None:
+    if (allocation, pattern) == ("owl", "mixed-2:4"):
+        pytest.skip("is refused")
+    options: dict[str, Any] = {"sparsity": None, "pattern": pattern, "effort": f"fast:allocation={allocation}"}
+    check(model, tmp_path / "out", run(model, tmp_path / "out", measure="none", **options))
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt2"])
+def test_other_layouts(tmp_path: Path, case: str) -> None:
+    model = sparse_model(tmp_path / "model", case, sparsity=0.6, dtype=torch.bfloat16)
+    record = run(model, tmp_path / "out", solver="admm1", sparsity=None, pattern="2:4", measure="none")
+    check(model, tmp_path / "out", record, case)
+    assert 0.6 < record.sparsity < 0.8
+
+
+def test_a_format_that_is_kept(tmp_path: Path) -> None:
+    """Codes of zero, of which MXFP4 has many: in what came out of it there is no other number."""
+    in_mxfp4(tmp_path / "model")
+    first = run(tmp_path / "model", tmp_path / "first", keep_format=True, sparsity=0.6, measure="none")
+    again = run(tmp_path / "first", tmp_path / "again", keep_format=True, sparsity=None, pattern="2:4", measure="none")
+    assert all(
+        matrix.stats["revived"] == 0
+        for matrix in (*first.matrices, *again.matrices)
+        if matrix.stats.get("zeros_before")
+    )
+    assert sum(int(matrix.stats["zeros_before"]) for matrix in again.matrices) >= 0.59 * sum(
+        math.prod(matrix.shape) for matrix in again.matrices
+    )
+    assert again.sparsity > first.sparsity
+
+
+def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they were none: what solvers get is the pattern itself."""
+    options: dict[str, Any] = {"solver": "continuation", "sparsity": None, "pattern": "2:4", "measure": "none"}
+    kept = run(model, tmp_path / "kept", **options)
+    record = run(model, tmp_path / "revived", revive=True, **options)
+    assert 0.5 <= record.sparsity < kept.sparsity
+    before, after = pruned(model), pruned(tmp_path / "revived")
+    count, back = (
+        sum(map(zeros, before.values())),
+        sum(int(after[key][before[key] == 0].count_nonzero()) for key in after),
+    )
+    assert back > 0.1 * count
+    assert sum(int(matrix.stats["revived"]) for matrix in record.matrices) == back
+    assert sum(int(matrix.stats["zeros_before"]) for matrix in record.matrices) == count
+    said = (
+        f"{back:,} of the {count:,} weights that were zero in the model are not any more ({100 * back / count:.3g} %), "
+        "as --revive-zeros allows"
+    )
+    assert said in record.notes
+    assert said in (tmp_path / "revived" / "README.md").read_text()
+
+    def plain(pattern: Pattern, _: Tensor) -> Pattern:
+        return pattern
+
+    monkeypatch.setattr(solve, "Among", plain)
+    unasked = run(model, tmp_path / "plain", **options)
+    assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (
+        tmp_path / "revived" / "model.safetensors"
+    ).read_bytes()
+    assert said.removesuffix(", as --revive-zeros allows") in unasked.notes  # whoever did it
+
+
+def test_a_grid_that_revives(model: Path, tmp_path: Path) -> None:
+    """What is said of rounding is a share of the weights that there were, and never below 0."""
+    options: dict[str, Any] = {"sparsity": 0, "quantize": "int4:16", "measure": "none"}
+    record = run(model, tmp_path / "out", solver="continuation", revive=True, **options)
+    revived = sum(int(matrix.stats["revived"]) for matrix in record.matrices)
+    assert revived == sum(int(matrix.stats.get("revived_by_rounding", 0)) for matrix in record.matrices) > 0
+    lost = sum(int(matrix.stats["rounded_to_zero"]) for matrix in record.matrices)
+    kept = sum(int(value.count_nonzero()) for value in pruned(model).values())
+    assert f"; {100 * lost / kept:.2g} % of the remaining weights became 0" in record.rounding
+    older = [dataclasses.replace(matrix, stats={**matrix.stats, "rounded_to_zero": -5}) for matrix in record.matrices]
+    assert "; 0 % of the remaining weights became 0" in dataclasses.replace(record, matrices=older).rounding
+
+
+def test_few_zeros_are_not_worth_a_note(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model", sparsity=0.005)
+    record = run(model, tmp_path / "out", measure="none")
+    assert sum(int(matrix.stats["zeros_before"]) for matrix in record.matrices) > 0
+    assert not any("zero in the model" in note for note in record.notes)
+    dense = run(save_model(tmp_path / "dense"), tmp_path / "other", measure="none")
+    assert not any("zeros_before" in matrix.stats for matrix in dense.matrices)
+
+
+def test_a_run_that_was_stopped(model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sparsity": None, "pattern": "2:4"}
+    run(model, tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "out", progress=StopAt(10), **options)
+    assert "revive (False there, True here)" in message(lambda: run(model, tmp_path / "out", revive=True, **options))
+    record = run(model, tmp_path / "out", **options)
+    assert record.resumed == [1]
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    check(model, tmp_path / "out", record)
+
+
+# Masks from elsewhere
+
+
+@pytest.mark.parametrize("solver", ["wanda", "sparsegpt", "admm1", "obc", "continuation"])
+@pytest.mark.parametrize("pattern", ["2:4", "unstructured:0.6", "per-row:0.6", "block-4x4:0.5", "2:4+per-row:0.6"])
+def test_masks_are_extended_to_a_pattern(tmp_path: Path, solver: str, pattern: str) -> None:
+    """Their zeros are the first to go."""
+    if (solver, pattern) == ("obc", "block-4x4:0.5"):
+        pytest.skip("is refused")
+    dense, lender = save_model(tmp_path / "dense"), sparse_model(tmp_path / "lender", sparsity=0.4)
+    options: dict[str, Any] = {"sparsity": None, "pattern": pattern, "measure": "none", "blocks": (0, 1)}
+    record = run(dense, tmp_path / "out", solver=solver, mask_from=str(lender), **options)
+    mask = {key: value == 0 for key, value in pruned(lender).items() if ".layers.0." in key}
+    added = sum(zeros(pruned(tmp_path / "out")[key]) - int(value.sum()) for key, value in mask.items())
+    assert added > 0
+    for key, value in mask.items():
+        after = pruned(tmp_path / "out")[key] == 0
+        assert (after | ~value).all()
+        if pattern == "unstructured:0.6":
+            assert int(after.sum()) == round(0.6 * after.numel())
+        if "2:4" in pattern:
+            assert (after.view(-1, 4).sum(dim=1) >= 2).all()
+        if pattern == "2:4":
+            assert torch.equal(after.view(-1, 4).sum(dim=1), value.view(-1, 4).sum(dim=1).clamp(min=2))
+    (said,) = [note for note in record.notes if note.startswith(f"the mask of {lender} has ")]
+    assert f"{sum(int(value.sum()) for value in mask.values()):,} zeros" in said
+    if "block" not in pattern:  # which blocks depends on the weights
+        assert f"to satisfy it {added:,} weights more become zero" in said
+
+
+def test_masks_with_more_zeros_than_a_pattern_asks_for(tmp_path: Path) -> None:
+    dense, lender = save_model(tmp_path / "dense"), tmp_path / "lender"
+    run(dense, lender, solver="magnitude", sparsity=None, pattern="1:4", measure="none")
+    for pattern, asked in (("2:4", "50 %"), ("unstructured:0.6", "60 %"), ("2:4+per-row:0.6", "60 %")):
+        options: dict[str, Any] = {"sparsity": None, "pattern": pattern, "mask_from": str(lender), "measure": "none"}
+        record = run(dense, tmp_path / pattern, solver="admm1", **options)
+        assert record.sparsity == 0.75
+        for key, value in pruned(tmp_path / pattern).items():
+            assert torch.equal(value != 0, pruned(lender)[key] != 0)
+        (said,) = [note for note in record.notes if note.startswith(f"the mask of {lender} has ")]
+        assert f"({asked}): all of them stay" in said
+    refined = run(dense, tmp_path / "swapped", solver="swaps", **{**options, "pattern": "2:4"})
+    assert refined.sparsity == 0.75
+    moved = [(value != 0) ^ (pruned(lender)[key] != 0) for key, value in pruned(tmp_path / "swapped").items()]
+    assert any(each.any() for each in moved)
+
+
+@pytest.mark.parametrize("revive", [False, True])
+def test_masks_over_a_model_with_zeros(model: Path, tmp_path: Path, revive: bool) -> None:
+    """Of its zeros none comes back by a mask or by exchanges alone, and what does is counted."""
+    lender = tmp_path / "lender"
+    run(
+        save_model(tmp_path / "dense", seed=4), lender, solver="magnitude", sparsity=None, pattern="2:4", measure="none"
+    )
+    options: dict[str, Any] = {"mask_from": str(lender), "measure": "none", "revive": revive, "sparsity": None}
+    for name, solver, pattern in (
+        ("kept", Exact(), None),
+        ("refined", MaskThenUpdate(Swaps(), Exact()), "2:4"),
+    ):
+        record = run(model, tmp_path / name, solver=solver, pattern=pattern, **options)
+        before, after, masks = (pruned(each) for each in (model, tmp_path / name, lender))
+        back = sum(int(after[key][before[key] == 0].count_nonzero()) for key in after)
+        assert sum(int(matrix.stats["revived"]) for matrix in record.matrices) == back
+        assert (back > 0) == revive
+        if revive:
+            assert any(note.startswith(f"{back:,} of the ") for note in record.notes)
+        else:
+            check(model, tmp_path / name, record)
+        if name == "kept":
+            for key, value in after.items():
+                there = masks[key] != 0
+                assert torch.equal(value != 0, there if revive else there & (before[key] != 0))
