@@ -18,6 +18,7 @@ from niwaki.models.answers import with_answers
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import training_dtype
+from niwaki.models.extra import notes_of
 from niwaki.models.journal import Journal
 from niwaki.models.output import check_output, workplace
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
@@ -220,7 +221,8 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
             request.teacher, **settings, tokens=request.tokens, limit=request.limit, held=held * length
         ),
     )
-    record.notes += [*notes, *([stored_as_usual(grid, student.matrices())] if grid else [])]
+    stored = [stored_as_usual(grid, student.matrices())] if grid else []
+    record.notes += [*notes, *stored, *notes_of(student)]
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),
