@@ -163,13 +163,13 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     calibration, measurement, compute = request.calibration, request.measurement, request.compute
-    source = locate_model(request.pruned)
-    target = check_output(source, out) if world.first else Path(out)
+    source, teacher = locate_model(request.pruned), locate_model(request.teacher)
+    target = check_output(source, out, teacher) if world.first else Path(out)
     progress.status(f"reading {request.pruned}")
     checkpoint = Checkpoint(source)
     grid = grid_of(checkpoint)
     carried = find_carried(checkpoint, target, checkpoint.size, keep=FILE if grid else "") if world.first else None
-    knowing = Checkpoint(locate_model(request.teacher))
+    knowing = Checkpoint(teacher)
     dense = StreamedModel(knowing, compute.device, training_dtype(compute.dtype, compute.device, knowing))
     student, method, notes = choose(checkpoint, dense, compute, request.method)
     check_vocabulary(student, dense)
