@@ -84,7 +84,7 @@ def qwen(path: Path) -> dict[str, Tensor]:
 
 FAMILIES = {"deepseek_v3": deepseek, "glm4_moe": glm, "qwen3_5_text": qwen}
 #: What is removed of each.
-PARTS = {
+PARTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"blocks": 1},
     "glm4_moe": {"experts": 0.25},
     "qwen3_5_text": {"neurons": 0.5, "blocks": 1},
