@@ -16,7 +16,8 @@ from niwaki.errors import CheckpointError, OutputError
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
 from niwaki.models.output import unfinished_size
-from support.models import edit_json, message, save_model
+from niwaki.packed.pack import pack, unpack
+from support.models import edit_json, message, save_model, sparse_model
 from support.runs import listing, run, stopped
 
 
@@ -104,6 +105,89 @@ def test_names_that_are_not_utf_8(tmp_path: Path, model: Path) -> None:
     assert (tmp_path / "out" / "\udcff.txt").read_text() == "x"
     assert "\udcff.bin" in record.notes[-1]
     assert "dense weights: \\\\udcff.bin" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("left", "kept"),
+    [
+        ([INDEX_NAME], []),  # of shards that are not there
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], []),
+        (["model.fp16.safetensors", "model.safetensors.index.fp16.json", "m.fp16.safetensors.index.json"], []),
+        (["consolidated.safetensors", "consolidated.safetensors.index.json", "params.json"], ["tekken.json"]),
+        (["original/consolidated.00.pth", "original/params.json", "original/tokenizer.model"], ["tokenizer.model"]),
+        (["onnx/model.onnx", "onnx/model.onnx_data", "onnx/config.json", "onnx/onnx__MatMul_1"], []),
+        (["model.onnx", "model.onnx.data", "model_q4.onnx_data_1"], ["model.json"]),
+        (["openvino_model.bin", "openvino_model.xml", "openvino_config.json"], ["config.xml"]),
+        (["coreml/m.mlpackage/Data/weights/weight.bin", "coreml/m.mlpackage/Manifest.json"], []),
+        (["checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json"], ["trainer_state.json"]),
+        (["training_args.bin", "optimizer.pt", "rng_state_0.pth"], []),
+        (["model.ckpt.data-00000-of-00001", "model.ckpt.index", "model.ckpt.meta", "checkpoint"], []),
+        (["adapter_model.safetensors", "adapter_config.json"], []),
+        (["tf_model.h5", "flax_model.msgpack", "rust_model.ot", "weights.00.npz", "m.gguf"], []),
+        ([], ["adapter_config.json", "params.json", "notes/params.json", "calibration.npz", "some.index.json"]),
+    ],
+    ids=lambda value: value[0] if value else "",
+)
+def test_what_belongs_to_other_weights_stays_with_them(
+    tmp_path: Path, model: Path, left: list[str], kept: list[str]
+) -> None:
+    for name in (*left, *kept):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text("{}")
+    carried = find_carried(Checkpoint(model), tmp_path)
+    assert sorted(map(str, carried.left)) == sorted(left)
+    assert {*map(str, carried.names)} >= {*kept}
+    assert len(carried.notes) == bool(left)
+
+
+def test_layers_behind_a_transformer_are_carried_over(tmp_path: Path, model: Path) -> None:
+    """Those of sentence-transformers: they are no form of the model, and without them it does not load there."""
+    (model / "modules.json").write_text(
+        '[{"path": "", "type": "Transformer"}, {"path": "1_Pooling"}, {"path": "2_Dense"}]'
+    )
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "3_Dense/model.bin"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    carried = find_carried(Checkpoint(model), tmp_path)
+    assert list(map(str, carried.left)) == ["3_Dense/model.bin"]
+    for odd in ("3", "{", '[{"path": 3}, 4]', '{"path": 3}'):
+        (model / "modules.json").write_text(odd)
+        assert len(find_carried(Checkpoint(model), tmp_path).left) == 3
+
+
+def test_the_note_is_short(tmp_path: Path, model: Path) -> None:
+    for number in range(30):
+        (model / f"pytorch_model-{number:05}-of-00030.bin").write_bytes(bytes(100))
+        (model / f"other-{number}.gguf").touch()
+    (note,) = find_carried(Checkpoint(model), tmp_path).notes
+    assert "60 files, 2.93 KiB" in note
+    assert len(note) < 250
+    assert "and 25 more" in note
+
+
+def test_weights_that_are_there_twice(tmp_path: Path, model: Path) -> None:
+    """A whole file beside shards: which is read is said at the start, but not of an old list of shards."""
+    twice = save_model(tmp_path / "shards", shards=True)
+    assert not Checkpoint(twice).notes
+    for file in twice.glob("model*"):
+        (model / file.name).write_bytes(file.read_bytes())
+    record = run(model, tmp_path / "out")
+    assert "there twice: model.safetensors is read" in record.notes[0]
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+    min(model.glob("model-*")).unlink()
+    assert not Checkpoint(model).notes
+    for text in ("{", '{"weight_map": {"a": "../a"}}'):
+        (model / INDEX_NAME).write_text(text)
+        assert not Checkpoint(model).notes
+
+
+def test_an_old_index_is_not_packed(tmp_path: Path) -> None:
+    model = sparse_model(tmp_path / "model")
+    (model / INDEX_NAME).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    pack(model, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "back")
+    assert not (tmp_path / "back" / INDEX_NAME).exists()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
 def test_room_for_all_of_it(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import errno
 import gc
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from niwaki import compare, inspect, shrink
+from niwaki import compare, heal, inspect, shrink
 from niwaki.errors import (
     CheckpointError,
     NiwakiError,
@@ -151,6 +152,27 @@ def test_outputs_that_are_taken(tmp_path: Path, model: Path) -> None:
     message(lambda: run(model, model))
     assert listing(tmp_path) == before
     assert (full / "precious.txt").read_text() == file.read_text() == "keep me"
+
+
+@pytest.mark.parametrize("inside", ["other", "other/new", "link/new", "."])
+@pytest.mark.parametrize("effort", ["fast", "best"])
+def test_an_output_within_what_lends_its_mask(tmp_path: Path, model: Path, inside: str, effort: str) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    (tmp_path / "link").symlink_to("other")
+    before = listing(tmp_path)
+    text = message(lambda: run(model, tmp_path / inside, mask_from=tmp_path / "link", effort=effort))
+    assert ("which the run reads" in text) == inside.endswith("new")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("inside", ["teacher", "teacher/new", "link/new", "."])
+def test_an_output_within_the_teacher(tmp_path: Path, model: Path, inside: str) -> None:
+    shutil.copytree(model, tmp_path / "teacher")
+    (tmp_path / "link").symlink_to("teacher")
+    before = listing(tmp_path)
+    text = message(lambda: heal(model, tmp_path / inside, tmp_path / "link"))
+    assert ("which the run reads" in text) == inside.endswith("new")
+    assert listing(tmp_path) == before
 
 
 def test_below_a_file_there_is_no_output(tmp_path: Path, model: Path) -> None:

@@ -9,9 +9,9 @@ from niwaki.cli.tables import inspection_tables
 def inspect(model: Model) -> None:
     """Show what would be pruned in MODEL, and how sparse it is."""
     with Screen(f"reading {model}"), in_session():
-        from niwaki.evaluation.inspect import inspect as run, left_dense
+        from niwaki.evaluation.inspect import extra_tensors, inspect as run, left_dense
 
-        matrices, left = list(run(model)), left_dense(model)
-    for table in inspection_tables(matrices, left):
+        matrices, left, extra = list(run(model)), left_dense(model), extra_tensors(model)
+    for table in inspection_tables(matrices, left, extra):
         out.print(table)
         out.print()

@@ -18,6 +18,7 @@ from niwaki.records.wording import counted, kind, short, size
 if TYPE_CHECKING:
     from niwaki.evaluation.inspect import MatrixSummary
     from niwaki.evaluation.tasks import TaskScores
+    from niwaki.models.extra import ExtraTensors
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str | Text]], words: Collection[str], **options: Any) -> Table:
@@ -91,8 +92,13 @@ def _percent(value: float, error: float | None) -> str:
     return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
-def inspection_tables(matrices: Iterable[MatrixSummary], left: Iterable[LeftDense]) -> list[Table]:
-    """What would be pruned (a row for each kind of matrix) and what not, and sparsities (a row for each block)."""
+def inspection_tables(
+    matrices: Iterable[MatrixSummary], left: Iterable[LeftDense], extra: Iterable[ExtraTensors]
+) -> list[Table]:
+    """What would be pruned (a row for each kind of matrix) and what not, and sparsities (a row for each block).
+
+    ``extra`` are tensors of the files that are not the model's.
+    """
     kinds: dict[tuple[str, tuple[int, int]], list[MatrixSummary]] = defaultdict(list)
     blocks: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in matrices:
@@ -115,9 +121,12 @@ def inspection_tables(matrices: Iterable[MatrixSummary], left: Iterable[LeftDens
     ]
     stays = [[each.name, f"{each.size:,}", f"{100 * each.share:.2g} %", each.reason] for each in left]
     head_of_rest = ["what stays dense", "weights", "of the decoder", "why"]
+    beside = [[each.name, str(len(each.keys)), size(each.size), each.what] for each in extra]
+    head_of_beside = ["what transformers' model has not", "tensors", "size", "what it is"]
     return [
         _table(head, by_kind, ["matrix"], title="what would be pruned (n:m: groups of m with at most n non-zero)"),
         *([_table(head_of_rest, stays, ["what stays dense", "why"])] if stays else []),
+        *([_table(head_of_beside, beside, head_of_beside[::3])] if beside else []),
         _table(["block", *map(short, names)], by_block, [], title="zeros, %"),
     ]
 

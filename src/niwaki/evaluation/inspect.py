@@ -8,6 +8,7 @@ import torch
 
 from niwaki.arguments import checked
 from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.extra import ExtraTensors, find_extra
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import open_checkpoint
@@ -47,6 +48,15 @@ def left_dense(model: str | Path) -> list[LeftDense]:
     Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     return StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32").left_dense
+
+
+@checked
+def extra_tensors(model: str | Path) -> list[ExtraTensors]:
+    """What the files of a model in a directory (or hub id) have that transformers' model has not.
+
+    Errors are NiwakiErrors, see :mod:`niwaki.errors`.
+    """
+    return find_extra(StreamedModel(open_checkpoint(locate_model(str(model))), "cpu", "float32"))
 
 
 @checked

@@ -1,20 +1,38 @@
 """The files of a model besides its weights, which the output has too: found and checked before the work begins."""
 
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, output_errors
-from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, PICKLE_SUFFIXES, Checkpoint
+from niwaki.models.checkpoint.foreign import PICKLE_SUFFIXES
+from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, Checkpoint
 from niwaki.models.output import unfinished_size
 from niwaki.models.scales import FOLDER
 from niwaki.records.record import FINDINGS
+from niwaki.records.wording import counted, several, size
 
-#: Other copies of the dense weights. In the output they would be stale, and as large as the model.
-_WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".h5", ".msgpack", ".gguf", ".onnx"}
+#: Names of files with other copies of the dense weights. In the output they would be stale, and as large as the model.
+_WEIGHTS = re.compile(
+    rf".*({'|'.join(map(re.escape, sorted(PICKLE_SUFFIXES)))}|\.safetensors|\.h5|\.msgpack|\.gguf|\.ot|\.nemo|\.tflite"
+    r"|\.mlmodel|\.distcp|weights.*\.npz|[._]onnx([._]data)?(_\d+)?|\.data-\d+-of-\d+)"
+)
+#: Names of files that say where the tensors of others are.
+_INDICES = re.compile(r".*\.(safetensors|bin|pth?|h5|msgpack)\.index(\..+)?\.json")
+#: Names of files without weights, each with names of those of weights to which it belongs.
+_BELONGING = {
+    r"adapter_config\.json": r"adapter_model\..*",  # with it, transformers would load the adapter's own base model
+    r"params\.json": r"consolidated\..*",
+    r"openvino_.*": r"openvino_.*\.bin",
+    r"checkpoint|.*\.ckpt.*\.(meta|index)": r".*\.data-\d+-of-\d+",
+}
+#: Which directories beside a transformer belong to a pipeline of sentence-transformers: layers that follow it.
+_MODULES = "modules.json"
 #: What stays behind, of any model.
 _NEVER = {".git", ".cache", ORIGIN, PACKED_INDEX, *FINDINGS}
 #: What niwaki writes beside the model's files.
@@ -27,17 +45,23 @@ MARGIN = 1 << 24
 
 @dataclass(frozen=True)
 class CarriedFiles:
-    """The files ``names`` of the directory ``source``, and those ``left`` behind because they hold dense weights."""
+    """The files ``names`` of the directory ``source``, and those ``left`` behind, which belong to dense weights."""
 
     source: Path
     names: list[Path]
     left: list[Path]
+    bytes_left: int
 
     @property
     def notes(self) -> list[str]:
         """What the record is to say."""
-        listed = ", ".join(map(str, self.left))
-        return [f"not carried over, because they hold the dense weights: {listed}"] if listed else []
+        if not self.left:
+            return []
+        # Folders as a whole, and shards as one.
+        names = (f"{name.parts[0]}/" if len(name.parts) > 1 else name.name for name in self.left)
+        groups = list(dict.fromkeys(re.sub(r"-\d{5}-of-\d{5}", "-*", name) for name in names))
+        amount = f"{counted(len(self.left), 'file')}, {size(self.bytes_left)}"
+        return [f"not carried over ({amount}), because they belong to the dense weights: {several(groups)}"]
 
     def copy(self, directory: Path) -> None:
         """Copies them to ``directory``."""
@@ -54,23 +78,50 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
     CheckpointError for a file that cannot be copied, or has a name that niwaki gives to something else; OutputError
     where ``out`` has no space for them and ``weights`` bytes.
     """
-    source, names, left, size = checkpoint.path, [], [], MARGIN + weights
+    source = checkpoint.path
     try:
-        for path in sorted(_files(source)):
-            name = path.relative_to(source)
-            if str(name) in checkpoint.files:
-                continue
+        found = {path.relative_to(source): path for path in sorted(_files(source))}
+        found = {name: path for name, path in found.items() if str(name) not in checkpoint.files}
+        for name, path in found.items():
             _check(path, name)
-            weighs = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".bin.index.json")
-            if weighs and name.as_posix() != keep:
-                left.append(name)
-            else:
-                names.append(name)
-                size += path.stat().st_size
+        left = _of_weights(found, {checkpoint.index_name, keep}, _modules(source))
+        sizes = {name: path.stat().st_size for name, path in found.items()}
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-    check_space(out, size - unfinished_size(out))
-    return CarriedFiles(source, names, left)
+    names = [name for name in found if name not in left]
+    check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out))
+    return CarriedFiles(source, names, left, sum(sizes[name] for name in left))
+
+
+def _of_weights(names: Collection[Path], ours: Collection[str], modules: Collection[str]) -> list[Path]:
+    """Those of ``names`` that have dense weights or belong to such, but not ``ours`` and what is in ``modules``.
+
+    A folder with weights is another form of the model as a whole, or what was left of its training.
+    """
+    others = [name for name in names if name.as_posix() not in ours and not any(_is_in(name, each) for each in modules)]
+    weights = [name for name in others if _WEIGHTS.fullmatch(name.name) or _INDICES.fullmatch(name.name)]
+    folders = {name.parts[0] for name in weights if len(name.parts) > 1}
+    beside = [name.name for name in weights if len(name.parts) == 1]
+
+    belonging = [own for own, to in _BELONGING.items() if any(re.fullmatch(to, each) for each in beside)]
+    return [
+        name
+        for name in others
+        if name in weights or name.parts[0] in folders or any(re.fullmatch(own, str(name)) for own in belonging)
+    ]
+
+
+def _modules(source: Path) -> list[str]:
+    """The folders of layers that a pipeline of sentence-transformers has behind the transformer in ``source``."""
+    try:
+        values = json.loads((source / _MODULES).read_text(encoding="utf-8"))
+        return [each["path"] for each in values if each["path"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, or nobody's
+        return []
+
+
+def _is_in(name: Path, folder: str) -> bool:
+    return name.as_posix().startswith(f"{folder}/")
 
 
 def _check(path: Path, name: Path) -> None:

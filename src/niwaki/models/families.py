@@ -18,6 +18,11 @@ _CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 #: Beginnings of the names of modules that make states of images and sound, beside or within a language model.
 _TOWERS = ("vision", "visual", "image", "img", "audio", "speech", "vqmodel")
 
+#: Beginnings of the names of layers that draft several tokens at once, which files have beside the model's blocks; and
+#: parts of the names of matrices and norms that such a layer has, and no block.
+_DRAFTS = ("mtp", "nextn", "multi_token", "eagle", "medusa", "draft")
+_OF_DRAFTS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head"})
+
 #: Where the matrices of experts are (experts, in, out) in the model, and transformers does not say so itself.
 EXPERTS_TRANSPOSED = frozenset({"llama4", "llama4_text", "recurrent_gemma"})
 
@@ -80,6 +85,11 @@ def is_reached(block: nn.Module) -> bool:
     parts = {name: part for name, part in block.named_children() if "att" in name}
     attention = [name for name, part in parts.items() if any(value.ndim > 1 for value in part.parameters())]
     return not attention or not all(map(is_cross_attention, attention))
+
+
+def is_draft(name: str) -> bool:
+    """Whether a tensor of the files belongs to a layer that drafts several tokens."""
+    return any(part.startswith(_DRAFTS) or part in _OF_DRAFTS for part in name.split("."))
 
 
 def is_in_tower(name: str) -> bool:

@@ -127,6 +127,8 @@ class Layout:
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._parameters: dict[str, Tensor] = model.state_dict()
+        #: Keys of the checkpoint that the model has nothing for, see :mod:`.extra`.
+        self.unused: list[str] = []
         self._pieces = self._find_pieces(model)
         self._experts_transposed = checkpoint.config.get("model_type") in EXPERTS_TRANSPOSED
         #: Parameters that the checkpoint lacks, with those that they are the same as.
@@ -265,6 +267,7 @@ class Layout:
             if name not in self._parameters and key in self._parameters:
                 name, pattern = key, None
             if name not in self._parameters:
+                self.unused.append(key)
                 continue
             if pattern is None:
                 if name in pieces:

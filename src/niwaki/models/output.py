@@ -26,15 +26,20 @@ _LONGER = 26
 _PARTS = {"matrices", "cells", "speeds"}
 
 
-def check_output(source: Path, given: str | Path) -> Path:
-    """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's."""
+def check_output(source: Path, given: str | Path, *read: Path) -> Path:
+    """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's.
+
+    ``read`` are directories of other models that the run reads, in which it may not be either.
+    """
     out = given_path(given, _LONGER).resolve()
     _, path = _places(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
     if _taken(out, path) and not _finished(path):
         raise _exists(out)
-    if source.resolve() in [out, *out.parents]:
-        raise UsageError(f"{out} is inside the model's own directory; choose another place")
+    for directory in (source, *read):
+        if directory.resolve() in [out, *out.parents]:
+            whose = "the model's own directory" if directory == source else f"{directory}, which the run reads"
+            raise UsageError(f"{out} is inside {whose}; choose another place")
     _check_folder(nearest(out), f"{out} cannot be written")
     return out
 

@@ -54,12 +54,7 @@ class StreamedModel:
     def __init__(
         self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto", budget: MemoryBudget | None = None
     ) -> None:
-        if checkpoint.config.get("quantization_config") is not None:
-            raise UnsupportedModelError(
-                f"{checkpoint.path} was exported for other programs; give the directory that it was made from"
-                if checkpoint.pruning.quantization
-                else f"{checkpoint.path} is quantised; prune the original and quantise the result"
-            )
+        checkpoint.check_kind()
         self.checkpoint = checkpoint
         self.budget = budget or MemoryBudget()
         self.device = find_device(device)
@@ -106,11 +101,7 @@ class StreamedModel:
         self._matrices, self._shared = by_first_use(used)
         #: What is not pruned, see :mod:`.left_dense`.
         self.left_dense = self._left_dense()
-        self.notes: list[str] = []
-        if checkpoint.origin:
-            self.notes.append(
-                f"the model is {checkpoint.origin}, as transformers reads it, in {checkpoint.config.get('dtype')}"
-            )
+        self.notes = checkpoint.notes
         if kind not in FAMILIES:
             names = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", m.name) for m in self.matrices()))
             self.notes.append(

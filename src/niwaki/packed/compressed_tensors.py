@@ -14,6 +14,7 @@ from niwaki.layer.grid import Grid
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.shards import Shards
+from niwaki.models.extra import ExtraTensors, find_extra
 from niwaki.models.model_card import replace_note
 from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
@@ -112,6 +113,8 @@ def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
                 "of its own; use the model as it is"
             )
     linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
+    # Other programs run draft layers too, and would look for packed integers there.
+    linear += [key.removesuffix(".weight") for key in _matrices_of(find_extra(model), model.checkpoint)]
     groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
     weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, **groups, "dynamic": False}
     return {
@@ -121,3 +124,9 @@ def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": [name for name in linear if name not in matrices],
     }
+
+
+def _matrices_of(extra: list[ExtraTensors], checkpoint: Checkpoint) -> list[str]:
+    """The keys of tensors that may be the weights of linear layers, of what transformers' model has not."""
+    keys = [key for each in extra for key in each.keys]
+    return [key for key in keys if key.endswith(".weight") and len(checkpoint.entries[key].shape) > 1]

@@ -89,7 +89,8 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
         if directory:
             carried.copy(directory)
-            config, index = (_text(path / name) for name in _TEXTS)
+            config = _text(path / "config.json")
+            index = _text(path / checkpoint.index_name) if checkpoint.index_name else ""
             shards = packer.write(directory)
             write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
             (directory / INDEX_NAME).unlink(missing_ok=True)

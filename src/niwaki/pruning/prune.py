@@ -131,7 +131,8 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
     progress = progress if progress and world.first else Progress()
     progress.status(f"reading {request.model}")
     source = locate_model(request.model)
-    out = check_output(source, given) if world.first else Path(given)
+    masks = [locate_model(request.mask_model)] if request.mask_model else []
+    out = check_output(source, given, *masks) if world.first else Path(given)
     with contextlib.closing(MemoryBudget()) as budget:
         checkpoint = Checkpoint(source)
         kept = KeptFormat(checkpoint) if request.keep_format else None

@@ -15,6 +15,7 @@ from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import device_name
+from niwaki.models.extra import notes_of
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.scales import stored_as_usual
@@ -121,7 +122,7 @@ class Request:
         if self.compute.tf32 == "always" and tf32 == "never":
             note = f"--tf32 always has no effect: {model.device} has no TF32, products are in float32"
             record.notes.insert(len(model.notes), note)
-        record.notes += self.notes
+        record.notes += [*self.notes, *notes_of(model)]
         if (tokens := record.calibration_tokens) < (widest := max(matrix.shape[1] for matrix in model.matrices())):
             record.notes.append(
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"

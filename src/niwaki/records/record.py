@@ -32,10 +32,8 @@ from niwaki.records.data import (
 )
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.wording import counted, kind
+from niwaki.records.wording import counted, kind, several
 
-#: So many are named where there is not room for all.
-_NAMED = 6
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
 FORMAT = 2
 #: Blocks times kinds of matrices: more cells than that are no table, and their chart takes gigabytes.
@@ -277,10 +275,7 @@ class Record(JsonFile):
     @property
     def stays(self) -> str:
         """What is not pruned, in words; "" where that is nothing."""
-        left = self.left_dense
-        named = list(map(str, left[:_NAMED]))
-        more = [f"and {len(left) - _NAMED} more"] if len(left) > _NAMED else []
-        return ", ".join([*named, *more])
+        return several(list(map(str, self.left_dense)))
 
     @property
     def own_text(self) -> str:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ def counted(count: int | str, noun: str, plural: str = "") -> str:
     """``"1 window"``, ``"2,048 windows"``; ``plural`` is for nouns that need more than an s."""
     shown = f"{count:,}" if isinstance(count, int) else count
     return f"{shown} {noun if shown == '1' else plural or noun + 's'}"
+
+
+def several(names: Sequence[str], most: int = 6) -> str:
+    """The first of ``names``, and how many more there are."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])
 
 
 def kind(name: str) -> str:

@@ -1,5 +1,6 @@
 """Model directories: where they are, and their weights by key."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -14,10 +15,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, UsageError, first_line
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
 from niwaki.files import given_path
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.encodings import Encoded, find_encoded
+from niwaki.models.checkpoint.foreign import of_file, quantised, recognised, wrapped
 from niwaki.models.checkpoint.tensors import (
     DTYPES,
     Entry,
@@ -34,7 +36,6 @@ SINGLE_NAME = "model.safetensors"
 PACKED_INDEX = "packed.json"
 #: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf_source`.
 ORIGIN = ".gguf.json"
-PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _SAMPLE = 4096  # bytes
 
 
@@ -58,7 +59,7 @@ def locate_model(model: str) -> Path:
 
         return as_directory(path)
     if path.exists():
-        raise UsageError(f"{model} is a file; a model is a directory, a GGUF file or a hub id")
+        raise UsageError(of_file(path))
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
         raise UsageError(f"there is no directory {model}")
     from huggingface_hub import snapshot_download
@@ -130,13 +131,20 @@ class Checkpoint:
 
     #: By key, those in FP8 or MXFP4.
     encoded: Mapping[str, Encoded] = {}
+    index_name = ""
     _encoding: object = None  # what config.json says of FP8 or MXFP4
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.is_dir() and not (path / "config.json").exists():
+            has_weights = any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME, PACKED_INDEX))
+            if reason := recognised(path, has_weights):
+                raise CheckpointError(reason)
         self.config: dict[str, Any] = read_json(path / "config.json")
         weight_map = self._weight_map()
         shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
+        #: The file that says which tensor is in which shard; "" where one file has all.
+        self.index_name = INDEX_NAME if weight_map else ""
         found: dict[str, Entry] = {}
         for shard in shards:
             for key, entry in read_header(path / shard).items():
@@ -214,25 +222,29 @@ class Checkpoint:
 
     def _without_weights(self) -> str:
         """What to say of a directory without safetensors."""
-        pickled = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLE_SUFFIXES)
-        if pickled:
-            return (
-                f"{self.path} holds pickled weights ({pickled[0]}), which can run code when they are read; "
-                "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
-            )
         if (self.path / PACKED_INDEX).exists():
             return f"{self.path} is packed; make it dense again with `niwaki unpack {self.path} OUT`"
         if error := without_index(self.path):
             return str(error)
-        return f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+        return recognised(self.path, has_weights=False) or f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}"
 
     @property
-    def origin(self) -> str:
-        """The GGUF file that it was made from, in words; "" where it was not."""
-        if not (self.path / ORIGIN).is_file():
-            return ""
-        values = read_json(self.path / ORIGIN)
-        return f"the GGUF file {values.get('file')} (SHA-256 {values.get('sha256')})"
+    def notes(self) -> list[str]:
+        """What a careful reader should know of the files: which of two sets of weights is read, what they were."""
+        notes = []
+        if not self.index_name and (self.path / INDEX_NAME).exists() and (self.path / SINGLE_NAME).exists():
+            with contextlib.suppress(ValueError, CheckpointError):  # an old one need not make sense
+                shards = {*shards_of(read_json(self.path / INDEX_NAME)).values()} - {SINGLE_NAME}
+                if shards and all((self.path / shard).exists() for shard in shards):
+                    notes.append(
+                        f"the weights are there twice: {SINGLE_NAME} is read, as by transformers, and not the "
+                        f"{len(shards)} shards of {INDEX_NAME}"
+                    )
+        if (self.path / ORIGIN).is_file():
+            values = read_json(self.path / ORIGIN)
+            file = f"the GGUF file {values.get('file')} (SHA-256 {values.get('sha256')})"
+            notes.append(f"the model is {file}, as transformers reads it, in {self.config.get('dtype')}")
+        return notes
 
     @property
     def pruning(self) -> Pruning:
@@ -243,6 +255,15 @@ class Checkpoint:
             return msgspec.convert(value if own else {}, Pruning)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{self.path / 'config.json'}, pruning_config: {error}") from error
+
+    def check_kind(self) -> None:
+        """Raises UnsupportedModelError for weights that were quantised, or saved within something else."""
+        if self.config.get("quantization_config") is not None and self.pruning.quantization:
+            raise UnsupportedModelError(
+                f"{self.path} was exported for other programs; give the directory that it was made from"
+            )
+        if reason := quantised(self.config, self.entries) or wrapped(self.entries):
+            raise UnsupportedModelError(f"{self.path} is {reason}")
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import CheckpointError, first_line
 from niwaki.layer.linalg import is_finite
+from niwaki.models.checkpoint.foreign import is_pointer
 
 #: By safetensors' names.
 DTYPES = {
@@ -99,6 +100,8 @@ def header_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} lacks the shard {path.name}; is the download complete?") from None
     except SafetensorError as error:
+        if is_pointer(path):
+            raise CheckpointError(f"{path} is not there, only its pointer of Git LFS; run git lfs pull") from error
         # Without the list of all dtypes, where one is unknown.
         reason = first_line(error).partition(", expected one of")[0]
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({reason}); download it again") from error

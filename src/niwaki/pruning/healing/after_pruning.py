@@ -26,7 +26,8 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     Returns the record of both. NiwakiError as in :func:`niwaki.prune` and :func:`niwaki.heal`.
     """
     world, source = current_session().world, locate_model(request.model)
-    target = check_output(source, out) if world.first else Path(out)
+    masks = [locate_model(request.mask_model)] if request.mask_model else []
+    target = check_output(source, out, *masks) if world.first else Path(out)
     if why := world.received(_refusal(request, source)):  # the memory that is left may differ between processes
         note = f"what is left is not trained (healing, of the effort): {why}"
         return prune.run(dataclasses.replace(request, notes=(note,)), target, restart, progress)

@@ -18,6 +18,7 @@ from niwaki.models.answers import with_answers
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import training_dtype
+from niwaki.models.extra import notes_of
 from niwaki.models.journal import Journal
 from niwaki.models.output import check_output, workplace
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
@@ -162,13 +163,13 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     calibration, measurement, compute = request.calibration, request.measurement, request.compute
-    source = locate_model(request.pruned)
-    target = check_output(source, out) if world.first else Path(out)
+    source, teacher = locate_model(request.pruned), locate_model(request.teacher)
+    target = check_output(source, out, teacher) if world.first else Path(out)
     progress.status(f"reading {request.pruned}")
     checkpoint = Checkpoint(source)
     grid = grid_of(checkpoint)
     carried = find_carried(checkpoint, target, checkpoint.size, keep=FILE if grid else "") if world.first else None
-    knowing = Checkpoint(locate_model(request.teacher))
+    knowing = Checkpoint(teacher)
     dense = StreamedModel(knowing, compute.device, training_dtype(compute.dtype, compute.device, knowing))
     student, method, notes = choose(checkpoint, dense, compute, request.method)
     check_vocabulary(student, dense)
@@ -220,7 +221,8 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
             request.teacher, **settings, tokens=request.tokens, limit=request.limit, held=held * length
         ),
     )
-    record.notes += [*notes, *([stored_as_usual(grid, student.matrices())] if grid else [])]
+    stored = [stored_as_usual(grid, student.matrices())] if grid else []
+    record.notes += [*notes, *stored, *notes_of(student)]
     fingerprint = {
         "model": checkpoint.fingerprint(),
         "teacher": dense.checkpoint.fingerprint(),

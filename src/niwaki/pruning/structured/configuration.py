@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from niwaki.errors import NiwakiError, OutputError, UnsupportedModelError
+from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import structure
@@ -40,8 +41,13 @@ _SIZES = {
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
-def configuration(model: StreamedModel, kept: Sequence[int], removals: Sequence[Removal]) -> dict[str, Any]:
-    """config.json for the blocks ``kept`` only, after ``removals``; UnsupportedModelError where it is unlike others."""
+def configuration(
+    model: StreamedModel, kept: Sequence[int], removals: Sequence[Removal], left: Sequence[ExtraTensors] = ()
+) -> dict[str, Any]:
+    """config.json for the blocks ``kept`` only, after ``removals`` and without the tensors ``left`` out.
+
+    UnsupportedModelError where it is unlike others.
+    """
     values = dict(model.checkpoint.config)
     text = values
     if isinstance(values.get("text_config"), dict):
@@ -49,15 +55,25 @@ def configuration(model: StreamedModel, kept: Sequence[int], removals: Sequence[
     elif model.config is not model.model.config:
         raise UnsupportedModelError(f"{model.checkpoint.path} has the configuration of its blocks in an unknown place")
     changes = {name: value for removal in removals for name, value in removal.config.items()}
-    if len(kept) < len(model.blocks):
+    drafts = any(each.is_draft for each in left)
+    if drafts or len(kept) < len(model.blocks):  # lists may have values for draft layers
         changes |= _of_blocks(model, kept)
+    if drafts:  # also where it is transformers that says that there are some
+        changes |= {name: 0 for name in DRAFT_COUNTS if getattr(model.config, name, None)}
+    if len(kept) < len(model.blocks):
         for name in _RULES:
             text.pop(name, None)
     for name, value in changes.items():
         actual = model.config.attribute_map.get(name, name)
         present = {key for key in (name, actual) if key in text} or {actual}
         text.update(dict.fromkeys(present, value))
-    return values
+    return _without_drafts(values) if drafts else values
+
+
+def _without_drafts(values: dict[str, Any]) -> dict[str, Any]:
+    """The configuration ``values`` with no draft layers, wherever it says how many."""
+    inner = {name: _without_drafts(value) for name, value in values.items() if isinstance(value, dict)}
+    return {**values, **inner, **{name: 0 for name in DRAFT_COUNTS if values.get(name)}}
 
 
 def _of_blocks(model: StreamedModel, kept: Sequence[int]) -> dict[str, Any]:
@@ -117,11 +133,15 @@ def _traits(block: nn.Module) -> dict[str, Any]:
     return traits
 
 
-def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, str]]]:
+def tensors_of_blocks(
+    model: StreamedModel, left: Sequence[ExtraTensors] = ()
+) -> tuple[list[str], list[dict[str, str]]]:
     """(keys outside blocks, for each block its keys with what they become elsewhere, ``{}`` for the block's number).
 
-    By names, so that buffers in old files are assigned too; UnsupportedModelError where a name lacks the number.
+    By names, so that buffers in old files are assigned too, and without the tensors ``left`` out;
+    UnsupportedModelError where a name lacks the number.
     """
+    out = {key for each in left for key in each.keys}
     last = model.path.rpartition(".")[2]
     prefixes: set[str] = set()  # what is before the number of a block in keys
     for index, block in enumerate(model.blocks):
@@ -134,7 +154,7 @@ def tensors_of_blocks(model: StreamedModel) -> tuple[list[str], list[dict[str, s
     numbered = re.compile(rf"({'|'.join(map(re.escape, sorted(prefixes)))})(\d+)(\..*)")
     outside: list[str] = []
     blocks: list[dict[str, str]] = [{} for _ in model.blocks]
-    for key in model.checkpoint.entries:
+    for key in (key for key in model.checkpoint.entries if key not in out):
         match = numbered.fullmatch(key)
         if match is None or int(match[2]) >= len(blocks):
             outside.append(key)

@@ -21,6 +21,7 @@ from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
+from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import check_dtypes
 from niwaki.models.output import Workplace, check_output, workplace, write_config
@@ -130,6 +131,7 @@ def shrink(
         mask_from=None,
         flops=(depth - blocks) * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in columns),
     )
+    record.notes += notes_of(streamed, is_smaller=True)
     clock.lap("prepare")
     asked = _fingerprint(streamed, texts, measurement, record)
     with products(tf32=False), workplace(target, asked, restart) as place:
@@ -220,11 +222,12 @@ class _Run:
         clock.lap("influence")
         dropped = lowest(influence, count)
         kept = [index for index in range(depth) if index not in dropped]
-        outside, blocks = tensors_of_blocks(model)
+        left = [each for each in find_extra(model) if each.follows]
+        outside, blocks = tensors_of_blocks(model, left)
         place.clear([])
         self.carried.copy(directory)
         record.notes += self.carried.notes
-        write_config(directory, configuration(model, kept, self.removals), record)
+        write_config(directory, configuration(model, kept, self.removals, left), record)
         smaller_modules = smaller_blocks(model, directory, kept, self.removals)
         shards = Shards(directory)
         shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
@@ -236,7 +239,8 @@ class _Run:
         clock.lap("check")
         if heldout:
             self._measure("after", smaller, heldout)
-        before, after = (_size(one.checkpoint, one.checkpoint.entries) for one in (model, smaller))
+        of_all = (key for keys in (outside, *blocks) for key in keys)
+        before, after = _size(model.checkpoint, of_all), _size(smaller.checkpoint, smaller.checkpoint.entries)
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
         parameters = {"before": before, "after": after}

@@ -1,0 +1,170 @@
+"""What people have and take for a model that can be pruned: what it is, and what to do with it."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from niwaki.records.wording import several
+
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+#: Pickles beside weights: what a training run left.
+_OF_TRAINING = re.compile(r"training_args.*|optimizer.*|scheduler.*|scaler.*|rng_state.*")
+_LFS = b"version https://git-lfs"
+_FOR_TRANSFORMERS = "take its version for transformers, with config.json and model.safetensors"
+_ORIGINAL = "prune the original, and quantise the result"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a directory is that has a file or folder like ``shows``, a glob, and no weights of a model of its own."""
+
+    shows: str
+    what: str
+    hint: str  # with {inside} for the models in it
+
+
+_DIRECTORIES = (
+    _Kind(
+        "adapter_config.json",
+        "an adapter{base} and not a model",
+        "merge it into its base model (in peft: merge_and_unload, then save_pretrained), and give that",
+    ),
+    _Kind("model_index.json", "a pipeline of Diffusers", "niwaki prunes language models{inside}"),
+    _Kind("*_Transformer", "a pipeline of sentence-transformers", "its transformer is what can be pruned{inside}"),
+    _Kind(
+        "zero_to_fp32.py",
+        "a checkpoint of DeepSpeed",
+        "make a model of it with this program and --safe_serialization, and put config.json and the tokenizer beside",
+    ),
+    _Kind("*.distcp", "a checkpoint of a sharded training run", "make a model of it (accelerate merge-weights)"),
+    _Kind("*/*.distcp", "a checkpoint of a sharded training run", "make a model of it (accelerate merge-weights)"),
+    _Kind("*.nemo", "a model of NeMo", _FOR_TRANSFORMERS),
+    _Kind("consolidated.*", "a model in the format of its maker", _FOR_TRANSFORMERS),
+    _Kind("model*.fp16.safetensors", "without weights but in a variant", "save the model without variant=..."),
+    _Kind("model*.bf16.safetensors", "without weights but in a variant", "save the model without variant=..."),
+    _Kind("model.safetensors.index.*.json", "without weights but in a variant", "save the model without variant=..."),
+    _Kind("model-*-of-*.safetensors", "without the index of its shards", "is the download complete?"),
+    _Kind("*.h5", "a model of TensorFlow", "load it in transformers 4 with from_tf=True, and save_pretrained"),
+    _Kind("*.msgpack", "a model of Flax", "load it in transformers 4 with from_flax=True, and save_pretrained"),
+    _Kind("*.ot", "a model of rust-bert", _FOR_TRANSFORMERS),
+    _Kind("*.onnx", "a model in ONNX", _FOR_TRANSFORMERS),
+    _Kind("*/*.onnx", "a model in ONNX", _FOR_TRANSFORMERS),
+    _Kind("openvino_model.*", "a model of OpenVINO", _FOR_TRANSFORMERS),
+    _Kind("*.ml[mp]*", "a model of Core ML", _FOR_TRANSFORMERS),
+    _Kind("weights*.npz", "a model of MLX", _FOR_TRANSFORMERS),
+)
+#: By ends of tensors' names, the formats of quantised weights that have such.
+_QUANTISED = {
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".weight_packed": "compressed-tensors",
+    ".q_weight": "EXL2",
+    ".W_q": "HQQ",
+    "._packed_params": "torch's quantisation",
+    ".weight._data": "quanto",
+}
+#: By parts of tensors' names, what has wrapped the model when it was saved, and what to save instead.
+_WRAPPED = {
+    "_orig_mod": ("torch.compile", "save the model inside: model._orig_mod.save_pretrained(...)"),
+    "_fsdp_wrapped_module": ("FSDP", "save with its full state dict (accelerate: get_state_dict)"),
+    "_checkpoint_wrapped_module": ("activation checkpointing", "save the model without that"),
+    "_forward_module": ("Lightning or DeepSpeed", "save the model inside"),
+    **dict.fromkeys(("lora_A", "lora_B", "base_layer"), ("peft, not merged", "merge_and_unload, then save_pretrained")),
+}
+#: The same, by how all names begin.
+_ALL_WRAPPED = {
+    "base_model.model.": ("peft", "merge_and_unload, then save_pretrained"),
+    "module.": ("DataParallel", "save the model inside: model.module.save_pretrained(...)"),
+}
+
+
+def recognised(directory: Path, has_weights: bool) -> str:
+    """What ``directory``, which is no whole model, is instead, and what to do; "" where that is not known."""
+    for each in () if has_weights else _DIRECTORIES:
+        if found := sorted(path.name for path in directory.glob(each.shows)):
+            what, hint = each.what.format(base=_base(directory)), each.hint.format(inside=_inside(directory, ": give "))
+            return f"{directory} is {what} ({found[0]}); {hint}"
+    if not has_weights and (pickled := _pickled(directory)):
+        return (
+            f"{directory} holds pickled weights ({pickled}), which can run code when they are read; "
+            "convert them to safetensors (load in transformers where you trust them, then save_pretrained)"
+        )
+    if inside := _inside(directory, ""):
+        return f"{directory} is not a model but a directory of such; give {inside}"
+    return ""
+
+
+def of_file(file: Path) -> str:
+    """What to do instead of giving ``file``, which is no model."""
+    if (file.parent / "config.json").exists():
+        return f"{file} is a file of a model; give its directory, {file.parent}"
+    return f"{file} is a file; a model is a directory, a GGUF file or a hub id"
+
+
+def is_pointer(file: Path) -> bool:
+    """Whether ``file`` was not fetched: it is what Git LFS has in its place."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        return opened.read(len(_LFS)) == _LFS
+    return False
+
+
+def quantised(config: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """What to say of a model that has the tensors ``keys`` if it is quantised; "" otherwise."""
+    settings = config.get("quantization_config")
+    if settings is not None:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        return f"quantised{f' ({method})' if isinstance(method, str) else ''}; {_ORIGINAL}"
+    if isinstance(mlx := config.get("quantization"), dict) and "bits" in mlx:
+        return f"quantised (MLX, {mlx['bits']} bits); {_ORIGINAL}"
+    for key in keys:
+        if name := next((name for end, name in _QUANTISED.items() if key.endswith(end)), ""):
+            return f"quantised ({name}, as {key!r} shows); {_ORIGINAL}"
+    return ""
+
+
+def wrapped(keys: Iterable[str]) -> str:
+    """What to say of a model that was saved within something else, as the ``keys`` of its tensors show, if it was."""
+    keys, found = list(keys), None
+    for key in keys:
+        if part := next((part for part in key.split(".") if part in _WRAPPED), ""):
+            found = part, *_WRAPPED[part]
+            break
+    for start, (name, hint) in _ALL_WRAPPED.items() if keys and not found else ():
+        if all(key.startswith(start) for key in keys):
+            found = start, name, hint
+    if found is None:
+        return ""
+    return f"saved within something else ({found[1]}): its tensors have {found[0]!r} in their names; {found[2]}"
+
+
+def _base(directory: Path) -> str:
+    """The model that an adapter is of."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        name = json.loads((directory / "adapter_config.json").read_text("utf-8")).get("base_model_name_or_path")
+        return f" of {name}" if isinstance(name, str) else ""
+    return ""
+
+
+def _inside(directory: Path, before: str) -> str:
+    """The models in a directory; with ``before`` in front of them, if there are any."""
+    found = [path.parent for depth in ("*", "*/*") for path in directory.glob(f"{depth}/config.json")]
+    models = [folder for folder in found if any(folder.glob("*.safetensors")) or _pickled(folder)]
+    names = [str(path) for path in sorted(set(models), key=_natural)]
+    return before + several(names, 3) if names else ""
+
+
+def _natural(path: Path) -> list[tuple[str, int]]:
+    """A key by which checkpoint-1000 comes behind checkpoint-500."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D+)(\d*)", str(path))]
+
+
+def _pickled(directory: Path) -> str:
+    """The first file of pickled weights."""
+    found = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    return next((name for name in found if not _OF_TRAINING.fullmatch(name)), "")

@@ -1,0 +1,86 @@
+"""Tensors that files have and transformers' model has not: draft layers, blocks too many, and what is unknown."""
+
+import re
+from dataclasses import dataclass
+
+from niwaki.models.families import is_draft, is_in_tower
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.wording import counted, kind, several, size
+
+#: Names of what transformers computes, and old files have as well: masks of attention, frequencies, positions.
+_COMPUTED = re.compile(r"(.*\.)?((original_)?inv_freq|(attn|attention|self_attention)\.(masked_)?bias|position_ids)")
+#: Names of the entries of configurations that say how many draft layers there are.
+DRAFT_COUNTS = (
+    *("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules"),
+    *("num_mtp", "n_mtp_layers", "nextn_predict_layers", "num_draft_layers"),
+)
+
+
+@dataclass(frozen=True)
+class ExtraTensors:
+    """The tensors ``keys`` of the files, of ``size`` bytes, whose keys begin with ``name``.
+
+    Those that follow the blocks (``follows``) have their sizes and numbers: they fit no model with fewer of these.
+    """
+
+    name: str  # with * for the numbers of blocks that the model has
+    what: str
+    keys: tuple[str, ...]
+    size: int
+    follows: bool
+    is_draft: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.what}), {counted(len(self.keys), 'tensor')}, {size(self.size)}"
+
+
+def find_extra(model: StreamedModel) -> list[ExtraTensors]:
+    """All of a model's files but what transformers computes itself, in the order of the files."""
+    entries, unused = model.checkpoint.entries, set(model.layout.unused)
+    known = {prefix for key in entries if key not in unused for prefix in _prefixes(key)}
+    groups: dict[str, list[str]] = {}
+    for key in model.layout.unused:
+        first = next((prefix for prefix in _prefixes(key) if prefix not in known), key)
+        above, dot, last = first.rpartition(".")
+        groups.setdefault(f"{kind(above)}{dot}{last}", []).append(key)
+    return [
+        _described(model, name, keys, sum(entries[key].size for key in keys))
+        for name, keys in groups.items()
+        if not all(map(_COMPUTED.fullmatch, keys))
+    ]
+
+
+def _prefixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _described(model: StreamedModel, name: str, keys: list[str], size: int) -> ExtraTensors:
+    list_of_blocks, depth = model.path.rpartition(".")[2], len(model.blocks)
+    above, _, last = name.rpartition(".")
+    number = int(last) if last.isdigit() and above.rpartition(".")[2] == list_of_blocks else -1
+    counts = (getattr(model.config, count, None) for count in DRAFT_COUNTS)
+    drafts = max((count for count in counts if isinstance(count, int)), default=0)
+    what, drafting = "unknown to transformers", any(map(is_draft, keys)) or depth <= number < depth + drafts
+    if drafting:
+        what = "draft layer for several tokens"
+    elif number >= depth:
+        what = f"beyond the model's {counted(depth, 'block')}"
+    elif is_in_tower(name):
+        what = "not of the language model"
+    inside = f".{list_of_blocks}.*." in f".{name}" and not is_in_tower(name)
+    follows = drafting or number >= depth or inside
+    return ExtraTensors(name, what, tuple(keys), size, follows, drafting)
+
+
+def notes_of(model: StreamedModel, is_smaller: bool = False) -> list[str]:
+    """What the record is to say of them; the files of a model that ``is_smaller`` are without those that follow."""
+    extra = find_extra(model)
+    left = [each for each in extra if each.follows and is_smaller]
+    notes = []
+    if left:
+        none = "; config.json says that there are no draft layers" * any(each.is_draft for each in left)
+        notes.append(f"left out, because they only fit the model that was given: {several(list(map(str, left)))}{none}")
+    if stay := [str(each) for each in extra if each not in left]:
+        notes.append(f"not in transformers' model, and stay in the files as they are: {several(stay)}")
+    return notes

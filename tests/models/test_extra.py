@@ -1,0 +1,222 @@
+"""Tensors that files have and transformers' model has not: draft layers, blocks too many, what is unknown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import niwaki
+from niwaki.evaluation.inspect import extra_tensors
+from niwaki.packed.compressed_tensors import export
+from niwaki.packed.pack import pack, unpack
+from niwaki.records.record import Record
+from support.command import Command
+from support.models import edit_json, random_tokens, save_model, save_random
+from support.runs import raw, tensors
+
+TOKENS = random_tokens(8, 16)
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def add(model: Path, more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Puts ``more`` into the file of a model's weights."""
+    file = model / "model.safetensors"
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    return more
+
+
+def layer_after(model: Path, number: int, blocks: str = "model.layers") -> dict[str, Tensor]:
+    """A draft layer as GLM and DeepSeek have it: a block with the next number, and what joins it to the others."""
+    last = f"{blocks}.{number - 1}."
+    block = {key: value for key, value in load_file(model / "model.safetensors").items() if key.startswith(last)}
+    more = {f"{blocks}.{number}.{key.removeprefix(last)}": value.clone() for key, value in block.items()}
+    return more | {
+        f"{blocks}.{number}.eh_proj.weight": torch.ones(32, 64),
+        f"{blocks}.{number}.enorm.weight": torch.ones(32),
+        f"{blocks}.{number}.shared_head.head.weight": torch.ones(64, 32),
+    }
+
+
+def mtp(prefix: str) -> dict[str, Tensor]:
+    """A draft layer as Qwen has it: under a name of its own."""
+    return {
+        f"{prefix}.fc.weight": torch.ones(32, 64),
+        f"{prefix}.norm.weight": torch.ones(32),
+        f"{prefix}.layers.0.self_attn.q_proj.weight": torch.ones(32, 32),
+    }
+
+
+def deepseek(path: Path) -> dict[str, Tensor]:
+    return add(save_model(path, "deepseek_v3"), layer_after(path, 2))
+
+
+def glm(path: Path) -> dict[str, Tensor]:
+    config = AutoConfig.for_model("glm4_moe", num_hidden_layers=2, first_k_dense_replace=1, **SMALL, **EXPERTS)
+    save_random(path, config)
+    edit_json(path / "config.json", num_nextn_predict_layers=...)  # transformers says that there is one
+    return add(path, layer_after(path, 2))
+
+
+def qwen(path: Path) -> dict[str, Tensor]:
+    kinds = ["full_attention"] * 2
+    save_random(path, AutoConfig.for_model("qwen3_5_text", num_hidden_layers=2, layer_types=kinds, **SMALL))
+    edit_json(path / "config.json", mtp_num_hidden_layers=1)
+    return add(path, mtp("mtp"))
+
+
+FAMILIES = {"deepseek_v3": deepseek, "glm4_moe": glm, "qwen3_5_text": qwen}
+#: What is removed of each.
+PARTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"blocks": 1},
+    "glm4_moe": {"experts": 0.25},
+    "qwen3_5_text": {"neurons": 0.5, "blocks": 1},
+}
+DRAFTS = "draft layer for several tokens"
+
+
+@pytest.fixture(params=FAMILIES)
+def drafting(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A model, and its draft layers."""
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {request.param}")
+    return tmp_path / "model", FAMILIES[request.param](tmp_path / "model")
+
+
+def prune(model: Path, out: Path, **changes: Any) -> Record:
+    return niwaki.prune(
+        model, out, 0.5, solver="magnitude", calibration=TOKENS, measurement=None, compute="cpu", **changes
+    )
+
+
+def shrink(model: Path, out: Path, **parts: Any) -> Record:
+    return niwaki.shrink(model, out, **parts, calibration=TOKENS, measurement=None, compute="cpu")
+
+
+def test_draft_layers_are_named_and_stay(
+    tmp_path: Path, drafting: tuple[Path, dict[str, Tensor]], niwaki_: Command
+) -> None:
+    model, more = drafting
+    (found,) = extra_tensors(model)
+    assert (found.what, found.is_draft, set(found.keys)) == (DRAFTS, True, set(more))
+    assert found.size == sum(value.nbytes for value in more.values())
+    assert found.name in ("model.layers.2", "mtp")
+    assert f"{found.name} " in niwaki_("inspect", model).out
+    record = prune(model, tmp_path / "out")
+    assert str(found) in record.notes[-1]
+    assert DRAFTS in (tmp_path / "out" / "README.md").read_text()
+    written = tensors(tmp_path / "out")
+    assert all(raw(written[key]) == raw(value) for key, value in more.items())
+
+
+def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Path, dict[str, Tensor]]) -> None:
+    model, more = drafting
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    record = shrink(model, tmp_path / "out", **PARTS[kind])
+    assert tensors(tmp_path / "out").keys().isdisjoint(more)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    counts = {name: value for name, value in config.items() if re.search("nextn|mtp_num|num_mtp", name)}
+    assert set(counts.values()) == {0}
+    assert DRAFTS in record.notes[-1]
+    assert record.structure is not None
+    # They are no part of what the model was and is.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert record.structure.parameters["after"] == sum(value.numel() for value in loaded.state_dict().values())
+    own = sum(value.numel() for key, value in tensors(model).items() if key not in more)
+    assert record.structure.parameters["before"] == own
+    before, after = (
+        sum(value.numel() for key, value in one.items() if ".layers." in key and key not in more)
+        for one in (tensors(model), loaded.state_dict())
+    )
+    assert record.structure.removed == pytest.approx(1 - after / before)
+    assert extra_tensors(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "what"),
+    [
+        (lambda model: {"v_head.summary.weight": torch.ones(1, 32)}, "v_head", "unknown to transformers"),
+        (
+            lambda model: {f"model.layers.{i}.self_attn.sinks": torch.ones(4) for i in range(2)},
+            "model.layers.*.self_attn.sinks",
+            "unknown to transformers",
+        ),
+        (lambda model: {"vision_tower.layers.0.fc.weight": torch.ones(4, 4)}, "vision_tower", "not of the language"),
+        (
+            lambda model: {
+                f"{key.replace('layers.1', 'layers.2')}": value.clone()
+                for key, value in load_file(model / "model.safetensors").items()
+                if "layers.1" in key
+            },
+            "model.layers.2",
+            "beyond the model's 2 blocks",
+        ),
+        (lambda model: mtp("model.mtp_layers"), "model.mtp_layers", DRAFTS),
+        (lambda model: {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
+        (lambda model: {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}, "", ""),
+    ],
+)
+def test_what_else_files_have(tmp_path: Path, more: Callable[[Path], dict[str, Tensor]], name: str, what: str) -> None:
+    model, out = save_model(tmp_path / "model", "llama"), tmp_path / "out"
+    keys = add(model, more(model)).keys()
+    found = extra_tensors(model)
+    assert [each.name for each in found] == ([name] if name else [])
+    assert all(each.what.startswith(what) for each in found)
+    record = prune(model, out)
+    assert tensors(out).keys() >= keys
+    assert bool(name) == any(name in note for note in record.notes if name)
+    # What has the sizes of blocks goes where these change.
+    record, there = shrink(model, tmp_path / "smaller", heads=0.5), tensors(tmp_path / "smaller").keys() & keys
+    gone = "layers" in name and "vision" not in name
+    assert there == (set() if gone else keys)
+    assert bool(name) == any(name in note for note in record.notes if name)
+
+
+def test_packing_keeps_them(tmp_path: Path) -> None:
+    model, packed, back = (tmp_path / name for name in ("model", "packed", "back"))
+    more = deepseek(model)
+    prune(model, tmp_path / "out")
+    pack(tmp_path / "out", packed)
+    assert [each.what for each in extra_tensors(packed)] == [DRAFTS]
+    unpack(packed, back)
+    assert (back / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert all(raw(tensors(back)[key]) == raw(value) for key, value in more.items())
+
+
+def test_the_export_says_that_they_are_not_packed(tmp_path: Path) -> None:
+    model, out = save_model(tmp_path / "model", "llama"), tmp_path / "exported"
+    more = add(model, mtp("mtp"))
+    prune(model, tmp_path / "out", grid="int4:16")
+    export(tmp_path / "out", out)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "lm_head"} == set(settings["ignore"])
+    assert all(raw(tensors(out)[key]) == raw(value) for key, value in more.items())
+    AutoModelForCausalLM.from_pretrained(out)  # it has no modules of these names, and does not mind
+
+
+def test_healing_keeps_them(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    more = add(model, mtp("mtp"))
+    prune(model, tmp_path / "pruned")
+    record = niwaki.heal(
+        tmp_path / "pruned", tmp_path / "out", model, tokens=64, calibration=TOKENS, measurement=None, compute="cpu"
+    )
+    assert any(DRAFTS in note for note in record.notes)
+    assert all(raw(tensors(tmp_path / "out")[key]) == raw(value) for key, value in more.items())
