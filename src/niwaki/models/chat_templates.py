@@ -65,12 +65,14 @@ def _rendered(asked: str, count: int) -> tuple[str, ...]:
     except subprocess.TimeoutExpired as error:
         ended, said = f"it does not end within {seconds:.0f} s", error.stdout or b""
     texts = list[str]()
-    for line in said.splitlines(keepends=True):
-        with contextlib.suppress(ValueError):  # of a line that was not finished
+    for line in said.splitlines():
+        try:
             answer = json.loads(line)
-            if "error" in answer:
-                raise TemplateError(len(texts), answer["error"])
-            texts.append(answer["text"])
+        except ValueError:  # a line that was not finished
+            break
+        if "error" in answer:
+            raise TemplateError(len(texts), answer["error"])
+        texts.append(answer["text"])
     if len(texts) < count:
         raise TemplateError(len(texts), ended)
     return tuple(texts)
