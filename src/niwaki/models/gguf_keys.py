@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from niwaki.errors import UnsupportedModelError, shown
+from niwaki.errors import CheckpointError, UnsupportedModelError, shown
 
 #: By key, the names that configurations have for it.
 _SAME: Mapping[str, tuple[str, ...]] = {
@@ -60,6 +60,11 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     **dict.fromkeys(["attention.head_count", "attention.head_count_kv", "nextn_predict_layers"], (0,)),
     **dict.fromkeys(["attention.causal", "expert_gating_func", "rope.scaling.attn_factor"], (1,)),
 }
+#: What every file has; of the last two one.
+_ALWAYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+#: The base of rotary positions of files that have none.
+_BASE = 10_000.0
 #: What :func:`stretch` reads.
 _STRETCHES = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
@@ -77,10 +82,16 @@ _STRETCHED = [{"rope_type": "llama3", "factor": factor, **_LLAMA3} for factor in
 def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any]) -> None:
     """Makes ``config`` say all that ``fields`` say of the architecture.
 
-    UnsupportedModelError, which names key and value, for what it cannot say, and for keys that are unknown here.
+    UnsupportedModelError, which names key and value, for what it cannot say, and for keys that are unknown here;
+    CheckpointError where one is missing, which would have the value of some other model.
     """
     architecture = f"{fields['general.architecture']}."
     own = {key.removeprefix(architecture): value for key, value in fields.items() if key.startswith(architecture)}
+    missing = [key for key in _ALWAYS if key not in own]
+    missing += [] if any(key in own for key in _EPSILONS) else _EPSILONS[:1]
+    missing += [] if "rope.freq_base" in own or _rope(config).get("rope_theta", _BASE) == _BASE else ["rope.freq_base"]
+    if missing:
+        raise CheckpointError(f"{file} lacks the field {architecture}{missing[0]}")
     if config.model_type == "mistral":  # its default is the first Mistral's, and the file says it of none
         config.sliding_window = None
     for key, names in _GIVEN.items():
@@ -103,12 +114,11 @@ def _says(config: PreTrainedConfig, key: str, value: Any, own: Mapping[str, Any]
     if (name := _name(config, _SAME.get(key, _GIVEN.get(key, ())))) and _is(getattr(config, name), value):
         return True
     head = _head(config)
-    rope = getattr(config, "rope_parameters", None) or {}
-    full: dict[str, Any] = rope.get("full_attention", rope)
+    full = _rope(config)
     if key == "attention.sliding_window" and value:
         if hasattr(config, "sliding_window") and config.model_type in _WINDOWED:
             config.sliding_window = value
-        return value == getattr(config, "sliding_window", None) or value >= own.get("context_length", math.inf)
+        return bool(value == getattr(config, "sliding_window", None) or value >= own.get("context_length", math.inf))
     if key == "rope.freq_base" and "rope_theta" in full:
         full["rope_theta"] = float(value)
         return True
@@ -119,9 +129,16 @@ def _says(config: PreTrainedConfig, key: str, value: Any, own: Mapping[str, Any]
         "rope.dimension_count": getattr(config, "rotary_dim", None)
         or (head or 0) * (full.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1),
         "rope.dimension_sections": [*full.get("mrope_section", ()), 0, 0, 0, 0][:4],
-        "rope.freq_base_swa": rope.get("sliding_attention", full).get("rope_theta"),
+        "rope.freq_base_swa": _rope(config, "sliding_attention").get("rope_theta"),
     }
     return _is(others.get(key), value) or any(_is(neutral, value) for neutral in _NEUTRAL.get(key, ()))
+
+
+def _rope(config: PreTrainedConfig, layers: str = "full_attention") -> dict[str, Any]:
+    """The rotary positions of these layers, which some models have for all."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    own: dict[str, Any] = rope.get(layers, rope)
+    return own
 
 
 def _head(config: PreTrainedConfig) -> int | None:
@@ -140,7 +157,7 @@ def _name(config: PreTrainedConfig, names: tuple[str, ...]) -> str | None:
 def _is(said: Any, value: Any) -> bool:
     """Whether both are the same number, up to the precision of files; a list in a file has one for each block."""
     if isinstance(said, str):  # what the reader made of a number
-        return {"softmax": 1, "sigmoid": 2}.get(said) == value
+        return bool({"softmax": 1, "sigmoid": 2}.get(said) == value)
     if isinstance(value, list) and not isinstance(said, list):
         return bool(value) and all(_is(said, each) or each == 0 for each in value)
     if isinstance(said, int | float) and isinstance(value, int | float):

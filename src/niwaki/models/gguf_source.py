@@ -60,7 +60,7 @@ def as_directory(file: Path) -> Path:
         hint = "pip install '.[gguf]' in niwaki's checkout"
         raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
     with output_errors(file), _damage(file):
-        header = read_header(file, gguf.GGML_QUANT_SIZES)
+        header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
     # Python 3.10 does not find the distribution of a package by its name, and transformers then asks the package.
