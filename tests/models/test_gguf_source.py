@@ -22,7 +22,7 @@ from niwaki.models import gguf_source
 from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME, locate_model
 from niwaki.models.gguf_keys import follow_keys
 from support.gguf_files import changed
-from support.models import EMBEDDED_VOCABULARY, add_tokenizer, message, random_model, random_tokens
+from support.models import EMBEDDED_VOCABULARY, add_tokenizer, edit_json, message, random_model, random_tokens
 from support.runs import StopAt, files, raw, tensors
 
 gguf: Any = pytest.importorskip("gguf")
@@ -213,6 +213,19 @@ def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
     directory = locate_model(str(file))
     assert AutoConfig.from_pretrained(directory).rope_parameters == rope
     torch.testing.assert_close(logits(directory), logits(source), atol=1e-3, rtol=1e-3)
+
+
+def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
+    """As SmolLM2's are; all other ways are in test_gguf_tokenizer.py."""
+    source = tmp_path / "source"
+    random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(source)
+    steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}]
+    steps[1] |= {"trim_offsets": True, "use_regex": True}
+    edit_json(add_tokenizer(source) / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    own, ours = (AutoTokenizer.from_pretrained(each) for each in (source, locate_model(str(tmp_path / "model.gguf"))))
+    for text in ("a  12345", " 12345", "x\t\t1\n\n 2"):
+        assert ours(text).input_ids == own(text).input_ids
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,15 @@ def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTra
         return _of_bytes(file, fields)
     read = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name, trust_remote_code=False)
     backend: Tokenizer = read.backend_tokenizer
-    prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
-    if kind == "llama" and not prefix and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never", split=False)
-        backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    if kind == "llama" and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):  # not Gemma's or Phi 3's
+        prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+        first = [normalizers.Prepend(_SPACE)] if prefix else []  # also before a space, as SentencePiece does it
+        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+        backend.pre_tokenizer = None
+        last = [decoders.Strip(" ", 1, 0)] if prefix else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+        )
     begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and kind != "gemma4"  # as its own maker has it
     return _finished(file, fields, backend, begins)
 
