@@ -20,10 +20,13 @@ import niwaki
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models import gguf_source
 from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME, locate_model
-from support.models import EMBEDDED_VOCABULARY, add_tokenizer, message, random_model, random_tokens
+from niwaki.models.gguf_keys import follow_keys
+from support.gguf_files import changed
+from support.models import EMBEDDED_VOCABULARY, add_tokenizer, edit_json, message, random_model, random_tokens
 from support.runs import StopAt, files, raw, tensors
 
 gguf: Any = pytest.importorskip("gguf")
+TYPES: Any = gguf.GGUFValueType
 
 TOKENS = random_tokens(8, 24)
 #: Its zeros and weights depend on weights alone: the file has norms' epsilon and more in float32.
@@ -81,9 +84,8 @@ def test_pruned_as_the_directory_it_was_made_from(tmp_path: Path, case: str) -> 
     assert "the GGUF file model.gguf" in (tmp_path / "out" / "README.md").read_text().replace("\\", "")
     assert not (tmp_path / "out" / ORIGIN).exists()
     text = "The old man sat by the river."
-    if not case.startswith("qwen"):  # for which transformers has a splitter of its own
-        ours, theirs = (AutoTokenizer.from_pretrained(path)(text).input_ids for path in (source, tmp_path / "out"))
-        assert ours == theirs
+    ours, theirs = (AutoTokenizer.from_pretrained(path)(text).input_ids for path in (source, tmp_path / "out"))
+    assert ours == theirs
 
 
 def test_eight_bits_are_those_of_the_package(tmp_path: Path) -> None:
@@ -162,36 +164,17 @@ def test_damaged_files(cache: Path, file: Path, size: int) -> None:
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
-def changed(file: Path, change: Any) -> None:
-    """Writes ``file`` anew with other fields or tensors: ``change`` gets both, by name."""
-    reader = gguf.GGUFReader(file)
-    fields = {
-        name: (field.contents(), field.types) for name, field in reader.fields.items() if not name.startswith("GGUF.")
-    }
-    kept = {tensor.name: tensor.data.copy() for tensor in reader.tensors}
-    change(fields, kept)
-    writer = gguf.GGUFWriter(file, fields.pop("general.architecture")[0])
-    for name, (value, types) in fields.items():
-        writer.add_key_value(name, value, types[0], types[-1] if types[0].name == "ARRAY" else None)
-    for name, value in kept.items():
-        writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
         (lambda fields, _: fields.update({"general.architecture": ("mamba2", [])}), CheckpointError, "mamba2"),
         (
-            lambda fields, _: fields.update({"split.count": (3, [gguf.GGUFValueType.UINT16])}),
+            lambda fields, _: fields.update({"split.count": (3, [TYPES.UINT16])}),
             UnsupportedModelError,
             "one of 3 files",
         ),
         (
-            lambda fields, _: fields.update({"llama.rope.scaling.type": ("yarn", [gguf.GGUFValueType.STRING])}),
+            lambda fields, _: fields.update({"llama.rope.scaling.type": ("yarn", [TYPES.STRING])}),
             UnsupportedModelError,
             r"stretched rotary positions (yarn)",
         ),
@@ -230,6 +213,116 @@ def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
     directory = locate_model(str(file))
     assert AutoConfig.from_pretrained(directory).rope_parameters == rope
     torch.testing.assert_close(logits(directory), logits(source), atol=1e-3, rtol=1e-3)
+
+
+def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
+    """As SmolLM2's are; all other ways are in test_gguf_tokenizer.py."""
+    source = tmp_path / "source"
+    random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(source)
+    steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}]
+    steps[1] |= {"trim_offsets": True, "use_regex": True}
+    edit_json(add_tokenizer(source) / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    own, ours = (AutoTokenizer.from_pretrained(each) for each in (source, locate_model(str(tmp_path / "model.gguf"))))
+    for text in ("a  12345", " 12345", "x\t\t1\n\n 2"):
+        assert ours(text).input_ids == own(text).input_ids
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("attention.scale", 0.5, "FLOAT32"),
+        ("attention.sliding_window", 4, "UINT32"),
+        ("rope.dimension_count", 4, "UINT32"),
+        ("attention.value_length", 16, "UINT32"),
+        ("attn_logit_softcapping", 50.0, "FLOAT32"),
+        ("final_logit_softcapping", 30.0, "FLOAT32"),
+        ("expert_weights_scale", 2.5, "FLOAT32"),
+        ("expert_gating_func", 2, "UINT32"),
+        ("logit_scale", 0.0625, "FLOAT32"),
+        ("residual_scale", 0.25, "FLOAT32"),
+        ("attention.causal", False, "BOOL"),
+        ("rope.scaling.attn_factor", 1.25, "FLOAT32"),
+        ("nextn_predict_layers", 1, "UINT32"),
+        ("niwaki.unknown", "x", "STRING"),
+    ],
+)
+def test_keys_that_would_be_left_out(file: Path, key: str, value: Any, kind: str) -> None:
+    changed(file, lambda fields, _: fields.update({f"llama.{key}": (value, [TYPES[kind]])}))
+    said = message(lambda: locate_model(str(file)), UnsupportedModelError)
+    assert f"has llama.{key} {value!r}, which" in said
+
+
+def test_keys_that_change_nothing(small: tuple[Path, bytes], file: Path) -> None:
+    neutral = {
+        "attention.scale": (8**-0.5, "FLOAT32"),
+        "attention.sliding_window": (10**6, "UINT32"),
+        "attn_logit_softcapping": (0.0, "FLOAT32"),
+        "expert_count": (0, "UINT32"),
+        "logit_scale": (1.0, "FLOAT32"),
+        "attention.causal": (True, "BOOL"),
+        "rope.scaling.type": ("none", "STRING"),
+        "rope.scaling.factor": (1.0, "FLOAT32"),
+    }
+    given = {f"llama.{key}": (value, [TYPES[kind]]) for key, (value, kind) in neutral.items()}
+    changed(file, lambda fields, _: fields.update(given | {"mine.own": ("x", [TYPES.STRING])}))
+    torch.testing.assert_close(logits(locate_model(str(file))), logits(small[0]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "attention.head_count", "context_length"])
+def test_keys_that_are_missing(file: Path, key: str) -> None:
+    changed(file, lambda fields, _: fields.pop(f"llama.{key}"))
+    assert f"lacks the field llama.{key}" in message(lambda: locate_model(str(file)), CheckpointError)
+
+
+def test_keys_that_the_configuration_is_made_to_say(file: Path) -> None:
+    changed(file, lambda fields, _: fields.update({"llama.rope.scaling.factor": (4.0, [TYPES.FLOAT32])}))
+    rope = AutoConfig.from_pretrained(locate_model(str(file))).rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+    config = AutoConfig.for_model("gemma2", num_hidden_layers=46, hidden_size=64, num_attention_heads=4, head_dim=8)
+    always = {"block_count": 46, "context_length": 64, "embedding_length": 64, "attention.head_count": 4}
+    always |= {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 20000.0, "attention.key_length": 8}
+    always |= {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "attention.head_count_kv": 4}
+    fields = {f"gemma2.{key}": value for key, value in always.items()}
+    follow_keys(config, file, fields | {"general.architecture": "gemma2"})
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (20.0, 10.0)
+    assert (config.query_pre_attn_scalar, config.rope_parameters["rope_theta"]) == (16, 20000.0)
+    for window in (None, 7):  # transformers' own is 4,096
+        config = AutoConfig.for_model("mistral", hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+        fields = {key.replace("gemma2", "llama"): value for key, value in fields.items() if "softcap" not in key}
+        fields |= {"llama.attention.sliding_window": window} if window else {}
+        follow_keys(config, file, fields | {"llama.attention.key_length": 16, "general.architecture": "llama"})
+        assert config.sliding_window == window
+
+
+def test_no_code_beside_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody is asked"))
+    where = {"AutoTokenizer": ["beside.Tokenizer", "beside.Tokenizer"], "AutoConfig": "beside.Config"}
+    for name in ("tokenizer_config.json", "config.json"):
+        (file.parent / name).write_text(json.dumps({"auto_map": where, "model_type": "llama"}))
+    (file.parent / "beside.py").write_text("raise AssertionError('this is run')")
+    (file.parent / "generation_config.json").write_text("{")
+    directory = locate_model(str(file))
+    assert "auto_map" not in (directory / "config.json").read_text() + (directory / "tokenizer_config.json").read_text()
+
+
+def test_names_are_limited_in_bytes(file: Path) -> None:
+    renamed = file.rename(file.with_name(f"{'木' * 80}.gguf"))
+    assert (locate_model(str(renamed)) / SINGLE_NAME).exists()
+
+
+def test_blocks_that_are_not_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers is asked"))
+    changed(file, lambda fields, _: fields.update({"llama.block_count": (10**9, [TYPES.UINT32])}))
+    assert "tensors of 2 blocks, and says that it has 1000000000" in message(
+        lambda: locate_model(str(file)), CheckpointError
+    )
+
+
+def test_sizes_that_nothing_is_there_for(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("memory is taken"))
+    changed(file, lambda fields, _: fields.update({"llama.feed_forward_length": (10**8, [TYPES.UINT32])}))
+    assert "that its sizes ask for" in message(lambda: locate_model(str(file)), CheckpointError)
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from niwaki.errors import (
 )
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
-from niwaki.models.structure import auto_class
+from niwaki.models.structure import auto_class, read_config
 from niwaki.models.text import check_tokens, load_tokenizer
 from niwaki.models.text_sources import parse_json
 from niwaki.options import Compute, check_count
@@ -257,7 +257,6 @@ def _from_file(name: str, path: Path) -> Any:
 def _load(model: str, device: str, dtype: str) -> Any:
     """The model, whole, as the harness takes it."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoConfig
 
     class Model(HFLM):  # type: ignore[misc]
         def tok_encode(self, string: str, *given: Any, **named: Any) -> Any:
@@ -271,11 +270,12 @@ def _load(model: str, device: str, dtype: str) -> Any:
     whole: Any = load(path, device, number) if isinstance(checkpoint, PackedCheckpoint) else None
     try:
         if whole is None:
-            kind = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=False))
-            whole = kind.from_pretrained(path, dtype=number, trust_remote_code=False)
+            config = read_config(path)
+            whole = auto_class(config).from_pretrained(path, config=config, dtype=number, trust_remote_code=False)
             whole = whole.to(place)
         # Without a tokenizer's own limit the harness takes the model's.
-        return Model(pretrained=whole, tokenizer=tokenizer, batch_size=BATCH if place.type == "cpu" else "auto")
+        together: Any = BATCH if place.type == "cpu" else "auto"
+        return Model(pretrained=whole, tokenizer=tokenizer, batch_size=together, trust_remote_code=False)
     except Exception as error:  # transformers raises nearly anything
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
 

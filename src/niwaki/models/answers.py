@@ -17,13 +17,14 @@ import torch
 from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from niwaki.errors import CalibrationError, first_line, panics_as_errors
+from niwaki.errors import CalibrationError, first_line
 from niwaki.files import output_errors, write_json
 from niwaki.layer.products import products
+from niwaki.models.chat_templates import rendered
 from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, check_known, load_tokenizer
+from niwaki.models.text import Windows, check_known, encode, load_tokenizer
 from niwaki.models.text_sources import read_prompts
 from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
@@ -237,18 +238,14 @@ def _templated(
         raise CalibrationError(
             f"{path} has no chat template, so its model cannot be asked; calibrate on a text, without --answers"
         )
-    prompts = []
-    for number, messages in enumerate(conversations, 1):
-        try:
-            with panics_as_errors():
-                ids: Any = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-        except Exception as error:  # of the template, which is a program
-            raise CalibrationError(
-                f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
-            ) from error
-        prompts.append(list(ids))
+    try:
+        texts = rendered(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
+    except ValueError as error:  # of the template, or of a choice of several
+        number = getattr(error, "number", 0) + 1
+        raise CalibrationError(
+            f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
+        ) from error
+    prompts = [encode(tokenizer, text) for text in texts]
     if not all(prompts):
         raise CalibrationError(f"the model's chat template makes nothing of the prompts of {source}")
     return prompts

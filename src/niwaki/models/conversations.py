@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CalibrationError, UsageError, first_line, named, panics_as_errors
+from niwaki.models.chat_templates import TemplateError, rendered, verbatim
 from niwaki.models.checkpoint.tensors import raw_bytes
 from niwaki.models.recording import Inputs
 from niwaki.models.text_sources import Conversation, read_conversations
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 _TOKENS = "input_ids"
 _EXTRA = "pip install '.[images]' in niwaki's checkout"
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation, and what the model's chat template makes of it; None where the processor has none."""
+
+    own: Conversation
+    text: str | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Conversations(Sequence[Inputs]):
     source: str
     origin: str
     notes: tuple[str, ...]
-    _conversations: list[Conversation]
+    _conversations: list[_Rendered]
     _processor: Any
     _longest: int
     _digest: str
@@ -66,7 +75,7 @@ class Conversations(Sequence[Inputs]):
         return {
             "source": self.source,
             "samples": len(self),
-            "images": sum(len(each.images) for each in self._conversations),
+            "images": sum(len(each.own.images) for each in self._conversations),
             "sequence_length": self._longest,
             "order": "first",
             "seed": seed,
@@ -100,9 +109,10 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     conversations = conversations[: calibration.samples]
     processor = _load_processor(model.checkpoint.path, source)
     digest, lengths = hashlib.sha256(), []
-    for each in conversations:
+    as_texts = _as_texts(processor, conversations)
+    for each in as_texts:
         inputs = _processed(processor, each)
-        with named(each.where):
+        with named(each.own.where):
             model.check(inputs[_TOKENS])
         lengths.append(inputs[_TOKENS].shape[1])
         for name, value in sorted(inputs.items()):
@@ -112,7 +122,7 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     if len(conversations) < calibration.samples:
         notes.append(f"{source} has {len(conversations):,} conversations, fewer than {calibration.samples:,} samples")
     origin = f"{source}, in the model's chat template, with its images"
-    return Conversations(source, origin, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
+    return Conversations(source, origin, tuple(notes), as_texts, processor, max(lengths), digest.hexdigest())
 
 
 def has_images(calibration: Calibration) -> bool:
@@ -148,13 +158,32 @@ def _load_processor(path: Path, source: str) -> Any:
     return processor
 
 
-def _processed(processor: Any, conversation: Conversation) -> dict[str, Tensor]:
+def _as_texts(processor: Any, conversations: list[Conversation]) -> list[_Rendered]:
+    """The conversations with their texts; CalibrationError, which names the line, where the chat template fails."""
+    template = getattr(processor, "chat_template", None)
+    if isinstance(template, dict):  # of several by name
+        template = template.get("default")
+    if not isinstance(template, str):
+        return [_Rendered(each, None) for each in conversations]
+    special = getattr(getattr(processor, "tokenizer", None), "special_tokens_map", {})
+    try:
+        texts = rendered(template, [each.messages for each in conversations], special, ask=False)
+    except TemplateError as error:
+        where = conversations[error.number].where
+        raise CalibrationError(f"{where}: the model's chat template fails: {error}") from error
+    return [_Rendered(each, text) for each, text in zip(conversations, texts, strict=True)]
+
+
+def _processed(processor: Any, conversation: _Rendered) -> dict[str, Tensor]:
     """What the model receives; CalibrationError, which names the line, where the processor fails."""
+    # The template itself is run with limits alone.
+    text = {} if conversation.text is None else {"chat_template": verbatim(conversation.text)}
     try:
         with panics_as_errors():
             inputs = processor.apply_chat_template(
-                conversation.messages, tokenize=True, return_dict=True, return_tensors="pt"
+                conversation.own.messages, tokenize=True, return_dict=True, return_tensors="pt", **text
             )
-    except Exception as error:  # of templates, which are programs, of tokenizers and of decoders of images
-        raise CalibrationError(f"{conversation.where}: the model's processor fails: {first_line(error)}") from error
+    except Exception as error:  # of tokenizers and of decoders of images
+        where = conversation.own.where
+        raise CalibrationError(f"{where}: the model's processor fails: {first_line(error)}") from error
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}

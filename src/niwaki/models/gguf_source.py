@@ -9,37 +9,42 @@ import functools
 import hashlib
 import io
 import json
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import cached_assets_path
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line
 from niwaki.files import check_space, output_errors, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import ORIGIN
+from niwaki.models.gguf_header import Header, Stored, read_header
+from niwaki.models.gguf_keys import follow_keys, stretch
+from niwaki.models.gguf_tokenizer import read_tokenizer
 from niwaki.models.journal import digest
-from niwaki.models.structure import refusals
+from niwaki.models.structure import check_sizes, refusals
 from niwaki.records.record import versions
 
 #: What a model is written in, by the type that most weights of its file have; of all other types bfloat16.
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
-#: Sizes that the reader takes from files of some architectures only: their names there and in configurations.
-_SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
-#: Stretched positions of which files have nothing but the factors: those of LLaMA 3.1 and 3.2.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_STRETCHED = [{"rope_type": "llama3", "factor": factor, **_LLAMA3} for factor in (8.0, 32.0)]
-#: The tensors of those factors begin with it.
+#: The tensors of stretched positions begin with it.
 _ROPE = "rope_"
+#: Part of the name of what is made: other versions of this module may make something else of a file.
+_MAKER = 2
+#: What a file is called where it is alone.
+_LINK = "model.gguf"
+#: Bytes of a file's name in that of its directory.
+_NAME = 100
 
 
 def as_directory(file: Path) -> Path:
@@ -47,6 +52,7 @@ def as_directory(file: Path) -> Path:
 
     CheckpointError for a file that is damaged or that transformers refuses, and where the package gguf is missing;
     UnsupportedModelError where something in it would be left out; OutputError where the cache cannot be written.
+    Nothing beside the file is looked at, and no code is taken from anywhere.
     """
     try:
         import gguf
@@ -54,14 +60,16 @@ def as_directory(file: Path) -> Path:
         hint = "pip install '.[gguf]' in niwaki's checkout"
         raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
     with output_errors(file), _damage(file):
+        header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
     # Python 3.10 does not find the distribution of a package by its name, and transformers then asks the package.
     version = vars(gguf)["__version__"] = metadata.version("gguf")
-    made_by = [file.name, sha256, version, versions()]
+    made_by = [file.name, sha256, version, versions(), _MAKER]
     key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
+    stem = file.stem.encode()[:_NAME].decode(errors="ignore")  # names are limited in bytes
     try:
-        place: Path = cached_assets_path("niwaki", "gguf", f"{file.stem[:100]}-{key}")
+        place: Path = cached_assets_path("niwaki", "gguf", f"{stem}-{key}")
     except (OSError, ValueError) as error:
         reason = one_line(error)
         raise CheckpointError(
@@ -70,9 +78,12 @@ def as_directory(file: Path) -> Path:
     made = place / "model"
     if not made.is_dir():
         with output_errors(place), tempfile.TemporaryDirectory(dir=place) as temporary:
-            directory = Path(temporary) / "model"
+            directory, alone = Path(temporary) / "model", Path(temporary) / "file"
             directory.mkdir()
-            _convert(gguf, file, directory)
+            alone.mkdir()
+            # transformers looks at what lies beside a file, and would take code from there.
+            (alone / _LINK).symlink_to(file.absolute())
+            _convert(gguf, file, alone / _LINK, header, directory)
             write_json(directory / ORIGIN, json.dumps({"file": file.name, "sha256": sha256}) + "\n")
             with contextlib.suppress(OSError) if made.is_dir() else contextlib.nullcontext():  # another process has
                 directory.rename(made)
@@ -95,42 +106,67 @@ def _damage(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file} cannot be read as GGUF ({reason}); is the download complete?") from error
 
 
-def _convert(gguf: Any, file: Path, directory: Path) -> None:
-    """Writes the model of ``file`` with its tokenizer to ``directory``."""
-    with _damage(file):
-        reader = gguf.GGUFReader(file)
-        fields = {name: field.contents() for name, field in reader.fields.items() if ".ggml." not in name}
-        architecture = str(fields["general.architecture"])
-    if (parts := fields.get("split.count", 1)) > 1:
-        raise UnsupportedModelError(
-            f"{file} is one of {parts} files of a model; join them first (llama-gguf-split --merge)"
-        )
+def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path) -> None:
+    """Writes the model of ``file`` with its tokenizer to ``directory``; ``alone`` is the file with nothing beside."""
+    fields = header.fields
+    _check(file, header)
     sizes = Counter[str]()
-    for tensor in reader.tensors:
+    for tensor in header.tensors:
         if not tensor.name.startswith(_ROPE):
-            sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+            sizes[gguf.GGMLQuantizationType(tensor.kind).name] += tensor.count
     dtype = _DTYPES.get(sizes.most_common(1)[0][0] if sizes else "", torch.bfloat16)
     check_space(directory, sizes.total() * dtype.itemsize)
     with refusals(file), contextlib.redirect_stderr(io.StringIO()):  # where a reader draws bars of its own
-        config: PreTrainedConfig = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        for name, own in _SIZES.items():
-            if hasattr(config, own) and (size := fields.get(f"{architecture}.{name}")):
-                setattr(config, own, size)
-        factors = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors if t.name.startswith(_ROPE)}
-        _stretch(config, file, fields.get(f"{architecture}.rope.scaling.type"), factors)
-        model = _read(config, file, dtype, sizes.total())
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            alone.parent, gguf_file=alone.name, trust_remote_code=False
+        )
+        config._name_or_path = ""
+        check_sizes(config.to_dict(), file)
+        factors = {t.name: _factors(file, t) for t in header.tensors if t.name.startswith(_ROPE)}
+        stretch(config, file, fields, factors)
+        follow_keys(config, file, fields)
+        model = _read(config, file, alone, dtype, sizes.total())
+        tokenizer = read_tokenizer(file, alone, fields)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
-def _read(config: PreTrainedConfig, file: Path, dtype: torch.dtype, size: int) -> PreTrainedModel:
+def _check(file: Path, header: Header) -> None:
+    """Refuses what is no model, or one that would take for ever to make."""
+    architecture, kind = header.fields.get("general.architecture"), header.fields.get("general.type", "model")
+    if not isinstance(architecture, str) or kind != "model":
+        raise CheckpointError(f"{file} is no model (general.architecture {architecture!r}, general.type {kind!r})")
+    if (parts := header.fields.get("split.count", 1)) > 1:
+        raise UnsupportedModelError(
+            f"{file} is one of {parts} files of a model; join them first (llama-gguf-split --merge)"
+        )
+    blocks = {found[1] for tensor in header.tensors if (found := re.match(r"blk\.(\d+)\.", tensor.name))}
+    said = header.fields.get(f"{architecture}.block_count")
+    if said is not None and said != len(blocks):
+        raise CheckpointError(f"{file} has tensors of {len(blocks):,} blocks, and says that it has {said!r}")
+
+
+def _factors(file: Path, tensor: Stored) -> torch.Tensor:
+    """The numbers of a tensor in float32."""
+    if tensor.size != 4 * tensor.count:
+        raise CheckpointError(f"{file}: {tensor.name!r} is not in float32")
+    with file.open("rb") as opened:
+        opened.seek(tensor.offset)
+        return torch.from_numpy(np.frombuffer(opened.read(tensor.size), np.float32).copy())
+
+
+def _read(config: PreTrainedConfig, file: Path, alone: Path, dtype: torch.dtype, size: int) -> PreTrainedModel:
     """The model of ``file``, which has ``size`` weights, without marks of where it is from."""
-    options: dict[str, Any] = {"gguf_file": file.name, "config": copy.deepcopy(config), "dtype": dtype}
+    options: dict[str, Any] = {"gguf_file": alone.name, "config": copy.deepcopy(config), "dtype": dtype}
     if hasattr(transformers, "GgufConfig"):  # without which some versions keep weights as they are
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    # A tensor that is missing is named below; here, what memory is taken for is looked at first.
+    if (count := sum(value.numel() for value in model.parameters())) > 2 * size + config.vocab_size:
+        raise CheckpointError(f"{file} has {size:,} weights, of the {count:,} that its sizes ask for")
     auto: Any = AutoModelForCausalLM  # whose annotations do not know that there are two answers
-    read, said = auto.from_pretrained(file.parent, output_loading_info=True, **options)
+    read, said = auto.from_pretrained(alone.parent, output_loading_info=True, trust_remote_code=False, **options)
     if said["missing_keys"]:
         raise CheckpointError(f"{file} lacks {min(said['missing_keys'])!r}, which its architecture asks for")
     if (count := sum(value.numel() for value in read.parameters())) != size:
@@ -141,32 +177,6 @@ def _read(config: PreTrainedConfig, file: Path, dtype: torch.dtype, size: int) -
     for name, value in read.state_dict().items():
         if value.is_floating_point() and not is_finite(value):
             raise CheckpointError(f"{file}: {name!r} has NaN or infinite values in {dtype}")
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     return model
-
-
-def _stretch(config: PreTrainedConfig, file: Path, kind: str | None, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gives ``config`` the stretched positions of ``file``, which the reader does not take from all files.
-
-    ``kind`` is what the file calls them. UnsupportedModelError where they are unknown here.
-    """
-    rope = config.rope_parameters if isinstance(getattr(config, "rope_parameters", None), dict) else {}
-    if (kind in (None, "none") and not tensors) or rope.get("rope_type", "default") != "default":
-        return
-    factors = tensors.get("rope_freqs.weight", torch.zeros(1)).float()
-    for candidate in [{"rope_type": "linear", "factor": float(factors[0])}, *_STRETCHED] if factors.any() else []:
-        stretched = copy.deepcopy(config)
-        stretched.rope_parameters = {**rope, **candidate}
-        scaled, _ = ROPE_INIT_FUNCTIONS[str(candidate["rope_type"])](stretched, torch.device("cpu"))
-        width = 2 * len(scaled)
-        plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-        if torch.allclose((plain / scaled.double()).float(), factors, rtol=1e-4):
-            config.rope_parameters = stretched.rope_parameters
-            return
-    raise UnsupportedModelError(
-        f"{file} has stretched rotary positions ({kind or ', '.join(tensors)}) that transformers' reader leaves out; "
-        "prune the model that the file was made from"
-    )

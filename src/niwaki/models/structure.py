@@ -27,6 +27,8 @@ from niwaki.models.families import is_in_tower
 
 #: Decoder blocks, and experts of one.
 _MOST_PARTS = 10_000
+#: What transformers itself has for attention and experts, everywhere.
+_OWN_CODE = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
 
 
 def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -36,8 +38,8 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     file = directory / "config.json"
     with refusals(file):
-        _check_sizes(read_json(file), file)
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        check_sizes(read_json(file), file)
+        config = read_config(directory)
         if config.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{directory} is an encoder with a decoder ({config.model_type}); niwaki prunes models that "
@@ -60,6 +62,25 @@ def structure(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
     model.eval().requires_grad_(False)
     return model
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """``config.json`` as transformers has it, but for names of code: a file does not choose what runs.
+
+    Attention or experts may name packages or code on the hub there, which transformers would take; its own ways of
+    running them stay.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    parts, seen = [config], set[int]()
+    while parts:
+        part = parts.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            parts += [value for value in vars(part).values() if isinstance(value, PreTrainedConfig)]
+            for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
+                if getattr(part, name, None) not in _OWN_CODE:
+                    setattr(part, name, None)
+    return config
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -110,11 +131,11 @@ class _UntouchedZeros(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _check_sizes(values: dict[str, Any], file: Path) -> None:
+def check_sizes(values: dict[str, Any], file: Path) -> None:
     """CheckpointError where building the model would not end: for each layer and expert there are objects."""
     for name, value in values.items():
         if isinstance(value, dict):
-            _check_sizes(value, file)
+            check_sizes(value, file)
         elif isinstance(value, int | float) and value > _MOST_PARTS and re.search("layer|expert", name):
             raise CheckpointError(f"{file} asks for {name} {value:,}; no model has more than {_MOST_PARTS:,}")
 

@@ -48,6 +48,16 @@ class Encoded(ABC):
     def format(self) -> TiledFloats:
         """Of the tensor, or of each element."""
 
+    @property
+    @abstractmethod
+    def no_numbers(self) -> tuple[bytes, ...]:
+        """Codes that stand for NaN."""
+
+    def is_certain(self, scales: Tensor) -> bool:
+        """Whether all codes that are numbers stand for finite ones with these scales."""
+        most = scales.float().abs().max() if scales.is_floating_point() else _powers(scales).max()
+        return bool((most * self.format.numbers.magnitudes.max()).to(torch.bfloat16).isfinite())
+
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The tensor, or an element, of what is stored of it."""
@@ -77,6 +87,10 @@ class FP8(Encoded):
         return "FP8, blocks of {} x {}".format(*self.block)
 
     @property
+    def no_numbers(self) -> tuple[bytes, ...]:
+        return b"\x7f", b"\xff"
+
+    @property
     def format(self) -> TiledFloats:
         return TiledFloats(E4M3, self.block, None if self.has_powers else DTYPES[self.scales.dtype])
 
@@ -102,6 +116,10 @@ class MXFP4(Encoded):
 
     def __str__(self) -> str:
         return "MXFP4"
+
+    @property
+    def no_numbers(self) -> tuple[bytes, ...]:
+        return ()
 
     @property
     def format(self) -> TiledFloats:

@@ -37,6 +37,8 @@ PACKED_INDEX = "packed.json"
 #: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf_source`.
 ORIGIN = ".gguf.json"
 _SAMPLE = 4096  # bytes
+#: Bytes of codes in FP8 that are looked through before any work, some seconds' worth, and how many at once.
+_LOOKED_THROUGH, _PIECE = 1 << 35, 1 << 24
 
 
 def locate_model(model: str) -> Path:
@@ -122,6 +124,22 @@ class Pruning:
     blocks: tuple[int, int] | None = None  # those that were pruned; None for all
 
 
+#: Model directories in FP8 or MXFP4, and when their files were changed, that this process has looked through.
+_SOUND = set[tuple[Path, tuple[int, ...]]]()
+
+
+def _has(path: Path, entry: Entry, wanted: tuple[bytes, ...]) -> bool:
+    """Whether any of the bytes at ``entry`` is one of those ``wanted``."""
+    left = entry.size if wanted else 0
+    with (path / entry.shard).open("rb") as file:
+        file.seek(entry.offset)
+        while left > 0 and (piece := file.read(min(left, _PIECE))):
+            if any(one in piece for one in wanted):
+                return True
+            left -= len(piece)
+    return False
+
+
 class Checkpoint:
     """The weights of a model directory by key; CheckpointError where a file is missing, malformed or pickled.
 
@@ -164,6 +182,22 @@ class Checkpoint:
         if self.encoded:
             self._encoding = self.config["quantization_config"]
             self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+            changed = tuple((path / shard).stat().st_mtime_ns for shard in shards)
+            if (path, changed) not in _SOUND:
+                self._check_encoded()
+                _SOUND.add((path, changed))
+
+    def _check_encoded(self) -> None:
+        """CheckpointError where scales, or codes if there are not too many, stand for NaN or infinity.
+
+        Of more codes each is seen when its tensor is read, as in files of other dtypes.
+        """
+        looked = sum(each.codes.size for each in self.encoded.values()) <= _LOOKED_THROUGH
+        for key, each in self.encoded.items():
+            scales = read_tensor(self.path / each.scales.shard, each.keys[1], each.scales)
+            if not each.is_certain(scales) or (looked and _has(self.path, each.codes, each.no_numbers)):
+                for index in range(each.shape[0]) if len(each.shape) > 2 else [None]:
+                    self.read(key, index)
 
     @property
     def is_encoded(self) -> bool:

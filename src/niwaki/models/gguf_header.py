@@ -1,0 +1,162 @@
+"""Headers of GGUF files, checked against the file before any library reads it: a count may say anything.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What is refused here is refused by llama.cpp,
+but for the limits on the header as a whole, which are far above what models need.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+#: By their numbers, struct's letters for the types of values that have one size.
+_SCALARS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
+_VERSIONS = (2, 3)
+_MOST_DIMENSIONS = 4
+#: Bytes before the tensors, and elements of all arrays together: libraries make an object of each.
+_LONGEST, _MOST_ELEMENTS = 1 << 28, 1 << 22
+#: The fewest bytes of a field and of what is said of a tensor.
+_FIELD, _TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor: its type by ggml's number, its shape as torch has it, and ``offset`` of its bytes in the file."""
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """All that a file says: values by key, arrays as lists, and its tensors in their order."""
+
+    fields: Mapping[str, Any]
+    tensors: tuple[Stored, ...]
+
+
+def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
+    """The header of a GGUF file; ValueError where anything in it cannot be, or is more than the file has.
+
+    ``sizes`` are (elements, bytes) of a block of each type of tensors.
+    """
+    with path.open("rb") as file:
+        reader = _Reader(file, path.stat().st_size)
+        if reader.take(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = reader.number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"it has version {version} of the format, or another order of bytes")
+        tensor_count, field_count = (reader.number("Q") for _ in range(2))
+        if _TENSOR * tensor_count + _FIELD * field_count > reader.left:
+            raise ValueError(f"it says that it has {tensor_count:,} tensors and {field_count:,} fields, more than fit")
+        fields: dict[str, Any] = {}
+        alignment = 32
+        for _ in range(field_count):
+            key, kind = reader.text(), reader.number("I")
+            if key in fields:
+                raise ValueError(f"it has the field {key!r} twice")
+            fields[key] = reader.value(kind, key)
+            if key == "general.alignment":
+                alignment = fields[key]
+                if kind != _UINT32 or alignment < 1 or alignment & (alignment - 1):
+                    raise ValueError(f"its alignment is {alignment!r}, no power of two")
+        described = [_described(reader) for _ in range(tensor_count)]
+        return Header(fields, _placed(described, reader.at + -reader.at % alignment, alignment, reader.size, sizes))
+
+
+def _described(reader: "_Reader") -> tuple[str, int, tuple[int, ...], int]:
+    """(name, type, shape, offset behind the header) of the next tensor."""
+    name, dimensions = reader.text(), reader.number("I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
+    shape = tuple(reversed([reader.number("Q") for _ in range(dimensions)]))
+    return name, reader.number("I"), shape, reader.number("Q")
+
+
+def _placed(
+    described: list[tuple[str, int, tuple[int, ...], int]],
+    start: int,
+    alignment: int,
+    end: int,
+    sizes: Mapping[int, tuple[int, int]],
+) -> tuple[Stored, ...]:
+    """The tensors of a file of ``end`` bytes, which lie one after the other from ``start`` on."""
+    tensors: dict[str, Stored] = {}
+    free = 0
+    for name, kind, shape, offset in described:
+        if name in tensors:
+            raise ValueError(f"it has the tensor {name!r} twice")
+        if kind not in sizes:
+            raise ValueError(f"the tensor {name!r} has the unknown type {kind}")
+        elements, size = sizes[kind]
+        if 0 in shape or shape[-1] % elements:
+            raise ValueError(f"the tensor {name!r} cannot have the shape {shape}")
+        size = math.prod(shape) // elements * size
+        if offset != free or start + offset + size > end:
+            raise ValueError(f"the tensor {name!r}, {shape}, is not in its place or not in the file")
+        tensors[name] = Stored(name, kind, shape, start + offset, size)
+        free += size + -size % alignment
+    return tuple(tensors.values())
+
+
+class _Reader:
+    """Reads ``file``, which has ``size`` bytes; ValueError for what is beyond its end, or a header's."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self.size = file, size
+        self.at, self._elements = 0, 0
+
+    @property
+    def left(self) -> int:
+        """Bytes up to the end of the file, or up to where every header has ended."""
+        return min(self.size, _LONGEST) - self.at
+
+    def take(self, size: int) -> bytes:
+        """The next bytes."""
+        if size > self.left:
+            what = "the file ends" if self.left + self.at == self.size else "its header has too many bytes"
+            raise ValueError(f"{what} at byte {self.at:,}, where {size:,} more should be")
+        self.at += size
+        data = self._file.read(size)
+        if len(data) < size:
+            raise ValueError("it became shorter")
+        return data
+
+    def number(self, letter: str) -> Any:
+        """The next value of one size."""
+        return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))[0]
+
+    def text(self) -> str:
+        """The next string."""
+        return self.take(self.number("Q")).decode()
+
+    def value(self, kind: int, key: str) -> Any:
+        """The next value of the type ``kind``, of the field ``key``."""
+        if kind == _STRING:
+            return self.text()
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"the field {key!r} has the unknown type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if inner != _STRING and inner not in _SCALARS:
+            raise ValueError(f"the field {key!r} is an array of the type {inner}")
+        self._elements += count
+        if self._elements > _MOST_ELEMENTS:
+            raise ValueError(f"the field {key!r} has {count:,} elements, more than any model")
+        if inner == _STRING:
+            return [self.text() for _ in range(count)]
+        letter = _SCALARS[inner]
+        return list(struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}"))))

@@ -1,0 +1,154 @@
+"""The tokenizer of a GGUF file, which splits text as the file says.
+
+Files name the way of splitting (``tokenizer.ggml.pre``), and llama.cpp knows what the names mean; transformers' reader
+takes those that it does not know for GPT-2's. Source: src/llama-vocab.cpp of llama.cpp.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from niwaki.errors import CheckpointError, UnsupportedModelError, shown
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+_LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASED_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+
+
+@dataclass(frozen=True)
+class _Splitting:
+    """How a text is split into words: by an expression, or GPT-2's own after each of its digits alone."""
+
+    expression: str = ""
+    digits: bool = False
+    composed: bool = False  # whether characters are composed first (NFC)
+    whole: bool = False  # whether a word that is a token is not split, whatever the merges say
+    begins: bool = False  # whether a text begins with BOS in files that do not say
+
+    def into(self, backend: Tokenizer) -> None:
+        """Makes ``backend`` split in this way."""
+        own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.expression)
+        first: list[Any] = []
+        if self.digits:
+            first.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.expression:
+            first.append(pre_tokenizers.Split(Regex(self.expression), behavior="isolated"))
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*first, own]) if first else own
+        if self.composed:
+            backend.normalizer = normalizers.NFC()
+
+
+_GPT2, _DIGITS = _Splitting(), _Splitting(digits=True)
+_LLAMA3 = _CONTRACTIONS + _LETTERS + r"|\p{N}{1,3}" + _OTHERS
+_QWEN2 = _CONTRACTIONS + _LETTERS + r"|\p{N}" + _OTHERS
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+_TEKKEN = f"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _CASED_OTHERS
+_END = f"{_CONTRACTIONS}?"
+_GPT4O = f"{_BEFORE}{_UPPER}*{_LOWER}+{_END}|{_BEFORE}{_UPPER}+{_LOWER}*{_END}" + r"|\p{N}{1,3}" + _CASED_OTHERS
+
+#: By the names in files.
+SPLITTINGS: Mapping[str, _Splitting] = {
+    **dict.fromkeys(["gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"], _GPT2),
+    **dict.fromkeys(["gigachat", "a.x-4.0", "mellum"], _GPT2),
+    **dict.fromkeys(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], _DIGITS),
+    **dict.fromkeys(
+        ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"],
+        _Splitting(_LLAMA3, whole=True, begins=True),
+    ),
+    **dict.fromkeys(["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], _Splitting(_LLAMA3)),
+    "qwen2": _Splitting(_QWEN2, composed=True),
+    **dict.fromkeys(["deepseek-r1-qwen", "kormo", "megrez", "f2llmv2", "stablelm2", "hunyuan"], _Splitting(_QWEN2)),
+    "qwen35": _Splitting(_QWEN35, composed=True),
+    "tekken": _Splitting(_TEKKEN, whole=True, begins=True),
+    **dict.fromkeys(["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], _Splitting(_GPT4O)),
+}
+#: Kinds of tokens.
+_CONTROL, _USER = 3, 4
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF file by the ``fields`` of its header; ``alone`` is the file with nothing beside it.
+
+    UnsupportedModelError where how it splits text is unknown here, CheckpointError where its parts do not fit.
+    """
+    kind = fields.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        return _of_bytes(file, fields)
+    read = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name, trust_remote_code=False)
+    backend: Tokenizer = read.backend_tokenizer
+    if kind == "llama" and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):  # not Gemma's or Phi 3's
+        prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+        first = [normalizers.Prepend(_SPACE)] if prefix else []  # also before a space, as SentencePiece does it
+        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+        backend.pre_tokenizer = None
+        last = [decoders.Strip(" ", 1, 0)] if prefix else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+        )
+    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and kind != "gemma4"  # as its own maker has it
+    return _finished(file, fields, backend, begins)
+
+
+def _of_bytes(file: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """One whose tokens are of bytes, as GPT-2's are."""
+    name = fields.get("tokenizer.ggml.pre")
+    splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
+    if splitting is None:
+        raise UnsupportedModelError(
+            f"{file} splits text in the way {shown(name)} (tokenizer.ggml.pre), unknown here; prune the model that the "
+            "file was made from"
+        )
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    kinds: list[int] = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if len({*tokens}) < len(tokens) or len(kinds) != len(tokens):
+        raise CheckpointError(
+            f"{file} has {len(tokens):,} tokens, of which some are the same, and {len(kinds):,} kinds"
+        )
+    pairs = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole))
+    splitting.into(backend)
+    backend.decoder = decoders.ByteLevel()
+    for wanted, add in ((_CONTROL, backend.add_special_tokens), (_USER, backend.add_tokens)):
+        named: Callable[..., int] = add
+        named(
+            [
+                AddedToken(token, normalized=False, special=wanted == _CONTROL)
+                for token, one in zip(tokens, kinds, strict=True)
+                if one == wanted
+            ]
+        )
+    return _finished(file, fields, backend, fields.get("tokenizer.ggml.add_bos_token", splitting.begins))
+
+
+def _finished(file: Path, fields: Mapping[str, Any], backend: Tokenizer, begins: bool) -> PreTrainedTokenizerFast:
+    """``backend`` with the special tokens of the file, of which BOS and EOS go around a text where it says so."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    special: dict[str, str] = {}
+    for name, short in _SPECIAL.items():
+        number = fields.get(f"tokenizer.ggml.{short}_token_id")
+        if number is not None:
+            if type(number) is not int or not 0 <= number < len(tokens):
+                raise CheckpointError(f"{file} says that token {number} is its {short} token, and has {len(tokens):,}")
+            special[name] = tokens[number]
+    ends = fields.get("tokenizer.ggml.add_eos_token", False)
+    around = [special.get("bos_token") if begins else None, special.get("eos_token") if ends else None]
+    first, last = (f"{token}:0 " if token else "" for token in around)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{first}$A:0 {last}".strip(),
+        pair=f"{first}$A:0 {last}$B:1".strip(),
+        special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(around) if token],
+    )
+    template = fields.get("tokenizer.chat_template")
+    options = {"chat_template": template} if isinstance(template, str) else {}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special, **options)
