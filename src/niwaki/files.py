@@ -91,6 +91,39 @@ def set_usual_mode(path: Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
+def new_file(path: Path, ours: Callable[[BinaryIO], bool]) -> Iterator[Path]:
+    """A file to write beside ``path``, which it becomes at the end; after an error nothing is left of it.
+
+    UsageError where ``path`` is there, another process is writing it, or something else has the temporary name, as
+    anything but an empty file or one that is ``ours`` has: what a killed process left is written anew.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    if temporary.is_symlink():
+        raise UsageError(f"{temporary} is a link, where {path} would be written first; move it away")
+    check_replaced(temporary, ours, f"is no part of a {path.suffix} file, which {path} would be written to first")
+    with output_errors(path.parent):
+        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        made = os.fstat(descriptor)
+        os.close(descriptor)
+        with locked(temporary, path):
+            if not os.path.samestat(made, temporary.lstat()):  # another process has come to its end meanwhile
+                raise UsageError(f"{path} was being written by another run; repeat the command")
+            try:
+                if os.path.lexists(path):
+                    raise UsageError(f"{path} exists; choose another name or remove it")
+                yield temporary
+                with temporary.open("rb+") as file:
+                    os.fsync(file.fileno())
+                set_usual_mode(temporary, 0o666)
+                if os.path.lexists(path):
+                    raise OutputError(f"{path} is there now, of another program; move it away and repeat the command")
+                temporary.rename(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+
+@contextlib.contextmanager
 def output_errors(path: Path, hint: str = "the output is as large as the model") -> Iterator[None]:
     """Turns an OSError into an OutputError of one line, which ends with ``hint`` if the disk is full."""
     try:

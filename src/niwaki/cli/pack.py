@@ -46,13 +46,14 @@ def unpack(model: Packed, output: Output) -> None:
 
 def export(model: Model, output: Exported, gguf: Gguf = None) -> None:
     """Write MODEL for other programs: packed integers of a grid of 4 or 8 bits (compressed-tensors), or --gguf."""
-    with Screen(f"exporting {model}"), in_session():
+    with Screen(f"exporting {model}") as screen, in_session():
         if gguf is None and Path(output).suffix.lower() == ".gguf":
             raise UsageError(f"{output} would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0")
         if gguf:
             from niwaki.packed.gguf_file import export_gguf
 
-            export_gguf(model, output, gguf)
+            for note in export_gguf(model, output, gguf):
+                screen.note(note)
         else:
             from niwaki.packed.compressed_tensors import export as run
 
