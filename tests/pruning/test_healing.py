@@ -283,6 +283,7 @@ def test_the_steps(tmp_path: Path) -> None:
             steps += 1
     assert record.healing
     assert record.healing.points[-1].steps == steps
+    assert [point.loss is None for point in record.healing.points[:2]] == [True, False]
     assert record.healing.best == len(record.healing.points) - 1
     found = tensors(tmp_path / "out")
     for name, value in trained.items():
