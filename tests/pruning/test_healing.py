@@ -531,6 +531,32 @@ def test_without_a_record(tmp_path: Path) -> None:
             assert not bool((value[:, ::2].signbit()).any())
 
 
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+@pytest.mark.parametrize("method", ["full", "lora", "norms", "blocks"])
+@pytest.mark.parametrize("is_better", [True, False], ids=["better", "not better"])
+def test_zeros_with_a_sign(tmp_path: Path, case: str, method: str, is_better: bool) -> None:
+    """As ``W * mask`` has them: they are zeros as any other, and the result has none with a sign."""
+    dense = save_model(tmp_path / "dense", case)
+    whole, generator = reference(dense), torch.Generator().manual_seed(0)
+    for value in whole.model.layers.parameters():
+        if value.ndim > 1:
+            value.data *= torch.rand(value.shape, generator=generator) < 0.5
+    whole.save_pretrained(tmp_path / "pruned")
+    before = tensors(tmp_path / "pruned")
+    matrices = {matrix.key for matrix in StreamedModel(Checkpoint(tmp_path / "pruned"), "cpu").matrices()}
+    assert all(bool(((before[key] == 0) & before[key].signbit()).any()) for key in matrices)
+    rate = 0.01 if is_better else 1e12 if method == "lora" else 1e3
+    record = heal(tmp_path / "pruned", tmp_path / "out", dense, method=method, rate=rate, tokens=320)
+    assert record.healing
+    assert (record.healing.best > 0) == is_better
+    for key, value in tensors(tmp_path / "out").items():
+        if key in matrices:
+            assert torch.equal(value == 0, before[key] == 0)
+            assert not bool(((value == 0) & value.signbit()).any())
+        if not is_better:
+            assert torch.equal(value, before[key])
+
+
 def test_smaller(tmp_path: Path) -> None:
     """A model without a block and some neurons."""
     dense = save_model(tmp_path / "dense", "llama grouped")
