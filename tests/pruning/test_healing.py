@@ -105,24 +105,48 @@ def test_a_head_with_a_bias_and_a_scale() -> None:
     )
 
 
-def test_a_capped_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The divergence of the likeliest words and of all others as one, and its gradient, by autograd in float64."""
-    monkeypatch.setattr("niwaki.pruning.healing.objective._LIKELIEST", 5)
+def capped(cap: float, words: int, tokens: int) -> tuple[CappedHead, Tensor, Tensor, Tensor, Tensor]:
+    """(a head, the dense model's logits, states; the divergences of all words in float64, their gradients)."""
     generator = torch.Generator().manual_seed(0)
-    weight, h = torch.randn(50, 8, generator=generator), torch.randn(6, 8, generator=generator)
-    head = CappedHead(weight, None, 2.0, 3.0)
-    dense = 2 * torch.randn(6, 50, generator=generator)
-    losses, gradient = head.divergence(h, *head.targets(dense))
-
+    weight, h = torch.randn(words, 8, generator=generator), torch.randn(tokens, 8, generator=generator)
+    dense = cap * (2 * (h + 0.5) @ weight.T / cap).tanh()
     states = h.double().requires_grad_()
-    p, q = dense.double().softmax(1), (3 * (2 * states @ weight.double().T / 3).tanh()).softmax(1)
-    order = p.argsort(1, descending=True)
-    p, q = p.gather(1, order), q.gather(1, order)
-    p, q = (torch.cat([each[:, :5], each[:, 5:].sum(1, keepdim=True)], 1) for each in (p, q))
-    exact = (p * (p / q).log()).sum(1)
+    log_p, logits = dense.double().log_softmax(1), cap * (2 * states @ weight.double().T / cap).tanh()
+    exact = (log_p.exp() * (log_p - logits.log_softmax(1))).sum(1)
+    (gradient,) = torch.autograd.grad(exact.sum(), states)
+    return CappedHead(weight, None, 2.0, cap), dense, h, exact.detach(), gradient
+
+
+def test_a_capped_head() -> None:
+    """Where all words are kept: the divergence and its gradient, by autograd in float64."""
+    head, dense, h, exact, wanted = capped(3.0, 50, 6)
+    losses, gradient = head.divergence(h, *head.targets(dense))
     torch.testing.assert_close(losses.double(), exact, rtol=1e-4, atol=1e-5)
-    (wanted,) = torch.autograd.grad(exact.sum(), states)
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0, 30.0])
+def test_a_cap_that_makes_predictions_flat(cap: float) -> None:
+    """Where most of the probability is in no likely word, the divergence is that of all of them too."""
+    head, dense, h, exact, _ = capped(cap, 4000, 2000)
+    rest = 1 - float(dense.softmax(1).topk(100).values.sum(1).mean())
+    assert rest > 0.6 or cap > 10
+    losses, _ = head.divergence(h, *(kept := head.targets(dense)))
+    assert float(losses.mean()) == pytest.approx(float(exact.mean()), rel=0.03)
+    assert all(map(torch.equal, kept, head.targets(dense)))  # asked again, it answers the same
+    assert float(head.divergence(h + 0.5, *kept)[0].abs().max()) < 1e-4  # which are the dense model's states
+
+
+def test_words_that_are_drawn_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The means of the divergence and its gradient over many draws are those of all words."""
+    monkeypatch.setattr("niwaki.pruning.healing.objective._LIKELIEST", 10)
+    monkeypatch.setattr("niwaki.pruning.healing.objective._DRAWN", 10)
+    head, dense, h, exact, wanted = capped(2.0, 300, 1)
+    kept = head.targets(dense.expand(20_000, -1))
+    losses, gradient = head.divergence(h.expand(20_000, -1), *kept)
+    assert float(losses.std()) > 0.01
+    assert float(losses.mean()) == pytest.approx(float(exact), rel=5e-3)
+    torch.testing.assert_close(gradient.mean(0).double(), wanted[0], rtol=0.01, atol=0.01 * float(wanted.abs().max()))
 
 
 def test_logits_of_another_kind(tmp_path: Path) -> None:
