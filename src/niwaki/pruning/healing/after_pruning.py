@@ -39,7 +39,9 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
         pruned=str(unfinished(first)),
         teacher=request.model,
         tokens=max(1, int(request.effort.healing * pruned.calibration_tokens)),
-        calibration=dataclasses.replace(request.calibration, samples=Calibration().samples),
+        calibration=dataclasses.replace(
+            request.calibration, samples=Calibration().samples, order=request.calibration.order or "first"
+        ),
         measurement=request.measurement,
         compute=dataclasses.replace(request.compute, tf32="auto"),
         pruning=pruned,

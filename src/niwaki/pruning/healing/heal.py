@@ -193,7 +193,9 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     student.check(texts.windows.tokens)
     windows, length = texts.windows.tokens.shape
     held = min(_held(request.tokens, length), max(1, windows // 8))
-    texts = replace(texts, calibration=replace(texts.windows, tokens=_new_first(texts.windows.tokens, seen, held)))
+    texts = replace(
+        texts, calibration=replace(texts.windows, tokens=_drawn(texts.windows.tokens, seen, held, calibration.seed))
+    )
     if windows <= world.size:
         raise CalibrationError(
             f"the text to train on has {counted(windows, 'window')} of {length} tokens, one is held out, and each "
@@ -291,9 +293,13 @@ def _seen(request: HealingRequest, length: int) -> int:
     return math.ceil(pruning.calibration_tokens / length)
 
 
-def _new_first(tokens: Tensor, seen: int, held: int) -> Tensor:
-    """The windows after those that were ``seen``, and then these; the last ``held`` are new too."""
-    old, new = tokens[:seen], tokens[seen:]
+def _drawn(tokens: Tensor, seen: int, held: int, seed: int) -> Tensor:
+    """All windows in an order that ``seed`` draws, so that the first ones, as time ends, are of all kinds of text.
+
+    Those that were ``seen`` come after the others, but for the last ``held``, which are new too.
+    """
+    drawing = torch.Generator().manual_seed(seed)
+    old, new = (part[torch.randperm(len(part), generator=drawing)] for part in (tokens[:seen], tokens[seen:]))
     held = min(held, len(new))
     return torch.cat([new[: len(new) - held], old, new[len(new) - held :]])
 

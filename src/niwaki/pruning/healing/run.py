@@ -166,7 +166,6 @@ class Run(ABC):
 
     def share(self, tokens: Tensor) -> Tensor:
         """Those that are held out, for the first process, and this one's of the others, as many as each has."""
-        # What is held out is from the end of the text, because what the model was pruned on is often from its start.
         count, world = (len(tokens) - self.held) // self.world.size, self.world
         own = tokens[: len(tokens) - self.held][world.rank :: world.size][:count]
         return torch.cat([tokens[-self.held :], own]) if world.first else own
