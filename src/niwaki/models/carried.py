@@ -9,7 +9,7 @@ from pathlib import Path
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, output_errors
 from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, PICKLE_SUFFIXES, Checkpoint
-from niwaki.models.output import unfinished_size
+from niwaki.models.output import Part, unfinished_size
 from niwaki.models.scales import FOLDER
 from niwaki.records.record import FINDINGS
 
@@ -48,11 +48,13 @@ class CarriedFiles:
                 shutil.copyfile(self.source / name, directory / name)
 
 
-def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "") -> CarriedFiles:
+def find_carried(
+    checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "", part: Part = "whole"
+) -> CarriedFiles:
     """All files of a model but weights (except ``keep``) and measurements.
 
     CheckpointError for a file that cannot be copied, or has a name that niwaki gives to something else; OutputError
-    where ``out`` has no space for them and ``weights`` bytes.
+    where ``out`` has no space for them and ``weights`` bytes, but for what the same ``part`` of a run has written.
     """
     source, names, left, size = checkpoint.path, [], [], MARGIN + weights
     try:
@@ -69,7 +71,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
                 size += path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-    check_space(out, size - unfinished_size(out))
+    check_space(out, size - unfinished_size(out, part))
     return CarriedFiles(source, names, left)
 
 

@@ -19,7 +19,7 @@ from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import training_dtype
 from niwaki.models.journal import Journal
-from niwaki.models.output import check_output, workplace
+from niwaki.models.output import Part, check_output, workplace
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
@@ -167,7 +167,9 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     progress.status(f"reading {request.pruned}")
     checkpoint = Checkpoint(source)
     grid = grid_of(checkpoint)
-    carried = find_carried(checkpoint, target, checkpoint.size, keep=FILE if grid else "") if world.first else None
+    part: Part = "second" if request.pruning else "whole"
+    keep = FILE if grid else ""
+    carried = find_carried(checkpoint, target, checkpoint.size, keep, part) if world.first else None
     knowing = Checkpoint(locate_model(request.teacher))
     dense = StreamedModel(knowing, compute.device, training_dtype(compute.dtype, compute.device, knowing))
     student, method, notes = choose(checkpoint, dense, compute, request.method)
@@ -238,7 +240,7 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     clock.lap("prepare")
     with (
         products(tf32=False),
-        workplace(target, fingerprint, restart) if world.first else contextlib.nullcontext() as place,
+        workplace(target, fingerprint, restart, part) if world.first else contextlib.nullcontext() as place,
     ):
         shared = world.received(place.journal if place else Journal({}))
         journal = place.journal if place else shared
