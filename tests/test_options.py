@@ -43,7 +43,7 @@ def test_memory_is_in_bytes() -> None:
         (Calibration, {"length": "64"}, "length must be a whole number or None; got '64'"),
         (Calibration, {"seed": -1}, "the seed must be 0 or more; got -1"),
         (Calibration, {"seed": None}, "seed must be a whole number; got None"),
-        (Calibration, {"order": "last"}, "order must be first or random; got 'last'"),
+        (Calibration, {"order": "last"}, "order must be first or random or None; got 'last'"),
         (Measurement, {"samples": -1}, "samples must be 0 or more; got -1"),
         (Measurement, {"length": 0}, "the length of windows must be 2 or more; got 0"),
         (Measurement, {"before": "always"}, "before must be True or False; got 'always'"),

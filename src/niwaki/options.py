@@ -70,7 +70,8 @@ class Calibration(_Options):
             are not used. For :func:`niwaki.prune` also a JSONL file of conversations with images, alone.
         samples: The number of windows.
         length: Tokens in a window; None for 2,048, or the model's positions if fewer, or what given windows have.
-        order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
+        order: The "first" windows of the text, or "random" ones, drawn by ``seed`` from all of it; None for the first,
+            and in healing for random ones of files.
         answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
             answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
     """
@@ -78,7 +79,7 @@ class Calibration(_Options):
     text: Text | Sequence[Text] = "c4"
     samples: int = 128
     length: int | None = None
-    order: Order = "first"
+    order: Order | None = None
     seed: int = 0
     answers: Literal["own"] | None = None
 

@@ -21,7 +21,7 @@ from niwaki.pruning.healing.blocks import BlockRun
 from niwaki.pruning.healing.method import block_memory
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord, Record
-from support.healing import LENGTH, TOKENS, divergence, heal as healed, held, pruned_model, same_tensors
+from support.healing import LENGTH, TOKENS, divergence, drawn, heal as healed, held, pruned_model, same_tensors
 from support.models import COMMON, decoder_blocks, message, reference, save_model
 from support.runs import files, tensors
 
@@ -90,7 +90,7 @@ def test_each_block_is_healed_on_what_the_healed_ones_give(tmp_path: Path) -> No
     assert record.healing
     count = len(TOKENS) - len(held(record))
     windows = BATCH // LENGTH
-    parts = TOKENS[:count].split(windows)[::HELD]
+    parts = drawn(TOKENS)[:count].split(windows)[::HELD]
     wanted, found = (outputs(path, torch.cat(parts)) for path in (dense, tmp_path / "out"))
     fits = {fit.block: fit for fit in record.fits}
     assert len(fits) == len(wanted) > 1

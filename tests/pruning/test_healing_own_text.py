@@ -17,7 +17,7 @@ from niwaki.pruning.healing import own_text
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord
-from support.healing import LENGTH, TOKENS, heal, pruned_model, same_tensors
+from support.healing import LENGTH, TOKENS, drawn, heal, pruned_model, same_tensors, undrawn
 from support.models import random_tokens, save_model
 from support.runs import files
 
@@ -57,7 +57,7 @@ def test_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
     last = 9 + record.healing.held // LENGTH
     assert record.calibration["synthetic"] == last
     assert f"{last} windows" in record.own_text
-    given = torch.cat([by_turns(TOKENS[:26], own[:9]), own[9:last]])
+    given = undrawn(torch.cat([by_turns(drawn(TOKENS)[:26], own[:9]), own[9:last]]))
     heal(pruned, tmp_path / "given", dense, method=method, tokens=tokens, calibration=given)
     assert same_tensors(tmp_path / "out", tmp_path / "given")
     heal(pruned, tmp_path / "none", dense, method=method, tokens=tokens)

@@ -386,17 +386,17 @@ def test_fits(tmp_path: Path) -> None:
 
 
 def test_healing(tmp_path: Path) -> None:
-    """With what was trained on, where that was measured."""
-    for method, losses in (("full", (0.75, 0.5)), ("blocks", (None, None))):
+    """With what was trained on, where that was measured; of old records not what they have before any step."""
+    for which, losses in (("full", (None, 0.5)), ("full", (0.75, 0.5)), ("blocks", (None, None))):
         points = [HealingPoint(100 * i, i, 2.0 * i, 0.5 / (i + 1), loss) for i, loss in enumerate(losses)]
-        healing = HealingRecord("dense", method, 100, None, 0.01, 64, 128, points=points, best=1)
-        shown = only(sections.healing(load(model_directory(tmp_path / method, healing=healing))))
+        healing = HealingRecord("dense", which, 100, None, 0.01, 64, 128, points=points, best=1)
+        shown = only(sections.healing(load(model_directory(tmp_path / f"{which} {losses}", healing=healing))))
         assert shown.table is not None
-        rows = [["0", "0", "0.5", "0.75"], ["100", "2", "0.25", "0.5"]]
-        columns = 4 if method == "full" else 3
+        rows = [["0", "0", "0.5", "-"], ["100", "2", "0.25", "0.5"]]
+        columns = 4 if which == "full" else 3
         assert [[cell.text for cell in row] for row in shown.table.rows] == [row[:columns] for row in rows]
         assert len(shown.table.head) == columns
-        assert len(re.findall(r'aria-roledescription="point"', shown.figures[0].wide)) == 2 * (columns - 2)
+        assert len(re.findall(r'aria-roledescription="point"', shown.figures[0].wide)) == (3 if which == "full" else 2)
 
 
 def marks(svg: str) -> dict[str, float]:

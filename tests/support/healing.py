@@ -18,6 +18,16 @@ LENGTH = 16
 TOKENS = random_tokens(40, LENGTH)
 
 
+def drawn(tokens: Tensor) -> Tensor:
+    """Windows in the order in which they are trained on, of which the last are held out."""
+    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
+
+
+def undrawn(tokens: Tensor) -> Tensor:
+    """Windows that are trained on in the order of ``tokens``."""
+    return tokens[drawn(torch.arange(len(tokens))).argsort()]
+
+
 def pruned_model(tmp_path: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
     """(a dense model, the same with every other weight of its matrices zero)."""
     dense = save_model(tmp_path / "dense", case, dtype=dtype)
@@ -49,7 +59,7 @@ def divergence(dense: Path, other: Path, tokens: Tensor) -> float:
 
 def held(record: Record, tokens: Tensor = TOKENS) -> Tensor:
     assert record.healing
-    return tokens[-(record.healing.held // LENGTH) :]
+    return drawn(tokens)[-(record.healing.held // LENGTH) :]
 
 
 def same_tensors(one: Path, other: Path) -> bool:

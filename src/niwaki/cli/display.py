@@ -114,11 +114,12 @@ class Display(Screen):
         point = record.points[-1]
         if self._healed is None:
             self.line("KL from the dense model, in nats a token:")
-            self.line("   tokens  minutes  held out" + ("" if point.loss is None else "  trained on"))
+            self.line("   tokens  minutes  held out" + ("" if record.by_block else "  trained on"))
         if self._healed != point:
             self._healed = point
-            values = [value for value in (point.error, point.loss) if value is not None]
-            kl = "    ".join(f"{round(value, 4) + 0.0:8.4f}" for value in values)  # rounding leaves negative zeros
+            values = (point.error,) if record.by_block else (point.error, point.trained_on)
+            # Rounding leaves negative zeros.
+            kl = "    ".join("       -" if value is None else f"{round(value, 4) + 0.0:8.4f}" for value in values)
             self.line(f"{point.tokens:9,}  {point.seconds / 60:7.1f}  {kl}")
         left = f"{duration(seconds * (1 - share) / share)} left" if share else ""
         self._at = "healing", share, left

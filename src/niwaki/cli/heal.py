@@ -19,6 +19,7 @@ from niwaki.options import (
     Compute,
     HealingMethod,
     Measurement,
+    Order,
 )
 
 PRUNED = Argument(metavar="PRUNED", help="The pruned model: a directory or a hub id.")
@@ -42,12 +43,17 @@ LENGTH = Option(
     metavar="N",
     help=rf"Tokens in a window. \[default: {HEALING_LENGTH}, or the model's positions if fewer]",
 )
+WINDOWS = Option(
+    help="Which windows to train on: random ones from all of the text, or its first ones. "
+    r"\[default: random, of data sets first]"
+)
 
 
 @spread(
     without=("samples", "tf32"),
     calibration=Annotated[list[str], TRAINED],
     length=Annotated[int | None, LENGTH],
+    windows=Annotated[Order | None, WINDOWS],
 )
 def heal(
     pruned: Annotated[str, PRUNED],

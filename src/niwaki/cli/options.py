@@ -31,6 +31,7 @@ _RESTART = Option(
 _LENGTH = Option(
     "--seqlen", metavar="N", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]"
 )
+_ORDER = r"The first windows of the text, or random ones from all of it. \[default: first]"
 _MEASURED = Option(
     metavar="TEXT",
     help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]",
@@ -49,7 +50,7 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
         "text": ("calibration", Annotated[list[str], Option(metavar="TEXT", help=_CALIBRATION)]),
         "samples": ("samples", Annotated[int, Option(metavar="N", help="Windows of calibration text.")]),
         "length": ("length", Length),
-        "order": ("windows", Annotated[Order, Option(help="The first windows of the text, or random ones.")]),
+        "order": ("windows", Annotated[Order | None, Option(help=_ORDER)]),
         "seed": (
             "seed",
             Annotated[int, Option(metavar="N", help="For random windows, and for what the model writes itself.")],

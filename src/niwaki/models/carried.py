@@ -12,7 +12,7 @@ from niwaki.errors import CheckpointError
 from niwaki.files import check_space, output_errors
 from niwaki.models.checkpoint.foreign import PICKLE_SUFFIXES
 from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, Checkpoint
-from niwaki.models.output import unfinished_size
+from niwaki.models.output import Part, unfinished_size
 from niwaki.models.scales import FOLDER
 from niwaki.records.record import FINDINGS
 from niwaki.records.wording import counted, several, size
@@ -72,11 +72,13 @@ class CarriedFiles:
                 shutil.copyfile(self.source / name, directory / name)
 
 
-def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "") -> CarriedFiles:
+def find_carried(
+    checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "", part: Part = "whole"
+) -> CarriedFiles:
     """All files of a model but weights (except ``keep``) and measurements.
 
     CheckpointError for a file that cannot be copied, or has a name that niwaki gives to something else; OutputError
-    where ``out`` has no space for them and ``weights`` bytes.
+    where ``out`` has no space for them and ``weights`` bytes, but for what the same ``part`` of a run has written.
     """
     source = checkpoint.path
     try:
@@ -89,7 +91,7 @@ def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str 
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
     names = [name for name in found if name not in left]
-    check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out))
+    check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out, part))
     return CarriedFiles(source, names, left, sum(sizes[name] for name in left))
 
 

@@ -103,7 +103,7 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
         return None
     if len(calibration.texts) > 1:
         raise UsageError(f"{source} has images, and cannot be one of several texts; give it alone")
-    for option, is_usual in (("--seqlen", calibration.length is None), ("--windows", calibration.order == "first")):
+    for option, is_usual in (("--seqlen", calibration.length is None), ("--windows", calibration.order != "random")):
         if not is_usual:
             raise UsageError(f"{option} is for windows of text; {source} has conversations with images, as they are")
     conversations = conversations[: calibration.samples]

@@ -27,6 +27,7 @@ class Journal:
     record: str = ""  # when the last block was done, as JSON
     plan: str = ""  # its digest, if there is one
     files: dict[str, str] = field(default_factory=dict)  # of a directory that only has to be moved, their digests
+    discarded: bool = False  # that directory, of the first part of a run whose second one is complete
 
     @property
     def blocks(self) -> int:

@@ -3,6 +3,8 @@
 Until then ``.OUT.partial`` next to OUT has what is written so far, ``.OUT.partial.plan.safetensors`` what was decided
 before, and ``.OUT.partial.json``, the journal, says what was asked for and which blocks are done. If OUT exists already
 (an empty directory may be a mount point or somebody's working directory) they are inside it, as ``.partial`` and so on.
+A run of two parts, see :mod:`niwaki.pruning.healing.after_pruning`, keeps the result of its first one beside them, as
+``.OUT.partial.first`` with a journal of its own, until its own is complete.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from niwaki import __version__
 from niwaki.errors import OutputError, UsageError
@@ -20,8 +22,10 @@ from niwaki.files import check_replaced, given_path, locked, nearest, output_err
 from niwaki.models.journal import Journal, digests
 from niwaki.records.record import Record
 
-#: Characters that names of files beside the output have more than its own: ``.OUT.partial.json.tmp`` and 8 others.
-_LONGER = 26
+#: What a run is: all that is asked for, or the first or second part of it.
+Part = Literal["whole", "first", "second"]
+#: Characters that names beside the output have more than its own: ``.OUT.partial.first.json.tmp`` and 8 others.
+_LONGER = 32
 #: What only records of pruning, of comparisons and of speed have, one each. Those of `niwaki eval` have none.
 _PARTS = {"matrices", "cells", "speeds"}
 
@@ -34,7 +38,7 @@ def check_output(source: Path, given: str | Path, *read: Path) -> Path:
     out = given_path(given, _LONGER).resolve()
     _, path = _places(out)
     # What is in it may be our own where a run was stopped while it moved its directory.
-    if _taken(out, path) and not _finished(path):
+    if _taken(out, path) and not _finished(path) and not _first_is_done(out):
         raise _exists(out)
     for directory in (source, *read):
         if directory.resolve() in [out, *out.parents]:
@@ -76,8 +80,10 @@ def _check_folder(folder: Path, what: str) -> None:
 class Workplace:
     """Where a run writes: the ``directory`` that becomes OUT, and the ``journal`` of how far the run has come."""
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
-        self.directory, self._path = _places(out)
+    def __init__(self, out: Path, fingerprint: dict[str, Any], part: Part = "whole") -> None:
+        self.directory, self._path = _places(out, part)
+        self._part, self._main = part, _places(out)[1]
+        self._first = None if part == "first" else Workplace(out, {}, "first")
         #: Where the plan is kept until the run is done, see :mod:`niwaki.pruning.plan`.
         self.plan = self._path.with_name(f"{self.directory.name}.plan.safetensors")
         #: A folder for what else a run keeps until it is done.
@@ -96,11 +102,16 @@ class Workplace:
         with contextlib.suppress(FileNotFoundError):
             self.plan.stat()  # the longest of our names: one that is too long for the disk shows now
         earlier, hint = None, "" if restart is None else "start over with --restart, or "
+        if self._first and self._part == "whole":
+            self._first.give_way(restart, hint)
         with contextlib.suppress(OutputError) if restart else contextlib.nullcontext():
             earlier = Journal.read(self._path, hint) if self._path.exists() else None
-        if earlier and earlier.complete:
+        if earlier and earlier.complete and self._first:
             self._take_back(earlier)
         differing = earlier.differences(self.journal.fingerprint) if earlier else []
+        if earlier and earlier.discarded and not restart and not differing:
+            self.journal = earlier
+            return
         if earlier and earlier.complete and not any(self.directory.iterdir()):  # it was moved
             if not restart and not differing and digests(self._out) == earlier.files:
                 self.journal = earlier
@@ -118,8 +129,30 @@ class Workplace:
             self.journal = earlier
         else:
             self.forget()
-        if _taken(self._out, self._path):
+        if _taken(self._out, self._main):
             raise _exists(self._out)
+
+    def give_way(self, restart: bool | None, hint: str) -> None:
+        """Removes the first part of another run, for one that is whole; UsageError where it is unfinished."""
+        with contextlib.ExitStack() as stack:
+            if self.directory.is_dir():
+                stack.enter_context(locked(self.directory, self._out))
+            if self._path.exists() and not restart and not Journal.read(self._path, hint).discarded:
+                raise _another_run(self._out, self._path, hint)
+            self._remove()
+
+    def _remove(self) -> None:
+        if self.directory.is_dir():
+            shutil.rmtree(self.directory)
+        self.forget()
+
+    def use_up(self) -> None:
+        """Removes the result of a first part, after its journal says so: that of the second one is complete."""
+        if self._path.exists():
+            self.journal = Journal.read(self._path)
+            self.save(discarded=True)
+        if self.directory.is_dir():
+            shutil.rmtree(self.directory)
 
     def _take_back(self, journal: Journal) -> None:
         """Undoes a move into an existing directory."""
@@ -168,14 +201,18 @@ class Workplace:
     @property
     def finished_record(self) -> Record:
         """That of a run that only has to be moved, or was."""
+        if self.journal.discarded:
+            return Record.from_json(self.journal.record)
         return Record.load((self.directory if any(self.directory.iterdir()) else self._out) / "niwaki.json")
 
     def move(self) -> None:
         """Moves the directory into place."""
         with output_errors(self._out):
+            if self._first:
+                self._first.use_up()
             if not any(self.directory.iterdir()):
                 self.directory.rmdir()
-            elif _taken(self._out, self._path):
+            elif _taken(self._out, self._main):
                 raise OutputError(f"{self._out} is no longer empty; move what is in it away and repeat the command")
             elif self._inside:
                 for path in sorted(self.directory.iterdir()):
@@ -185,6 +222,8 @@ class Workplace:
                 set_usual_mode(self.directory, 0o777)
                 self.directory.rename(self._out)
             self.forget()
+            if self._first:
+                self._first.forget()
 
     def forget(self) -> None:
         """Removes the plan, the scratch folder and the journal."""
@@ -195,13 +234,15 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def workplace(out: Path, fingerprint: dict[str, Any], restart: bool | None = None) -> Iterator[Workplace]:
-    """A place to write ``out`` at, with what an earlier run with the same ``fingerprint`` left there.
+def workplace(
+    out: Path, fingerprint: dict[str, Any], restart: bool | None = None, part: Part = "whole"
+) -> Iterator[Workplace]:
+    """A place to write ``out`` or a ``part`` of it at, with what an earlier run with this ``fingerprint`` left there.
 
     A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
     block that is done. UsageError where there is an unfinished run of something else, or one that is still running.
     """
-    place = Workplace(out, fingerprint)
+    place = Workplace(out, fingerprint, part)
     directory = place.directory
     made = [each for each in [directory, *directory.parents] if not each.exists()]
     with contextlib.ExitStack() as stack:
@@ -238,9 +279,9 @@ def new_directory(out: Path, fingerprint: dict[str, Any]) -> Iterator[Path | Non
         place.move()
 
 
-def unfinished(out: Path) -> Path:
-    """Where a run for ``out`` has left its directory, if that was not moved into place."""
-    return _places(out)[0]
+def first_part(out: Path) -> Path:
+    """Where the first part of a run for ``out`` has left its result."""
+    return _places(out, "first")[0]
 
 
 def is_begun(out: Path) -> bool:
@@ -248,31 +289,38 @@ def is_begun(out: Path) -> bool:
     return _places(out)[1].exists() or (out / "niwaki.json").exists()
 
 
-def check_same_run(out: Path, first: Path) -> None:
-    """UsageError where ``out`` has an unfinished run, but not one of which ``first`` is the first, finished part."""
-    journal = _places(out)[1]
-    if journal.exists() and not _finished(_places(first)[1]):
-        raise UsageError(
-            f"{out} has an unfinished run that was asked for something else; ask for the same to resume it, start over "
-            f"with --restart, or remove {journal}"
-        )
+def check_same_run(out: Path) -> None:
+    """UsageError where ``out`` has an unfinished run, but not one that has a finished first part."""
+    if (journal := _places(out)[1]).exists() and not _finished(_places(out, "first")[1]):
+        raise _another_run(out, journal)
 
 
-def discard(out: Path) -> None:
-    """Removes what a run for ``out`` has left that was not moved into place."""
-    place = Workplace(out, {})
-    with output_errors(out):
-        place.forget()
-        shutil.rmtree(place.directory)
+def finish_move(out: Path) -> Record | None:
+    """Moves the result of a run of two parts into place, of which the first is discarded; its record.
+
+    None where none was interrupted there.
+    """
+    if not _first_is_done(out):
+        return None
+    if (path := _places(out)[1]).exists():
+        with workplace(out, Journal.read(path).fingerprint, part="second") as place:
+            if not place.journal.complete:
+                raise OutputError(f"{place.directory} is damaged; start over with --restart")
+            place.move()
+    else:
+        with output_errors(out):
+            Workplace(out, {}, "first").forget()
+    return Record.load(out / "niwaki.json")
 
 
-def unfinished_size(out: Path) -> int:
-    """Bytes on the disk that an earlier run for ``out`` holds."""
-    size = 0
+def unfinished_size(out: Path, part: Part = "whole") -> int:
+    """Bytes on the disk that an earlier run for ``out``, or the same ``part`` of it, holds."""
+    size, (directory, first) = 0, (_places(out, each)[0] for each in (part, "first"))
     with contextlib.suppress(OSError):  # the run may be going on
-        for file in (out if out.exists() else _places(out)[0]).rglob("*"):
-            status = file.lstat()
-            size += getattr(status, "st_blocks", status.st_size // 512) * 512  # a file may have holes
+        for file in (out if out.exists() and part != "first" else directory).rglob("*"):
+            if part == "first" or first not in file.parents:
+                status = file.lstat()
+                size += getattr(status, "st_blocks", status.st_size // 512) * 512  # a file may have holes
     return size
 
 
@@ -291,10 +339,12 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
     write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")
 
 
-def _places(out: Path) -> tuple[Path, Path]:
+def _places(out: Path, part: Part = "whole") -> tuple[Path, Path]:
     """(the directory to write to, the journal)."""
-    inside = out.is_dir() and not (out.parent / f".{out.name}.partial.json").exists()
-    name, parent = (".partial", out) if inside else (f".{out.name}.partial", out.parent)
+    first = ".first" if part == "first" else ""
+    beside = (out.parent / f".{out.name}.partial{each}.json" for each in ("", ".first"))
+    inside = out.is_dir() and not any(path.exists() for path in beside)
+    name, parent = (f".partial{first}", out) if inside else (f".{out.name}.partial{first}", out.parent)
     return parent / name, parent / f"{name}.json"
 
 
@@ -314,6 +364,19 @@ def _finished(path: Path) -> bool:
     with contextlib.suppress(OutputError):
         return path.exists() and Journal.read(path).complete
     return False
+
+
+def _first_is_done(out: Path) -> bool:
+    """Whether a run of two parts is complete, and was interrupted while it was moved into place."""
+    journal = _places(out, "first")[1]
+    return _finished(journal) and Journal.read(journal).discarded
+
+
+def _another_run(out: Path, journal: Path, hint: str = "start over with --restart, or ") -> UsageError:
+    return UsageError(
+        f"{out} has an unfinished run that was asked for something else; ask for the same to resume it, {hint}remove "
+        f"{journal}"
+    )
 
 
 def _remove_empty(directories: list[Path]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import math
 import random
 import sys
 from collections.abc import Iterator
@@ -114,14 +113,16 @@ def read_windows(
     """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
     ``count`` windows are needed, None for all of the text; ``spare`` more are welcome. With the order ``first`` they
-    are from its start, with ``random`` from the starts of words in stretches of it that ``seed`` chooses.
+    are from its start. With ``random`` they are from all of it, from the starts of words in stretches that ``seed``
+    chooses; where it is too short for that they are all of its windows, shuffled. Of a text that is very long, only the
+    first part is drawn from, of which there is a note then.
     CalibrationError where it is not available or too short, UsageError for a ``length`` below 2 or ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
     if not source:
         raise UsageError("the name of a text is empty")
-    file, needed, which = find_file(source), count or 1, f"{order} windows"
+    file, needed, which, notes = find_file(source), count or 1, f"{order} windows", ()
     wanted = needed + spare
     if count is None:
         text = _characters(read_pieces(source), _LONGEST + 1)
@@ -135,7 +136,11 @@ def read_windows(
         chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * length
         which = f"{chosen} windows, {left:,} tokens behind them left out"
     elif order == "random":
-        ids = _random_windows(read_pieces(source), tokenizer, length, wanted, math.inf if file else _RANDOM_POOL, seed)
+        pool = _LONGEST if file else min(_LONGEST, _RANDOM_POOL * wanted * length * _CHARACTERS_PER_TOKEN)
+        text = _characters(pieces := read_pieces(source), pool)
+        if next(pieces, None) is not None:
+            notes = (f"random windows are from the first {len(text):,} characters of {source}, which has more",)
+        ids = _random_windows(text, tokenizer, length, wanted, seed)
     else:
         ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
     check_known(ids, tokenizer, source)
@@ -152,7 +157,8 @@ def read_windows(
             + (f", or --samples {available}" if available else "")
         )
     tokens = torch.tensor(ids[: available * length], dtype=torch.int64).view(available, length)
-    return Windows(tokens, source, order, f"{describe_source(source)}; one text, no special tokens (no BOS); {which}")
+    origin = f"{describe_source(source)}; one text, no special tokens (no BOS); {which}"
+    return Windows(tokens, source, order, origin, notes)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
@@ -229,14 +235,11 @@ def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, cou
         enough *= 2
 
 
-def _random_windows(
-    pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int, pool: float, seed: int
-) -> list[int]:
-    """The tokens of ``count`` windows, or of fewer, from the first ``pool`` times as much text as they need."""
-    stretch = length * _CHARACTERS_PER_TOKEN
-    text = _characters(pieces, pool * count * stretch)
+def _random_windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int) -> list[int]:
+    """The tokens of ``count`` windows, or of fewer, from all of a text."""
+    stretch, chance = length * _CHARACTERS_PER_TOKEN, random.Random(seed)
     starts = list(range(0, len(text) - stretch + 1, stretch))
-    random.Random(seed).shuffle(starts)
+    chance.shuffle(starts)
     ids: list[int] = []
     for start in starts:
         excerpt = text[start : start + stretch]
@@ -245,8 +248,14 @@ def _random_windows(
         if len(window) == length:
             ids += window
         if len(ids) == count * length:
-            break
-    return ids
+            return ids
+    if len(text) >= (count + 1) * stretch:
+        return ids
+    whole = encode(tokenizer, text)
+    places = list(range(0, len(whole) - length + 1, length))
+    chance.shuffle(places)
+    all_of_them = [token for place in places[:count] for token in whole[place : place + length]]
+    return max(ids, all_of_them, key=len)
 
 
 @dataclass(frozen=True)
@@ -270,7 +279,8 @@ class Texts:
 
         With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
         where it does not say. Without, they are all of the text, or as many as the measurement says. With ``fewer`` the
-        calibration may have fewer windows than it says too. Errors are as of :func:`read_heldout`; also UsageError
+        calibration may have fewer windows than it says too, and where it has no order those of a file are random ones,
+        and not the first. Errors are as of :func:`read_heldout`; also UsageError
         where a text has nothing after the calibration windows. Conversations with images are taken where they are the
         calibration's only text, see :func:`.find_conversations`.
         """
@@ -297,11 +307,13 @@ class Texts:
         spare, rests = (count or WINDOWS_AFTER) if any(after) else 0, dict[str, Windows]()
         for i, (text, samples) in enumerate(zip(calibration.texts, calibration.shares, strict=True)):
             if tokenizer and isinstance(text, str):
-                order, seed = calibration.order, calibration.seed
+                usual_order: Order = "random" if fewer and find_file(text) else "first"
+                order, seed = calibration.order or usual_order, calibration.seed
                 needed = 1 if fewer else samples
                 more = spare + samples - needed
                 windows = read_windows(text, tokenizer, length, needed, spare=more, order=order, seed=seed)
                 model.check(windows.tokens)
+                notes += windows.notes
                 source = f"the text after the calibration windows of {text}"
                 rests[text] = Windows(windows.tokens[samples:], source, order)
                 parts[i] = dataclasses.replace(windows, tokens=windows.tokens[:samples])

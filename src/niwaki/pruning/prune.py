@@ -17,7 +17,7 @@ from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.journal import Journal
 from niwaki.models.kept_format import KeptFormat
-from niwaki.models.output import Workplace, check_output, workplace, write_config
+from niwaki.models.output import Part, Workplace, check_output, workplace, write_config
 from niwaki.models.scales import FILE, places, verify_grid
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
@@ -125,8 +125,8 @@ def prune(
     return run(request, out, restart, progress)
 
 
-def run(request: Request, given: str | Path, restart: bool, progress: Progress | None, is_all: bool = True) -> Record:
-    """What :func:`prune` does; if it ``is_all`` that is to be done, the result is moved into place."""
+def run(request: Request, given: str | Path, restart: bool, progress: Progress | None, part: Part = "whole") -> Record:
+    """What :func:`prune` does; where it is the first ``part`` of a run, the result is not moved into place."""
     clock, world = Clock(), current_session().world
     progress = progress if progress and world.first else Progress()
     progress.status(f"reading {request.model}")
@@ -137,7 +137,7 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
         checkpoint = Checkpoint(source)
         kept = KeptFormat(checkpoint) if request.keep_format else None
         written = checkpoint.stored if kept else checkpoint
-        carried = find_carried(written, out, written.size) if world.first else None
+        carried = find_carried(written, out, written.size, part=part) if world.first else None
         model = StreamedModel(checkpoint, request.compute.device, request.compute.dtype, budget)
         request = request.for_model(model)
         chosen = request.chosen(len(model.blocks))
@@ -159,7 +159,7 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
         clock.lap("prepare")
         with (
             products(tf32=record.tf32 == "always"),
-            workplace(out, asked, restart) if world.first else contextlib.nullcontext() as place,
+            workplace(out, asked, restart, part) if world.first else contextlib.nullcontext() as place,
             _report_interruption(place, progress, chosen),
         ):
             shared = world.received(place.journal if place else Journal({}))
@@ -182,9 +182,9 @@ def run(request: Request, given: str | Path, restart: bool, progress: Progress |
                 else:
                     walk.blocks(texts)
             record = world.received(record)
-            if place and is_all:
+            if place and part == "whole":
                 place.move()
-    if is_all:
+    if part == "whole":
         progress.end(record)
     return record
 

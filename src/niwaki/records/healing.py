@@ -18,7 +18,8 @@ class HealingPoint:
     Attributes:
         error: The mean KL of the dense from the pruned model on what is held out, in nats a token; of weights as files
             have them.
-        loss: The same on what was trained on since the last point; None where blocks are trained, each towards its own.
+        loss: The same on what was trained on since the last point; None where that is nothing, as at the first point,
+            and where blocks are trained, each towards its own. Old records have a copy of the error at the first one.
     """
 
     tokens: Count
@@ -26,6 +27,11 @@ class HealingPoint:
     seconds: Seconds
     error: Amount
     loss: Finite | None
+
+    @property
+    def trained_on(self) -> float | None:
+        """``loss``, but for what old records have at a point before any step."""
+        return self.loss if self.steps else None
 
 
 @dataclass
@@ -63,6 +69,11 @@ class HealingRecord:
             raise UsageError(f"the best of {len(self.points)} points cannot be number {self.best}")
         if len(self.points) > LARGEST_CURVE:
             raise UsageError(f"a training has {len(self.points):,} points, too many to show")
+
+    @property
+    def by_block(self) -> bool:
+        """Whether blocks were trained one after the other, and points have no loss."""
+        return self.method == "blocks"
 
     def __str__(self) -> str:
         if not self.points:

@@ -270,20 +270,20 @@ def healing(material: Material) -> Section | None:
     points, rows = [], []
     for i, point in enumerate(record.points):
         error = Cell(f"{point.error:.4g}", best=i == record.best)
+        loss = point.trained_on
         row = [Cell(f"{point.tokens:,}"), Cell(f"{point.seconds:.0f}"), error]
-        rows.append(row if point.loss is None else [*row, Cell(f"{point.loss:.4g}")])
-        for name, value in (("trained on", point.loss), ("held out", point.error)):
+        rows.append(row if record.by_block else [*row, Cell("-" if loss is None else f"{loss:.4g}")])
+        for name, value in (("trained on", loss), ("held out", point.error)):
             if value is not None:
                 label = f"{name}, after {point.tokens:,} tokens: {value:.4g} nats"
                 points.append({"name": name, "x": point.tokens, "value": value, "label": label})
     figures = [charts.curves(points, "tokens", "nats a token")] if len(record.points) > 1 else []
-    by_block = record.method == "blocks"
-    trained = "" if by_block else " and on text that was trained on since the point before"
+    trained = "" if record.by_block else " and on text that was trained on since the point before"
     why = (
         f"The KL divergence of the dense model's predictions from this one's, on text that was held out{trained}. The "
         "result has the weights of the point with the lowest value on what was held out."
     )
-    header = ["tokens", "seconds", "held out", *([] if by_block else ["trained on"])]
+    header = ["tokens", "seconds", "held out", *([] if record.by_block else ["trained on"])]
     exhibit = Exhibit(figures, Table(header, rows), label="KL while healing")
     return Section("healing", "Healing", why, [exhibit])
 

@@ -111,6 +111,10 @@ class CheckpointWriter:
         self._written.setdefault(key, set()).add(index)
         return tensor
 
+    def is_written(self, key: str, index: int | None = None) -> bool:
+        """Whether that was written, and will not be copied from the source at the end."""
+        return not {None, index}.isdisjoint(self._written.get(key, ()))
+
     def sync(self) -> None:
         """Waits until all that was written is on disk."""
         with output_errors(self._directory):

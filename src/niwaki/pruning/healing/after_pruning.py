@@ -7,7 +7,7 @@ from torch import Tensor
 
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.conversations import has_images
-from niwaki.models.output import check_output, check_same_run, discard, is_begun, unfinished
+from niwaki.models.output import check_output, check_same_run, finish_move, first_part, is_begun
 from niwaki.models.text import Windows
 from niwaki.options import Calibration, Measurement
 from niwaki.pruning import prune
@@ -21,9 +21,10 @@ from niwaki.records.record import Record
 def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: Progress | None) -> Record:
     """Prunes as ``request`` says, and trains the result on ``request.effort.healing`` times as many tokens.
 
-    The pruned model is next to ``out`` in a hidden directory until then. Each part resumes where it was stopped when
-    the same is asked for again. What cannot be healed as a whole is pruned alone, with a note that says so first.
-    Returns the record of both. NiwakiError as in :func:`niwaki.prune` and :func:`niwaki.heal`.
+    The pruned model is beside what is written for ``out`` until that is complete, see :mod:`niwaki.models.output`. Each
+    part resumes where it was stopped when the same is asked for again. What cannot be healed as a whole is pruned
+    alone, with a note that says so first. Returns the record of both. NiwakiError as in :func:`niwaki.prune` and
+    :func:`niwaki.heal`.
     """
     world, source = current_session().world, locate_model(request.model)
     masks = [locate_model(request.mask_model)] if request.mask_model else []
@@ -31,30 +32,32 @@ def prune_and_heal(request: Request, out: str | Path, restart: bool, progress: P
     if why := world.received(_refusal(request, source)):  # the memory that is left may differ between processes
         note = f"what is left is not trained (healing, of the effort): {why}"
         return prune.run(dataclasses.replace(request, notes=(note,)), target, restart, progress)
-    first = target.with_name(f"{target.name}.pruned")
     if world.first and not restart:
-        check_same_run(target, first)
+        check_same_run(target)
     measured_later = dataclasses.replace(request, measurement=Measurement(samples=0))
-    pruned = prune.run(measured_later, first, restart, progress, is_all=False)
+    pruned = prune.run(measured_later, target, restart, progress, "first")
+    if (moved := world.received(finish_move(target) if world.first else None)) is not None:
+        if progress and world.first:
+            progress.end(moved)
+        return moved
     asked = heal.HealingRequest(
-        pruned=str(unfinished(first)),
+        pruned=str(first_part(target)),
         teacher=request.model,
         tokens=max(1, int(request.effort.healing * pruned.calibration_tokens)),
-        calibration=dataclasses.replace(request.calibration, samples=Calibration().samples),
+        calibration=dataclasses.replace(
+            request.calibration, samples=Calibration().samples, order=request.calibration.order or "first"
+        ),
         measurement=request.measurement,
         compute=dataclasses.replace(request.compute, tf32="auto"),
         pruning=pruned,
     )
     try:
-        record = heal.run(asked, target, restart, progress)
+        return heal.run(asked, target, restart, progress)
     except BaseException:
         if progress and world.first and not is_begun(target):  # of what is begun healing says how far it came
             blocks = len({matrix.block for matrix in pruned.matrices})
             progress.stopped(blocks, blocks)
         raise
-    if world.first:
-        discard(first)
-    return record
 
 
 def _refusal(request: Request, source: Path) -> str:

@@ -86,13 +86,15 @@ class BlockRun(Run):
                 self._writer = stack.enter_context(writer)
             streams = self._embedded(self.share(tokens))
             self._walk(streams)
+            if self._writer:
+                self.write_signless_zeros(self._writer)
             healing.points = self.world.received(self._points(streams.held) if streams.held else [])
         healing.best = int(healing.points[1].error < healing.points[0].error)
         if healing.best == 0:
             self.note(["the weights are those of the pruned model: healed blocks were not better on what was held out"])
             if place:
-                with CheckpointWriter(checkpoint, place.directory):
-                    pass  # all that is not written is copied
+                with CheckpointWriter(checkpoint, place.directory) as writer:
+                    self.write_signless_zeros(writer)  # all else is copied
 
     def _budget(self) -> contextlib.closing[MemoryBudget]:
         """For the hidden states of both models: what the blocks leave."""

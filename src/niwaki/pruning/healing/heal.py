@@ -20,7 +20,7 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.device import training_dtype
 from niwaki.models.extra import notes_of
 from niwaki.models.journal import Journal
-from niwaki.models.output import check_output, workplace
+from niwaki.models.output import Part, check_output, workplace
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts
@@ -168,7 +168,9 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     progress.status(f"reading {request.pruned}")
     checkpoint = Checkpoint(source)
     grid = grid_of(checkpoint)
-    carried = find_carried(checkpoint, target, checkpoint.size, keep=FILE if grid else "") if world.first else None
+    part: Part = "second" if request.pruning else "whole"
+    keep = FILE if grid else ""
+    carried = find_carried(checkpoint, target, checkpoint.size, keep, part) if world.first else None
     knowing = Checkpoint(teacher)
     dense = StreamedModel(knowing, compute.device, training_dtype(compute.dtype, compute.device, knowing))
     student, method, notes = choose(checkpoint, dense, compute, request.method)
@@ -194,7 +196,9 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     student.check(texts.windows.tokens)
     windows, length = texts.windows.tokens.shape
     held = min(_held(request.tokens, length), max(1, windows // 8))
-    texts = replace(texts, calibration=replace(texts.windows, tokens=_new_first(texts.windows.tokens, seen, held)))
+    texts = replace(
+        texts, calibration=replace(texts.windows, tokens=_drawn(texts.windows.tokens, seen, held, calibration.seed))
+    )
     if windows <= world.size:
         raise CalibrationError(
             f"the text to train on has {counted(windows, 'window')} of {length} tokens, one is held out, and each "
@@ -238,7 +242,7 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
     clock.lap("prepare")
     with (
         products(tf32=False),
-        workplace(target, fingerprint, restart) if world.first else contextlib.nullcontext() as place,
+        workplace(target, fingerprint, restart, part) if world.first else contextlib.nullcontext() as place,
     ):
         shared = world.received(place.journal if place else Journal({}))
         journal = place.journal if place else shared
@@ -293,9 +297,13 @@ def _seen(request: HealingRequest, length: int) -> int:
     return math.ceil(pruning.calibration_tokens / length)
 
 
-def _new_first(tokens: Tensor, seen: int, held: int) -> Tensor:
-    """The windows after those that were ``seen``, and then these; the last ``held`` are new too."""
-    old, new = tokens[:seen], tokens[seen:]
+def _drawn(tokens: Tensor, seen: int, held: int, seed: int) -> Tensor:
+    """All windows in an order that ``seed`` draws, so that the first ones, as time ends, are of all kinds of text.
+
+    Those that were ``seen`` come after the others, but for the last ``held``, which are new too.
+    """
+    drawing = torch.Generator().manual_seed(seed)
+    old, new = (part[torch.randperm(len(part), generator=drawing)] for part in (tokens[:seen], tokens[seen:]))
     held = min(held, len(new))
     return torch.cat([new[: len(new) - held], old, new[len(new) - held :]])
 

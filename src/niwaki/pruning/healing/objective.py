@@ -6,7 +6,8 @@ state h after the last norm,
     KL(p | softmax(W h)) = s - <h, c> + log sum exp(W h),    c = W^T p,    s = sum_v p_v log p_v.
 
 So c, as long as a state, and the number s are all that is needed of the dense model: no logits of it are kept, and none
-are computed again. Where a tanh caps the logits that does not hold, and what is kept is the likeliest words' p.
+are computed again. Where a tanh caps the logits that does not hold, and what is kept is the likeliest words' p, and a
+sample of all others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,9 @@ from niwaki.models.streamed import StreamedModel
 LOGITS = 1 << 22
 #: By how much logits may differ from what is made of the head's products, relative to the largest of them.
 _CLOSE = 1e-3
-#: Words of which p is kept where logits are capped; the others count as one. They nearly never have 1 % of it together.
-_LIKELIEST = 100
+#: Where logits are capped, the likeliest words, of which p is kept, and how many are drawn of the others. These nearly
+#: never have 1 % of it together, but nearly all of it where the cap is low.
+_LIKELIEST, _DRAWN = 100, 100
 
 
 @dataclass(frozen=True)
@@ -93,33 +95,40 @@ class Head:
 class CappedHead(Head):
     """A head whose products z become the logits ``cap tanh(z / cap)``, as in Gemma 2.
 
-    KL is that of the likeliest words and of all others as one, which is a little less than that of all.
+    KL, the mean of log p - log q over words drawn by p, is computed as that over the likeliest words, each with its p,
+    and words drawn of all others, which share the rest of p alike. Its mean and that of its gradient over the draws are
+    those of all words. It is 0, but for rounding, where q is p.
     """
 
     cap: float
 
     @property
     def kept(self) -> Mapping[str, tuple[type[np.generic], tuple[int, ...]]]:
-        count = min(_LIKELIEST, len(self.weight))
-        return {"words": (np.int32, (count,)), "p": (np.float16, (count,))}
+        count = min(_LIKELIEST, len(self.weight)) + _DRAWN
+        return {"words": (np.int32, (count,)), "p": (np.float32, (count,)), "s": (np.float32, ())}
 
     @torch.no_grad()
     def targets(self, logits: Tensor) -> tuple[Tensor, ...]:
-        """The likeliest words (tokens, count) and their p, float32."""
-        p, words = logits.float().softmax(1).topk(min(_LIKELIEST, logits.shape[1]))
-        return words, p
+        """Words (tokens, count), with what they have of p, and the mean of log p over these, float32."""
+        log_p = logits.float().log_softmax(1)
+        p = log_p.exp()
+        likeliest, words = p.topk(min(_LIKELIEST, p.shape[1]))
+        others = p.scatter(1, words, 0.0).double().cumsum(1)
+        rest = others[:, -1:]
+        # Systematic: as far apart as they can be in the order of the vocabulary, from a random place on. Drawn alike
+        # for all pieces, so that what is asked again is answered in the same way.
+        offsets = torch.rand(len(p), 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(p.device)
+        places = (torch.arange(_DRAWN, device=p.device) + offsets) / _DRAWN * rest
+        drawn = torch.searchsorted(others, places, right=True).clamp_(max=p.shape[1] - 1)
+        words = torch.cat([words, drawn], 1)
+        p = torch.cat([likeliest, (rest / _DRAWN).float().expand(-1, _DRAWN)], 1)
+        return words, p, torch.where(p > 0, p * log_p.gather(1, words), 0.0).sum(1)
 
-    def _divergence(self, h: Tensor, words: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    def _divergence(self, h: Tensor, words: Tensor, p: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         capped = self._products(h).div_(self.cap).tanh_()
-        log_q = (self.cap * capped).log_softmax(1)
-        words, q = words.long(), log_q.exp()
-        q_of_others = q.scatter(1, words, 0.0).sum(1)
-        others = (1 - p.sum(1)).clamp(min=0) * (q_of_others > 0)  # of a small vocabulary there are none
-        losses = (torch.xlogy(p, p) - p * log_q.gather(1, words)).sum(1)
-        losses += torch.xlogy(others, others) - torch.xlogy(others, q_of_others)
-        of_words = q.gather(1, words) - p
-        gradient = q.mul_(1 - (others / q_of_others.clamp(min=torch.finfo().tiny)).unsqueeze(1))
-        gradient.scatter_(1, words, of_words)  # with respect to the logits
+        log_q, words = (self.cap * capped).log_softmax(1), words.long()
+        losses = s - (p * log_q.gather(1, words)).sum(1)
+        gradient = log_q.exp_().mul_(p.sum(1, keepdim=True)).scatter_add_(1, words, -p)  # with respect to the logits
         return losses, self._mean_row(gradient.mul_(1 - capped.square_()))
 
 

@@ -14,7 +14,7 @@ from niwaki.errors import UnsupportedModelError
 from niwaki.files import output_errors
 from niwaki.models.carried import CarriedFiles
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.writing import verify
+from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import peak_memory
 from niwaki.models.journal import Journal
 from niwaki.models.output import Workplace, write_config
@@ -166,10 +166,18 @@ class Run(ABC):
 
     def share(self, tokens: Tensor) -> Tensor:
         """Those that are held out, for the first process, and this one's of the others, as many as each has."""
-        # What is held out is from the end of the text, because what the model was pruned on is often from its start.
         count, world = (len(tokens) - self.held) // self.world.size, self.world
         own = tokens[: len(tokens) - self.held][world.rank :: world.size][:count]
         return torch.cat([tokens[-self.held :], own]) if world.first else own
+
+    def write_signless_zeros(self, writer: CheckpointWriter) -> None:
+        """Writes what would be copied of matrices that have -0.0, as of ``W * mask``, with +0.0 in their place."""
+        checkpoint = self.model.checkpoint
+        for key, index in (matrix.entry for matrix in self.model.matrices()):
+            if not writer.is_written(key, index):
+                value = checkpoint.read(key, index)
+                if bool(((value == 0) & value.signbit()).any()):
+                    writer.write(key, value.add_(0.0), index)
 
     def _check(self, directory: Path) -> None:
         """Writes the configuration and reads weights back: zeros are to be as before, and weights on their grid."""

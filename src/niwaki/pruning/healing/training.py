@@ -220,7 +220,7 @@ class Training:
         points = self.record.points
         if not points or error < points[self.record.best].error:
             self._best, self.record.best = stored, len(points)
-        loss = sum(self._losses) / len(self._losses) if self._losses else error
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
         points.append(HealingPoint(self._trained, self._steps, self._spent(), error, loss))
         self._losses = []
         self._measuring = time.monotonic() - began

@@ -58,6 +58,7 @@ class WholeRun(Run):
             with CheckpointWriter(self.model.checkpoint, place.directory) as writer:
                 for key, value in student.tensors(trained):
                     writer.write(key, value)
+                self.write_signless_zeros(writer)
         self.model.unload()  # perplexity takes memory next
 
     def _check_scratch(self, scratch: Path, tokens: Tensor, student: Student) -> None:
