@@ -34,8 +34,8 @@ from niwaki.models.answers import USUAL_SAMPLING
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer
 from niwaki.models.text_sources import read_prompts
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration, Compute, Measurement
 from niwaki.pruning.effort import EFFORTS
 

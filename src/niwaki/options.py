@@ -73,6 +73,7 @@ class Calibration(_Options):
         order: The "first" windows of the text, or "random" ones, drawn by ``seed``.
         answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
             answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
+        bos: Whether windows begin with the token that the model's tokenizer puts before a text, where it puts one.
     """
 
     text: Text | Sequence[Text] = "c4"
@@ -81,6 +82,7 @@ class Calibration(_Options):
     order: Order = "first"
     seed: int = 0
     answers: Literal["own"] | None = None
+    bos: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -122,12 +124,15 @@ class Measurement(_Options):
             256 of what follows the calibration windows for compare, all of the text otherwise.
         length: Tokens in a window; None for as many as in those of the calibration.
         before: Whether prune and shrink measure the dense model also.
+        bos: As in :class:`Calibration`; it is given, and not predicted. What follows the calibration windows begins as
+            they do.
     """
 
     text: Text | Sequence[str] | None = None
     samples: int | None = None
     length: int | None = None
     before: bool = True
+    bos: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)

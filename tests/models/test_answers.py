@@ -19,8 +19,9 @@ from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.models import answers
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
-from niwaki.models.text import Windows, load_tokenizer, read_windows
+from niwaki.models.text import Windows, read_windows
 from niwaki.models.text_sources import read_prompts
+from niwaki.models.tokens import load_tokenizer
 from niwaki.records.progress import Progress
 from support.command import Command
 from support.models import edit_json, message, reference, save_model_with_tokenizer

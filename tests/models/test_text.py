@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, NiwakiError, UnknownNameError, UsageError
-from niwaki.models import text as calibration, text_sources
-from niwaki.models.text import Texts, load_tokenizer, read_windows
+from niwaki.models import text as calibration, text_sources, tokens
+from niwaki.models.text import Texts, read_windows
 from niwaki.models.text_sources import EXCERPTS
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Measurement
 from support.models import EMBEDDED
 from support.streams import stream_of
@@ -67,16 +67,6 @@ def message(call: Callable[[], object], kind: type[Exception] = CalibrationError
     said = str(caught.value)
     assert "\n" not in said
     return said
-
-
-@pytest.mark.parametrize("options", [{}, {"count": 3}, {"count": 3, "order": "random"}], ids=str)
-def test_no_special_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
-    """Whatever the tokenizer puts at the start of a text."""
-    other: Any = load_tokenizer(EMBEDDED)
-    other.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    assert other("a")["input_ids"][0] == 0
-    windows = read_windows(str(path), other, 32, **options)
-    assert torch.equal(windows.tokens, read_windows(str(path), tokenizer, 32, **options).tokens)
 
 
 # The first windows
@@ -139,8 +129,8 @@ def test_long_texts_become_tokens_in_parts(
     blanks = [" " * 9000 + text[:5000], text[:5000] + "\n" * 4000 + text[5000:9000]]
     texts = [text, emoji, "x" * 9000, "ab" * 5000, *blanks]
     whole = [encode(tokenizer, each) for each in texts]
-    monkeypatch.setattr(calibration, "_AT_ONCE", at_once)
-    monkeypatch.setattr(calibration, "_OVERLAP", overlap)
+    monkeypatch.setattr(tokens, "_AT_ONCE", at_once)
+    monkeypatch.setattr(tokens, "_OVERLAP", overlap)
     assert [encode(tokenizer, each) for each in texts] == whole
 
 

@@ -35,6 +35,10 @@ _MEASURED = Option(
     metavar="TEXT",
     help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]",
 )
+_BOS = Option(
+    "--bos/--no-bos",
+    help="Begin each window with the token that the model's tokenizer puts before a text, where it puts one.",
+)
 _TF32 = Option(
     help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes; "
     "always for all products of float32; never."
@@ -42,8 +46,9 @@ _TF32 = Option(
 _MEMORY = Option(metavar="SIZE", help="Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.")
 Restart = Annotated[bool, _RESTART]
 Length = Annotated[int | None, _LENGTH]
+Bos = Annotated[bool, _BOS]
 
-#: The options of each object: field to the option's parameter and what typer is to know of it.
+#: The options of each object: field to the option's parameter and what typer is to know of it; several share one.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     Calibration: {
         "text": ("calibration", Annotated[list[str], Option(metavar="TEXT", help=_CALIBRATION)]),
@@ -55,10 +60,12 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
             Annotated[int, Option(metavar="N", help="For random windows, and for what the model writes itself.")],
         ),
         "answers": ("answers", Annotated[Literal["own"] | None, Option(help=_ANSWERS)]),
+        "bos": ("bos", Bos),
     },
     Measurement: {
         "text": ("text", Annotated[str | None, _MEASURED]),
         "samples": ("text_samples", Annotated[int, Option(metavar="N", help="Windows of it; 0 for no perplexity.")]),
+        "bos": ("bos", Bos),
     },
     Compute: {
         "device": (
@@ -99,10 +106,12 @@ def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comman
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            made: dict[str, Any] = {}
             for name, fields in objects.items():
-                values = {field: given.pop(option) for field, (option, _) in fields.items() if option in given}
-                given[name] = dataclasses.replace(usual[name], **values)
-            command(**given)
+                values = {field: given[option] for field, (option, _) in fields.items() if option in given}
+                made[name] = dataclasses.replace(usual[name], **values)
+            spent = {option for fields in objects.values() for option, _ in fields.values()}
+            command(**made, **{option: value for option, value in given.items() if option not in spent})
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         known = [inspect.Parameter(o, keyword, default=d, annotation=kind) for o, (kind, d) in options.items()]

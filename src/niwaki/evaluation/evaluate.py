@@ -30,7 +30,7 @@ def evaluate(
     decoder block is in memory at a time. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
-    measurement.only("evaluate", "text", "samples", "length")
+    measurement.only("evaluate", "text", "samples", "length", "bos")
     measurement.only_text("evaluate")
     measurement.some()
     checkpoint = open_checkpoint(locate_model(str(model)))
@@ -38,7 +38,7 @@ def evaluate(
         streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         (text,) = measurement.texts
         text = "wikitext2" if text is None else text
-        windows = read_heldout(streamed, text, measurement.length, measurement.samples)
+        windows = read_heldout(streamed, text, measurement)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
             budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)

@@ -23,8 +23,9 @@ from niwaki.layer.products import products
 from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, check_known, load_tokenizer
+from niwaki.models.text import Windows
 from niwaki.models.text_sources import read_prompts
+from niwaki.models.tokens import check_known, find_bos, load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
@@ -55,8 +56,13 @@ def with_answers(
     if not any(calibration.answered):
         return calibration
     length = model.window_length(calibration.length)
+    bos = find_bos(load_tokenizer(model.checkpoint.path)) if calibration.bos else None
     texts = [
-        _answered(model, str(text), share, length, calibration.seed, budget, world, progress) if answered else text
+        dataclasses.replace(
+            _answered(model, str(text), share, length, calibration.seed, budget, world, progress), bos=bos
+        )
+        if answered
+        else text
         for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
     ]
     return dataclasses.replace(calibration, text=texts, answers=None)

@@ -94,7 +94,12 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
         return None
     if len(calibration.texts) > 1:
         raise UsageError(f"{source} has images, and cannot be one of several texts; give it alone")
-    for option, is_usual in (("--seqlen", calibration.length is None), ("--windows", calibration.order == "first")):
+    usual = {
+        "--seqlen": calibration.length is None,
+        "--windows": calibration.order == "first",
+        "--no-bos": calibration.bos,
+    }
+    for option, is_usual in usual.items():
         if not is_usual:
             raise UsageError(f"{option} is for windows of text; {source} has conversations with images, as they are")
     conversations = conversations[: calibration.samples]
