@@ -53,7 +53,7 @@ class Prompts:
 
     def __init__(self, model: Path, number: int, length: int) -> None:
         tokenizer, self.length = load_tokenizer(model), length
-        asked = read_prompts(str(HELD_PROMPTS))
+        asked, _ = read_prompts(str(HELD_PROMPTS))
         self.tokens = [_templated(tokenizer, each) for each in asked[:: max(1, len(asked) // number)][:number]]
         self.end = int(tokenizer.eos_token_id)
 

@@ -74,6 +74,8 @@ class Calibration(_Options):
         answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
             answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
         bos: Whether windows begin with the token that the model's tokenizer puts before a text, where it puts one.
+        field: The column of files and data sets of rows that has the text, or conversations; None for "text", or else
+            conversations or tasks with answers by their usual names, see :mod:`niwaki.models.text_rows`.
     """
 
     text: Text | Sequence[Text] = "c4"
@@ -83,6 +85,7 @@ class Calibration(_Options):
     seed: int = 0
     answers: Literal["own"] | None = None
     bos: bool = True
+    field: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -125,7 +128,8 @@ class Measurement(_Options):
         length: Tokens in a window; None for as many as in those of the calibration.
         before: Whether prune and shrink measure the dense model also.
         bos: As in :class:`Calibration`; it is given, and not predicted. What follows the calibration windows begins as
-            they do.
+            they do, and is read as they are.
+        field: As in :class:`Calibration`.
     """
 
     text: Text | Sequence[str] | None = None
@@ -133,6 +137,7 @@ class Measurement(_Options):
     length: int | None = None
     before: bool = True
     bos: bool = True
+    field: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, NiwakiError, UnknownNameError, UsageError
-from niwaki.models import text as calibration, text_sources, tokens
+from niwaki.models import text as calibration, text_files, text_sources, tokens
 from niwaki.models.text import Texts, read_windows
 from niwaki.models.text_sources import EXCERPTS
 from niwaki.models.tokens import load_tokenizer
@@ -91,14 +91,14 @@ def test_the_same_when_the_text_is_read_in_rounds(
     count: int,
 ) -> None:
     encoded = []
-    real = calibration.encode
+    real = tokens.encode
 
     def count_rounds(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         encoded.append(len(text))
         return real(tokenizer, text)
 
     monkeypatch.setattr(calibration, "encode", count_rounds)
-    monkeypatch.setattr(text_sources, "_PIECE", 97)
+    monkeypatch.setattr(text_files, "_PIECE", 97)
     monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", guess)
     windows = read_windows(str(path), tokenizer, 41, count)
     assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[: 41 * count]
@@ -294,8 +294,7 @@ def test_what_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, nam
     "line",
     [
         "{",
-        "[]",
-        '"text"',
+        '["text", {"text": "x"}]',
         "7",
         "null",
         '{"content": "x"}',
@@ -312,10 +311,12 @@ def test_bad_jsonl(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     if "xxx" in line:
-        monkeypatch.setattr(text_sources, "_LONGEST", 1000)
+        monkeypatch.setattr(text_files, "_LONGEST", 1000)
     path = tmp_path / "a.jsonl"
     for good in ("", '{"text": "good"}\n'):
         path.write_text(f"{good}{line}\n")
+        if line[0] == "[" and not good:
+            continue  # a list is a file of its own
         said = message(lambda: read_windows(str(path), tokenizer, 16, 1))
         assert str(path) in said
         assert f"line {2 if good else 1}" in said
@@ -476,11 +477,12 @@ def test_a_directory_that_is_no_data_set(
 
 def test_data_sets_of_the_wrong_kind(tokenizer: PreTrainedTokenizerBase, loaded: list[Any]) -> None:
     said = message(lambda: read_windows("no/text", tokenizer, 16, 8))
-    assert "no field 'text' with text, only sentence, label" in said
+    assert "no column 'text'" in said
+    assert "only 'sentence', 'label'" in said
     assert "it has 0, 128 are missing" in message(lambda: read_windows("no/rows", tokenizer, 16, 8))
     for name in ("bad/rows", "bad/first"):
         said = message(lambda name=name: read_windows(name, tokenizer, 16, 8))  # type: ignore[misc]
-        assert f"{name} has no field 'text' with text" in said
+        assert f"{name}, row {1 + (name == 'bad/rows')}: not an object with a field 'text' that is text" in said
     assert len(loaded) == 4
 
 

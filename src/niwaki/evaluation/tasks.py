@@ -38,7 +38,7 @@ from niwaki.errors import (
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.structure import auto_class
-from niwaki.models.text_sources import parse_json
+from niwaki.models.text_files import parse_json
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint

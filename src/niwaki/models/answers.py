@@ -80,7 +80,8 @@ def _answered(
 ) -> Windows:
     """So many windows of conversations that begin with the prompts of ``source``."""
     tokenizer = load_tokenizer(model.checkpoint.path)
-    prompts = _templated(read_prompts(source), tokenizer, source, model.checkpoint.path)
+    asked, answered = read_prompts(source)
+    prompts = _templated(asked, tokenizer, source, model.checkpoint.path)
     check_known([token for prompt in prompts for token in prompt], tokenizer, source)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     if len(prompts[longest]) > length // 2:
@@ -115,6 +116,11 @@ def _answered(
         "window begins with one"
     )
     notes = list(writer.notes)
+    if answered:
+        notes.append(
+            f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in the place of which "
+            "the model writes its own; without --answers they are read as they are"
+        )
     for what, number in (
         (f"had not ended at {length:,} tokens and were cut off", sum(not answer.ended for answer in answers)),
         ("are empty", sum(not answer.length for answer in answers)),

@@ -126,8 +126,8 @@ def has_images(calibration: Calibration) -> bool:
 
 
 def _with_images(calibration: Calibration) -> tuple[str, list[Conversation]]:
-    """The first of the texts that has images, and its conversations; ("", []) where none has."""
-    for text in calibration.texts:
+    """The first of the texts that has images, and its conversations; ("", []) where none has, or a column is named."""
+    for text in calibration.texts if calibration.field is None else ():
         if isinstance(text, str) and text and (found := read_conversations(text)):  # no name is refused elsewhere
             return text, found
     return "", []

@@ -1,10 +1,10 @@
 """Text to windows of tokens.
 
-A source of text is a file (any text, or ``.jsonl`` with a field ``text``; also compressed as ``.gz``, ``.xz`` or
-``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki (where no file is called so; a directory may
-be), or a data set for the ``datasets`` library, which is streamed. Windows are cut from the running text, without
-padding or special tokens, but for the one that the model's tokenizer itself puts before a text (BOS): with it each
-window begins, as texts did that the model was trained on.
+A source of text is a file (any text, or rows in JSON, CSV or Parquet, see :mod:`niwaki.models.text_rows`; also
+compressed as ``.gz``, ``.xz``, ``.bz2`` or ``.zst``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki
+(where no file is called so; a directory may be), or a data set for the ``datasets`` library, which is streamed. Windows
+are cut from the running text, without padding or special tokens, but for the one that the model's tokenizer itself puts
+before a text (BOS): each window begins with it, as texts did that the model was trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 from niwaki.arguments import check_fields
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.models.conversations import Conversations, Samples, find_conversations
-from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
+from niwaki.models.text_rows import ChatTemplate
+from niwaki.models.text_sources import check_field, find_data_set, find_file, read_text
 from niwaki.models.tokens import check_known, encode, find_bos, in_windows, load_tokenizer
 from niwaki.options import Calibration, Measurement, Order
 
@@ -99,14 +100,15 @@ def read_windows(
     order: Order = "first",
     seed: int = 0,
     bos: bool = True,
+    field: str | None = None,
 ) -> Windows:
     """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
     ``count`` windows are needed, None for all of the text; ``spare`` more are welcome. With the order ``first`` they
     are from its start, with ``random`` from the starts of words in stretches of it that ``seed`` chooses. Each begins
     with the token that the tokenizer puts before a text, if it does and ``bos`` is not off, and has one token less of
-    the text. CalibrationError where it is not available or too short, UsageError for a ``length`` below 2 or ``count``
-    below 1.
+    the text. Rows of a table have their text in the column ``field``. CalibrationError where it is not available or too
+    short, UsageError for a ``length`` below 2 or ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
@@ -115,8 +117,9 @@ def read_windows(
     file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted, first = needed + spare, find_bos(tokenizer) if bos else None
     step = length - (first is not None)  # tokens of the text in a window
+    opened = read_text(source, field, ChatTemplate.of(tokenizer, first))
     if count is None:
-        text = _characters(read_pieces(source), _LONGEST + 1)
+        text = _characters(opened.pieces, _LONGEST + 1)
         if len(text) > _LONGEST:
             raise CalibrationError(
                 f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take"
@@ -127,11 +130,12 @@ def read_windows(
         chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * step
         which = f"{chosen} windows, {left:,} tokens behind them left out"
     elif order == "random":
-        ids = _random_windows(read_pieces(source), tokenizer, step, wanted, math.inf if file else _RANDOM_POOL, seed)
+        ids = _random_windows(opened.pieces, tokenizer, step, wanted, math.inf if file else _RANDOM_POOL, seed)
     else:
-        ids = _first_tokens(read_pieces(source), tokenizer, wanted * step)
+        ids = _first_tokens(opened.pieces, tokenizer, wanted * step)
     check_known(ids, tokenizer, source)
-    if not ids and file and (piece := next(read_pieces(source), "").strip()) and not encode(tokenizer, piece):
+    piece = "" if ids or not file else next(read_text(source, field, ChatTemplate.of(tokenizer, first)).pieces, "")
+    if piece.strip() and not encode(tokenizer, piece.strip()):
         raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
     available = min(wanted, len(ids) // step)
     if available < needed and order == "random":
@@ -145,7 +149,7 @@ def read_windows(
         )
     tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
     how = ", no special tokens (no BOS)" if first is None else f"; each window begins with BOS (token id {first})"
-    return Windows(tokens, source, order, f"{describe_source(source)}; one text{how}; {which}", bos=first)
+    return Windows(tokens, source, order, f"{opened.origin}; one text{how}; {which}", opened.notes, first)
 
 
 def _characters(pieces: Iterator[str], count: float) -> str:
@@ -221,6 +225,7 @@ class Texts:
         texts = () if count == 0 else measurement.texts
         names = [text for text in calibration.texts if isinstance(text, str)]
         after = [each is None or (isinstance(each, str) and each in names) for each in texts]
+        check_field(calibration.field or measurement.field, [*names, *texts])
         parts = [None if isinstance(text, str) else _given_windows(model, text) for text in calibration.texts]
         given = [part for part in parts if part]
         length = model.window_length(calibration.length or (given[0].tokens.shape[1] if given else None))
@@ -247,8 +252,10 @@ class Texts:
                     order=calibration.order,
                     seed=calibration.seed,
                     bos=calibration.bos and not model.sees_ahead,
+                    field=calibration.field,
                 )
                 model.check(windows.tokens)
+                notes += windows.notes
                 source = f"the text after the calibration windows of {text}"
                 rests[text] = dataclasses.replace(
                     windows,
@@ -263,13 +270,17 @@ class Texts:
                 name = each if isinstance(each, str) else ""
                 asked = dataclasses.replace(measurement, length=measurement.length or length, samples=count)
                 heldout[name] = read_heldout(model, each, asked, usual is not None, tokenizer)
+                notes += [note for note in heldout[name].notes if name and note not in notes]
                 continue
             left = [rest for name, rest in rests.items() if each in (None, name) and len(rest.tokens)]
             if left:
-                if measurement.length not in (None, length) or measurement.bos < calibration.bos:
+                if (
+                    measurement.length not in (None, length)
+                    or measurement.field not in (None, calibration.field)
+                    or measurement.bos < calibration.bos
+                ):
                     raise UsageError(
-                        "what follows the calibration windows is measured in windows of their length that begin as "
-                        "they do (bos)"
+                        "what follows the calibration windows is measured in windows of their length, field and bos"
                     )
                 rest = _in_turn(left)
                 name = each if isinstance(each, str) else " + ".join(names)
@@ -327,7 +338,7 @@ def read_heldout(
     needed, spare = (1, count - 1) if fewer and count else (count, 0)
     tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
     bos = measurement.bos and not model.sees_ahead
-    windows = read_windows(text, tokenizer, length, needed, spare=spare, bos=bos)
+    windows = read_windows(text, tokenizer, length, needed, spare=spare, bos=bos, field=measurement.field)
     model.check(windows.tokens)
     return windows
 

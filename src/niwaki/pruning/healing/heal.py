@@ -78,7 +78,7 @@ class HealingRequest:
 
     def __post_init__(self) -> None:
         self.measurement.only_text("heal")
-        self.calibration.only("heal", "text", "length", "order", "seed", "answers", "bos")
+        self.calibration.only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
         self.compute.only("heal", "device", "dtype", "memory")
         numbers = {"tokens": self.tokens, "time": self.limit, "rate": self.rate, "batch": self.batch}
         for name, value in numbers.items():
