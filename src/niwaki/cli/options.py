@@ -43,6 +43,7 @@ _MEASURED = Option(
 )
 _BOS = Option(
     "--bos/--no-bos",
+    metavar="",
     help="Begin each window with the token that the model's tokenizer puts before a text, where it puts one.",
 )
 _FIELD = Option(

@@ -6,8 +6,11 @@ One that does not end, or takes all memory, cannot be stopped within this proces
 import contextlib
 import functools
 import json
+import math
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,10 @@ from niwaki.errors import first_line
 
 #: Characters of a template or of what it makes of a conversation, and of what it makes of all.
 _LONGEST, _LONGEST_TEXTS = 1 << 20, 1 << 28
-#: For all conversations together: of these there may be many, of which each takes a moment.
-_SECONDS, _SECONDS_EACH = 60.0, 0.05
+#: Seconds of a processor for all conversations together, of which there may be many, and some more for each.
+_SECONDS, _SECONDS_EACH = 20, 0.02
+#: Seconds in which the other process has begun; four times its own time is its limit where processors are not measured.
+_START = 60
 #: Bytes beyond what the libraries take.
 _MEMORY = 1 << 30
 
@@ -41,8 +46,9 @@ def rendered(
     """
     if len(template) > _LONGEST:
         raise TemplateError(0, f"it has {len(template):,} characters, and {_LONGEST:,} are taken")
-    asked = {"template": template, "conversations": conversations, "special": special, "ask": ask}
-    return [*_rendered(json.dumps(asked, default=str), len(conversations))]
+    seconds = math.ceil(_SECONDS + _SECONDS_EACH * len(conversations))
+    asked = {"template": template, "conversations": conversations, "special": special, "ask": ask, "seconds": seconds}
+    return [*_rendered(json.dumps(asked, default=str), len(conversations), seconds)]
 
 
 def verbatim(text: str) -> str:
@@ -51,19 +57,20 @@ def verbatim(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _rendered(asked: str, count: int) -> tuple[str, ...]:
+def _rendered(asked: str, count: int, seconds: int) -> tuple[str, ...]:
     """The answers of the other process to ``asked``, which has ``count`` conversations."""
-    seconds = _SECONDS + _SECONDS_EACH * count
     command = [sys.executable, "-m", __name__]
     place = Path(niwaki.__file__).parent.parent  # or modules of the present directory would come before all others
-    ended, said = "it came to an unexpected end", b""
+    patience, ended = _START + 4 * seconds, f"it does not end within {seconds} s"
     try:
         ran = subprocess.run(  # noqa: S603
-            command, input=asked.encode(), cwd=place, capture_output=True, timeout=seconds, check=False
+            command, input=asked.encode(), cwd=place, capture_output=True, timeout=patience, check=False
         )
         said = ran.stdout
+        if -ran.returncode not in (signal.SIGXCPU, signal.SIGKILL):
+            ended = "it came to an unexpected end"
     except subprocess.TimeoutExpired as error:
-        ended, said = f"it does not end within {seconds:.0f} s", error.stdout or b""
+        said = error.stdout or b""
     texts = list[str]()
     for line in said.splitlines():
         try:
@@ -85,6 +92,9 @@ def _render(asked: dict[str, Any]) -> Iterator[str]:
     with contextlib.suppress(ImportError, OSError, ValueError):  # on systems without them there is the time alone
         import resource
 
+        used = math.ceil(time.process_time()) + asked["seconds"]
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (used, used + 1))
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -148,7 +148,8 @@ def read_windows(
             + (f", or --samples {available}" if available else "")
         )
     tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
-    how = ", no special tokens (no BOS)" if first is None else f"; each window begins with BOS (token id {first})"
+    none = ", no BOS" if opened.notes else ", no special tokens (no BOS)"  # a chat template has some of its own
+    how = none if first is None else f"; each window begins with BOS (token id {first})"
     return Windows(tokens, source, order, f"{opened.origin}; one text{how}; {which}", opened.notes, first)
 
 
@@ -256,14 +257,7 @@ class Texts:
                 )
                 model.check(windows.tokens)
                 notes += windows.notes
-                source = f"the text after the calibration windows of {text}"
-                rests[text] = dataclasses.replace(
-                    windows,
-                    tokens=windows.tokens[samples:],
-                    source=source,
-                    origin=f"after the calibration windows: {windows.origin}",
-                )
-                parts[i] = dataclasses.replace(windows, tokens=windows.tokens[:samples])
+                parts[i], rests[text] = _parted(windows, samples)
         heldout = {}
         for each, follows in zip(texts, after, strict=True):
             if not follows:
@@ -274,14 +268,7 @@ class Texts:
                 continue
             left = [rest for name, rest in rests.items() if each in (None, name) and len(rest.tokens)]
             if left:
-                if (
-                    measurement.length not in (None, length)
-                    or measurement.field not in (None, calibration.field)
-                    or measurement.bos < calibration.bos
-                ):
-                    raise UsageError(
-                        "what follows the calibration windows is measured in windows of their length, field and bos"
-                    )
+                _check_alike(measurement, calibration, length)
                 rest = _in_turn(left)
                 name = each if isinstance(each, str) else " + ".join(names)
                 heldout[name] = dataclasses.replace(rest, tokens=rest.tokens[:spare])
@@ -346,6 +333,22 @@ def read_heldout(
 def _no_text(model: StreamedModel) -> Tensor:
     """A window for what is not calibrated on text; what is measured beside it is as long."""
     return torch.zeros(1, model.window_length(None), dtype=torch.int64)
+
+
+def _parted(windows: Windows, samples: int) -> tuple[Windows, Windows]:
+    """The first ``samples`` windows of a text, to calibrate on, and those after them."""
+    first, rest = (
+        dataclasses.replace(windows, tokens=part) for part in (windows.tokens[:samples], windows.tokens[samples:])
+    )
+    source = f"the text after the calibration windows of {windows.source}"
+    return first, dataclasses.replace(rest, source=source, origin=f"after the calibration windows: {windows.origin}")
+
+
+def _check_alike(measurement: Measurement, calibration: Calibration, length: int) -> None:
+    """Raises UsageError where what follows the calibration windows is to be measured in other windows than these."""
+    same = measurement.length in (None, length) and measurement.field in (None, calibration.field)
+    if not same or (calibration.bos and not measurement.bos):
+        raise UsageError("what follows the calibration windows is measured in windows of their length, field and bos")
 
 
 def _in_turn(parts: list[Windows]) -> Windows:
