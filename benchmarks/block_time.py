@@ -28,7 +28,7 @@ from torch import Tensor
 
 from niwaki.layer.products import products
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.text_sources import read_pieces
+from niwaki.models.text_sources import read_text
 
 TOKENS = 4096  # that go through a block at a time
 
@@ -70,7 +70,7 @@ def operations(shape: dict[str, Any], tokens: int, length: int) -> dict[str, flo
 
 def text(tokens: int) -> str:
     """At least so many: the embedded model's text, some 100,000 tokens or fewer in other vocabularies, repeated."""
-    return "".join(read_pieces("demo")) * math.ceil(tokens / 50_000)
+    return "".join(read_text("demo").pieces) * math.ceil(tokens / 50_000)
 
 
 def main() -> None:

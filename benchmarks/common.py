@@ -20,7 +20,8 @@ from niwaki.files import write_json
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text import read_windows
+from niwaki.models.tokens import load_tokenizer
 from niwaki.records.record import versions
 
 

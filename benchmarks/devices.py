@@ -26,7 +26,8 @@ from torch import Tensor
 import niwaki
 from niwaki import Calibration, Compute, Measurement, Record
 from niwaki.models.checkpoint.reading import locate_model
-from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text import read_windows
+from niwaki.models.tokens import load_tokenizer
 
 #: How far they may be apart, relative.
 PERPLEXITIES, LOGITS = 0.02, 0.03

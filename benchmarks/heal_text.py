@@ -22,7 +22,8 @@ from transformers.utils import logging
 
 import niwaki
 from niwaki.models.checkpoint.reading import locate_model
-from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text import read_windows
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute
 from niwaki.records.record import Record
 

@@ -34,8 +34,8 @@ from niwaki.models.answers import USUAL_SAMPLING
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer
 from niwaki.models.text_sources import read_prompts
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration, Compute, Measurement
 from niwaki.pruning.effort import EFFORTS
 
@@ -53,7 +53,7 @@ class Prompts:
 
     def __init__(self, model: Path, number: int, length: int) -> None:
         tokenizer, self.length = load_tokenizer(model), length
-        asked = read_prompts(str(HELD_PROMPTS))
+        asked, _ = read_prompts(str(HELD_PROMPTS))
         self.tokens = [_templated(tokenizer, each) for each in asked[:: max(1, len(asked) // number)][:number]]
         self.end = int(tokenizer.eos_token_id)
 

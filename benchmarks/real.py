@@ -36,8 +36,9 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import continued
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, load_tokenizer
-from niwaki.models.text_sources import read_pieces
+from niwaki.models.text import Windows
+from niwaki.models.text_sources import read_text
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration, Measurement
 from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.progress import Progress
@@ -92,7 +93,7 @@ class Texts:
         return str(file)
 
     def _start_of(self, name: str) -> list[str]:
-        pieces, text = read_pieces(str(self._corpus / name)), ""
+        pieces, text = read_text(str(self._corpus / name)).pieces, ""
         while len(text) < self._characters and (piece := next(pieces, "")):
             text += piece
         return [text[: self._characters]]

@@ -19,7 +19,7 @@ import re
 import sys
 from pathlib import Path
 
-from niwaki.models.text_sources import read_pieces
+from niwaki.models.text_sources import read_text
 
 FILE = Path(__file__).resolve().parent.parent / "src" / "niwaki" / "data" / "which-follows.jsonl"
 QUESTIONS, CONTEXT, CHOICE, CHOICES = 300, 60, 8, 4
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
-    made = questions(stretches("".join(read_pieces("demo-held"))), seed=0)
+    made = questions(stretches("".join(read_text("demo-held").pieces)), seed=0)
     lines = "".join(json.dumps(question) + "\n" for question in made)
     if asked.check:
         sys.exit(None if FILE.read_text() == lines else f"{FILE.name} is not what this script makes")

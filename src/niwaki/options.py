@@ -74,6 +74,9 @@ class Calibration(_Options):
             and in healing for random ones of files.
         answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
             answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
+        bos: Whether windows begin with the token that the model's tokenizer puts before a text, where it puts one.
+        field: The column of files and data sets of rows that has the text, or conversations; None for "text", or else
+            conversations or tasks with answers by their usual names, see :mod:`niwaki.models.text_rows`.
     """
 
     text: Text | Sequence[Text] = "c4"
@@ -82,6 +85,8 @@ class Calibration(_Options):
     order: Order | None = None
     seed: int = 0
     answers: Literal["own"] | None = None
+    bos: bool = True
+    field: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -123,12 +128,17 @@ class Measurement(_Options):
             256 of what follows the calibration windows for compare, all of the text otherwise.
         length: Tokens in a window; None for as many as in those of the calibration.
         before: Whether prune and shrink measure the dense model also.
+        bos: As in :class:`Calibration`; it is given, and not predicted. What follows the calibration windows begins as
+            they do, and is read as they are.
+        field: As in :class:`Calibration`.
     """
 
     text: Text | Sequence[str] | None = None
     samples: int | None = None
     length: int | None = None
     before: bool = True
+    bos: bool = True
+    field: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import csv
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,12 +46,27 @@ _WORDS = (
     "\ufeff",
 )
 _SPACES = (" ", " ", " ", ", ", "\n", "\n\n", "  ", ". ", "\t", "\r\n", "\u2028", "\x85")
+
+
+def _in_zstd(raw: bytes) -> bytes:
+    stream = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(stream, "zstd") as file:
+        file.write(raw)
+    return bytes(stream.getvalue())
+
+
+def _of_zstd(path: Path, _: str) -> Any:
+    return pyarrow.input_stream(str(path), compression="zstd")
+
+
 _PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".xz": lzma.compress,
     ".bz2": bz2.compress,
+    ".zst": _in_zstd,
 }
-_OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _of_zstd}
+_JSON, _CSV = {".jsonl", ".ndjson", ".json"}, {".csv", ".tsv"}
 _ODD_VALUES: tuple[Any, ...] = (
     None,
     7,
@@ -173,17 +191,60 @@ def _decoded(path: Path) -> tuple[str, bool]:
 def _read(path: Path) -> tuple[str, bool]:
     """The text of a file up to its first mistake, and whether it has none."""
     text, sound = _decoded(path)
-    if not {".jsonl", ".json"} & {path.suffix, Path(path.stem).suffix * (path.suffix in _PACKED)}:
+    kind = Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
+    if kind not in _JSON | _CSV:
         return ("", False) if "\0" in text else (text, sound)
     found: list[str] = []
-    lines = text.split("\n") if sound else text.split("\n")[:-1]
-    for line in filter(str.strip, lines):
-        try:
-            _whole(value := json.loads(line))
-            found.append("" + value["text"])
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return "\n\n".join(found), False
+    texts = 0
+    try:
+        for value in _table(text, kind) if kind in _CSV else _listed(text) if _is_list(text) else _lines(text, sound):
+            texts += isinstance(value, str)
+            found.append("" + (value if texts == len(found) + 1 else value["text"]))
+    except (ValueError, LookupError, TypeError, RecursionError, csv.Error):
+        sound = False
     return "\n\n".join(found), sound
+
+
+def _is_list(text: str) -> bool:
+    return text.lstrip().startswith("[")
+
+
+def _lines(text: str, sound: bool) -> Iterator[Any]:
+    """The values in a text's lines; of one that is not sound the last line is not whole."""
+    for line in filter(str.strip, text.split("\n") if sound else text.split("\n")[:-1]):
+        _whole(value := json.loads(line))
+        yield value
+
+
+def _listed(text: str) -> Iterator[Any]:
+    """The values of a list, up to its first mistake."""
+    decoder, rest, before = json.JSONDecoder(), text.strip(), "["
+    while rest[:1] == before:
+        rest = rest[1:].lstrip()
+        if before == "[" and rest[:1] == "]":
+            break
+        value, end = decoder.raw_decode(rest)
+        rest, before = rest[end:].lstrip(), ","
+        if rest[:1] not in (",", "]"):
+            break
+        _whole(value)
+        yield value
+    if rest != "]":
+        raise ValueError(rest)
+
+
+def _table(text: str, kind: str) -> Iterator[Any]:
+    """The rows of a table, up to its first mistake."""
+    first = text.partition("\n")[0]
+    mark = "\t" if kind == ".tsv" else max(",;\t", key=first.count)
+    rows = csv.reader(io.StringIO(text.partition("\0")[0]), delimiter=mark, strict=True)
+    names = next(rows, [])
+    for row in filter(None, rows):
+        if len(row) > len(names):
+            raise ValueError(row)
+        yield dict(zip(names, row, strict=False))
+    if "\0" in text:
+        raise ValueError(text)
 
 
 def _whole(value: Any) -> str:
@@ -194,7 +255,19 @@ def _whole(value: Any) -> str:
 def _text(chance: random.Random, place: Path) -> tuple[Path, list[int], bool]:
     """A file, the tokens of its text up to its first mistake, and whether it has none."""
     texts = [_prose(chance, chance.randrange(1, 60)) for _ in range(chance.randrange(1, 12))]
-    if chance.random() < 0.5:
+    if chance.random() < 0.3:
+        kind = chance.choice((".csv", ".tsv"))
+        file = io.StringIO()
+        rows = [["id", "text"], *enumerate(texts), *(["x", *texts[:3]] for _ in range(chance.random() < 0.1))]
+        csv.writer(file, delimiter="\t" if kind == ".tsv" else chance.choice(",;")).writerows(rows)
+        path = _file(chance, place, file.getvalue().encode(), (kind,))
+    elif chance.random() < 0.2:
+        values = [{"text": text} for text in texts] if chance.random() < 0.7 else [*texts]
+        if chance.random() < 0.2:
+            values.append(chance.choice(_ODD_VALUES))
+        raw = json.dumps(values, indent=chance.choice((None, 1)), ensure_ascii=chance.random() < 0.5)
+        path = _file(chance, place, raw.encode("utf-8", "surrogatepass"), (".json", ".jsonl"))
+    elif chance.random() < 0.5:
         lines = [_encoded(chance, {"text": text}) for text in texts]
         if chance.random() < 0.4:
             lines.insert(chance.randrange(len(lines) + 1), _line(chance))

@@ -289,7 +289,7 @@ def test_a_comparison_that_is_called_like_its_model(
         ("short.txt", b"not much", "are missing"),
         ("empty.txt", b"", "it has 0, 64 are missing"),  # of the half of four windows that is its share
         ("binary.txt", b"\xff\xfe\x00\x01", "cannot be read as UTF-8 text"),
-        ("bad.jsonl", b'{"text": "x"}\n{"no": "y"}\n', "line 2: not a JSON object with a field 'text'"),
+        ("bad.jsonl", b'{"text": "x"}\n{"no": "y"}\n', "line 2: not an object with a field 'text'"),
         ("bad.gz", b"no gzip", "cannot be read as UTF-8 text"),
         ("wide.txt", "UTF-16".encode("utf-16-le"), "it has NUL characters"),
     ],

@@ -397,7 +397,7 @@ def test_eval_with_tasks(
 
     for wrong, said in (
         (("--text", "demo", "--limit", 3), "--limit is for --tasks"),
-        (("--tasks", "which-follows", "--samples", 3), "--seqlen and --samples are for --text"),
+        (("--tasks", "which-follows", "--samples", 3), "--seqlen, --samples, --field and --no-bos are for --text"),
         (("--tasks", ","), "which tasks?"),
     ):
         lines, errors = run(*wrong, code=2)

@@ -19,8 +19,9 @@ from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.models import answers
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
-from niwaki.models.text import Windows, load_tokenizer, read_windows
+from niwaki.models.text import Windows, read_windows
 from niwaki.models.text_sources import read_prompts
+from niwaki.models.tokens import load_tokenizer
 from niwaki.records.progress import Progress
 from support.command import Command
 from support.models import edit_json, message, reference, save_model_with_tokenizer
@@ -192,8 +193,10 @@ def test_prompts(tmp_path: Path) -> None:
         {"role": "user", "content": "Bye"},
     ]
     lines = [{"prompt": "Why?"}, {"messages": talk}, {"messages": [*talk, {"role": "assistant", "content": "Bye."}]}]
-    assert read_prompts(written(tmp_path / "p.jsonl", lines)) == [[{"role": "user", "content": "Why?"}], talk, talk]
-    shipped = read_prompts("answers")
+    expected = [[{"role": "user", "content": "Why?"}], talk, talk]
+    assert read_prompts(written(tmp_path / "p.jsonl", lines)) == (expected, 1)
+    shipped, answered = read_prompts("answers")
+    assert not answered
     assert len(shipped) == 200
     assert len({json.dumps(each) for each in shipped}) == 200
     assert all(each[-1]["role"] == "user" and all(turn["content"].strip() for turn in each) for each in shipped)
@@ -207,7 +210,7 @@ def test_prompts(tmp_path: Path) -> None:
         ({"prompt": 3}, "line 1: neither a field 'prompt' that is text nor 'messages'"),
         ({"messages": [{"role": "user"}]}, "line 1: neither a field 'prompt' that is text nor 'messages'"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "line 1: there is nothing to answer"),
-        ([], "line 1: neither a field 'prompt' that is text nor 'messages'"),
+        (["Why?"], "entry 1: neither a field 'prompt' that is text nor 'messages'"),
     ],
 )
 def test_no_prompts(tmp_path: Path, line: Any, said: str) -> None:
@@ -220,8 +223,8 @@ def test_what_makes_no_sense(model: Path, prompts: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Why?")
     for source, said in (
         (str(tmp_path / "empty.jsonl"), "has no prompts"),
-        (str(tmp_path / "text.txt"), "has no prompts; give a JSONL file"),
-        ("demo", "has no prompts; give a JSONL file"),
+        (str(tmp_path / "text.txt"), "has no prompts; give a file of rows"),
+        ("demo", "has no prompts; give a file of rows"),
         (written(tmp_path / "long.jsonl", [{"prompt": "why " * 40}]), "prompt 1 of"),
     ):
         assert said in message(lambda source=source: given(model, source), CalibrationError)  # type: ignore[misc]

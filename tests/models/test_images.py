@@ -20,7 +20,7 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.recording import Inputs
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute
 from niwaki.pruning.walk import Walk
 from niwaki.records.record import Record

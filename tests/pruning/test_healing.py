@@ -21,7 +21,8 @@ from niwaki.models.device import training_dtype
 from niwaki.models.journal import Journal
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer, read_windows
+from niwaki.models.text import read_windows
+from niwaki.models.tokens import load_tokenizer
 from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute
 from niwaki.pruning.healing.heal import _drawn
 from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits

@@ -28,7 +28,7 @@ import niwaki
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.text import load_tokenizer
+from niwaki.models.tokens import load_tokenizer
 from niwaki.records.comparison import Comparison
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from niwaki.cli.common import in_session, names, out
-from niwaki.cli.options import TEXT, Length, Model, RecordFile, spread
+from niwaki.cli.options import TEXT, Bos, Field, Length, Model, RecordFile, spread
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import task_table
 from niwaki.errors import UsageError
@@ -31,6 +31,8 @@ def evaluate(
     ] = None,
     length: Length = None,
     samples: Annotated[int | None, SAMPLES] = None,
+    field: Field = None,
+    bos: Bos = True,
     tasks: Annotated[str | None, TASKS] = None,
     limit: Annotated[int | None, LIMIT] = None,
     compute: Compute = Compute(),
@@ -41,9 +43,9 @@ def evaluate(
         text = "wikitext2" if text is None else text
         if limit is not None:
             raise UsageError("--limit is for --tasks; --samples is for --text")
-    elif text is None and (length is not None or samples is not None):
-        raise UsageError("--seqlen and --samples are for --text; --limit is for --tasks")
-    measurement = Measurement(text, samples=samples, length=length)
+    elif text is None and (length is not None or samples is not None or field is not None or not bos):
+        raise UsageError("--seqlen, --samples, --field and --no-bos are for --text; --limit is for --tasks")
+    measurement = Measurement(text, samples=samples, length=length, bos=bos, field=field)
     with Screen(f"evaluating {model}") as screen, in_session():
         from niwaki.models.output import check_record
         from niwaki.pruning.session import current_session

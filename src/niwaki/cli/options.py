@@ -12,12 +12,18 @@ from niwaki.options import TF32, Calibration, Compute, Measurement, Order
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-TEXT = "A text file, JSONL, data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo or demo-held."
+TEXT = (
+    "A file (text, JSONL, JSON, CSV, Parquet), data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo "
+    "or demo-held."
+)
 _CALIBRATION = (
     f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki. May be given several times, for "
     "equal shares. For prune also JSONL of conversations with images."
 )
-_ANSWERS = "Where the (first) text is a JSONL file of prompts ('prompt' or 'messages'): the model answers them."
+_ANSWERS = (
+    "Where the (first) text is a file of prompts ('prompt' or 'messages'): the model answers them, also in the place "
+    "of answers that are there."
+)
 
 Model = Annotated[
     str, Argument(metavar="MODEL", help="A model directory, a GGUF file, a hub id, or 'demo' for the embedded model.")
@@ -36,6 +42,16 @@ _MEASURED = Option(
     metavar="TEXT",
     help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]",
 )
+_BOS = Option(
+    "--bos/--no-bos",
+    metavar="",
+    help="Begin each window with the token that the model's tokenizer puts before a text, where it puts one.",
+)
+_FIELD = Option(
+    metavar="NAME",
+    help=r"The column of files and data sets of rows that has texts or conversations. \[default: text, or messages, or "
+    "columns such as instruction and output]",
+)
 _TF32 = Option(
     help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes; "
     "always for all products of float32; never."
@@ -43,8 +59,10 @@ _TF32 = Option(
 _MEMORY = Option(metavar="SIZE", help="Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.")
 Restart = Annotated[bool, _RESTART]
 Length = Annotated[int | None, _LENGTH]
+Bos = Annotated[bool, _BOS]
+Field = Annotated[str | None, _FIELD]
 
-#: The options of each object: field to the option's parameter and what typer is to know of it.
+#: The options of each object: field to the option's parameter and what typer is to know of it; several share one.
 _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
     Calibration: {
         "text": ("calibration", Annotated[list[str], Option(metavar="TEXT", help=_CALIBRATION)]),
@@ -56,10 +74,14 @@ _OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
             Annotated[int, Option(metavar="N", help="For random windows, and for what the model writes itself.")],
         ),
         "answers": ("answers", Annotated[Literal["own"] | None, Option(help=_ANSWERS)]),
+        "field": ("field", Field),
+        "bos": ("bos", Bos),
     },
     Measurement: {
         "text": ("text", Annotated[str | None, _MEASURED]),
         "samples": ("text_samples", Annotated[int, Option(metavar="N", help="Windows of it; 0 for no perplexity.")]),
+        "field": ("field", Field),
+        "bos": ("bos", Bos),
     },
     Compute: {
         "device": (
@@ -100,10 +122,12 @@ def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Comman
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            made: dict[str, Any] = {}
             for name, fields in objects.items():
-                values = {field: given.pop(option) for field, (option, _) in fields.items() if option in given}
-                given[name] = dataclasses.replace(usual[name], **values)
-            command(**given)
+                values = {field: given[option] for field, (option, _) in fields.items() if option in given}
+                made[name] = dataclasses.replace(usual[name], **values)
+            spent = {option for fields in objects.values() for option, _ in fields.values()}
+            command(**made, **{option: value for option, value in given.items() if option not in spent})
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         known = [inspect.Parameter(o, keyword, default=d, annotation=kind) for o, (kind, d) in options.items()]

@@ -89,7 +89,7 @@ def compare(
     """
     began, progress = time.monotonic(), progress or Progress()
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
-    measurement.only("compare", "text", "samples", "length")
+    measurement.only("compare", "text", "samples", "length", "bos", "field")
     if measurement.text is None:
         measurement = dataclasses.replace(measurement, text="wikitext2")
     measurement.some()

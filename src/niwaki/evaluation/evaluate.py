@@ -10,6 +10,7 @@ from niwaki.models.device import resident
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_heldout
+from niwaki.models.text_sources import check_field
 from niwaki.options import Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.perplexity import Perplexity
@@ -30,7 +31,7 @@ def evaluate(
     decoder block is in memory at a time. Errors are NiwakiErrors, see :mod:`niwaki.errors`.
     """
     measurement, compute, progress = Measurement.of(measurement), Compute.of(compute), progress or Progress()
-    measurement.only("evaluate", "text", "samples", "length")
+    measurement.only("evaluate", "text", "samples", "length", "bos", "field")
     measurement.only_text("evaluate")
     measurement.some()
     checkpoint = open_checkpoint(locate_model(str(model)))
@@ -38,7 +39,8 @@ def evaluate(
         streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         (text,) = measurement.texts
         text = "wikitext2" if text is None else text
-        windows = read_heldout(streamed, text, measurement.length, measurement.samples)
+        check_field(measurement.field, [text])
+        windows = read_heldout(streamed, text, measurement)
         if compute.budget is not None:
             # In addition to a block's weights the same number again for its activations.
             budget.left = max(0, compute.budget - resident() - 2 * streamed.block_size)

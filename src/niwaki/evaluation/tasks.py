@@ -38,8 +38,8 @@ from niwaki.errors import (
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.structure import auto_class, read_config
-from niwaki.models.text import check_tokens, load_tokenizer
-from niwaki.models.text_sources import parse_json
+from niwaki.models.text_files import parse_json
+from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load

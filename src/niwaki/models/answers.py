@@ -24,8 +24,9 @@ from niwaki.models.chat_templates import rendered
 from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows, check_known, encode, load_tokenizer
+from niwaki.models.text import Windows
 from niwaki.models.text_sources import read_prompts
+from niwaki.models.tokens import check_known, encode, find_bos, load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
@@ -56,8 +57,13 @@ def with_answers(
     if not any(calibration.answered):
         return calibration
     length = model.window_length(calibration.length)
+    bos = find_bos(load_tokenizer(model.checkpoint.path)) if calibration.bos else None
     texts = [
-        _answered(model, str(text), share, length, calibration.seed, budget, world, progress) if answered else text
+        dataclasses.replace(
+            _answered(model, str(text), share, length, calibration.seed, budget, world, progress), bos=bos
+        )
+        if answered
+        else text
         for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
     ]
     return dataclasses.replace(calibration, text=texts, answers=None)
@@ -75,7 +81,8 @@ def _answered(
 ) -> Windows:
     """So many windows of conversations that begin with the prompts of ``source``."""
     tokenizer = load_tokenizer(model.checkpoint.path)
-    prompts = _templated(read_prompts(source), tokenizer, source, model.checkpoint.path)
+    asked, answered = read_prompts(source)
+    prompts = _templated(asked, tokenizer, source, model.checkpoint.path)
     check_known([token for prompt in prompts for token in prompt], tokenizer, source)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     if len(prompts[longest]) > length // 2:
@@ -110,6 +117,11 @@ def _answered(
         "window begins with one"
     )
     notes = list(writer.notes)
+    if answered:
+        notes.append(
+            f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in the place of which "
+            "the model writes its own; without --answers they are read as they are"
+        )
     for what, number in (
         (f"had not ended at {length:,} tokens and were cut off", sum(not answer.ended for answer in answers)),
         ("are empty", sum(not answer.length for answer in answers)),

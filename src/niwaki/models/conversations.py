@@ -103,7 +103,12 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
         return None
     if len(calibration.texts) > 1:
         raise UsageError(f"{source} has images, and cannot be one of several texts; give it alone")
-    for option, is_usual in (("--seqlen", calibration.length is None), ("--windows", calibration.order != "random")):
+    usual = {
+        "--seqlen": calibration.length is None,
+        "--windows": calibration.order != "random",
+        "--no-bos": calibration.bos,
+    }
+    for option, is_usual in usual.items():
         if not is_usual:
             raise UsageError(f"{option} is for windows of text; {source} has conversations with images, as they are")
     conversations = conversations[: calibration.samples]
@@ -131,8 +136,8 @@ def has_images(calibration: Calibration) -> bool:
 
 
 def _with_images(calibration: Calibration) -> tuple[str, list[Conversation]]:
-    """The first of the texts that has images, and its conversations; ("", []) where none has."""
-    for text in calibration.texts:
+    """The first of the texts that has images, and its conversations; ("", []) where none has, or a column is named."""
+    for text in calibration.texts if calibration.field is None else ():
         if isinstance(text, str) and text and (found := read_conversations(text)):  # no name is refused elsewhere
             return text, found
     return "", []

@@ -30,7 +30,8 @@ from niwaki.models.recording import Inputs, check_towers, record_each, record_te
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import decoder_of, find_blocks, refusals, structure
-from niwaki.models.text import Windows, check_tokens
+from niwaki.models.text import Windows
+from niwaki.models.tokens import check_tokens
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LeftDense
 

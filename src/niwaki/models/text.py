@@ -1,9 +1,10 @@
 """Text to windows of tokens.
 
-A source of text is a file (any text, or ``.jsonl`` with a field ``text``; also compressed as ``.gz``, ``.xz`` or
-``.bz2``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki (where no file is called so; a directory may
-be), or a data set for the ``datasets`` library, which is streamed. Windows are cut from the running text, without
-padding or special tokens.
+A source of text is a file (any text, or rows in JSON, CSV or Parquet, see :mod:`niwaki.models.text_rows`; also
+compressed as ``.gz``, ``.xz``, ``.bz2`` or ``.zst``), ``demo`` or ``demo-held`` for an excerpt that ships with niwaki
+(where no file is called so; a directory may be), or a data set for the ``datasets`` library, which is streamed. Windows
+are cut from the running text, without padding or special tokens, but for the one that the model's tokenizer itself puts
+before a text (BOS): each window begins with it, as texts did that the model was trained on.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ import dataclasses
 import hashlib
 import itertools
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
-from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors
+from niwaki.errors import CalibrationError, UsageError
 from niwaki.models.conversations import Conversations, Samples, find_conversations
-from niwaki.models.text_sources import describe_source, find_data_set, find_file, read_pieces
+from niwaki.models.text_rows import ChatTemplate
+from niwaki.models.text_sources import check_field, find_data_set, find_file, read_text
+from niwaki.models.tokens import check_known, encode, find_bos, in_windows, load_tokenizer
 from niwaki.options import Calibration, Measurement, Order
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from niwaki.models.processes import World
     from niwaki.models.streamed import StreamedModel
@@ -40,10 +41,6 @@ WINDOWS_AFTER = 256
 _CHARACTERS_PER_TOKEN = 8
 #: Characters of a text that all windows are taken of, where nobody says how many: its tokens take 50 times the memory.
 _LONGEST = 1 << 28
-#: Characters that become tokens at once, which takes about 300 bytes for each, and by how many two such parts overlap.
-_AT_ONCE, _OVERLAP = 1 << 18, 1 << 12
-#: Where this many tokens of both are the same, in the middle of the overlap, one part ends and the next begins.
-_SAME = 32
 #: Random windows of a data set are drawn from this many times as much text as they need.
 _RANDOM_POOL = 64
 
@@ -58,6 +55,7 @@ class Windows:
         order: ``first`` or ``random``.
         origin: What text it is, how it became tokens, and which windows of it, in words; "" for given tokens.
         notes: What else a record should say of them.
+        bos: The token that texts of the model begin with; None where they begin with none, or that is not known.
     """
 
     tokens: Tensor
@@ -65,13 +63,14 @@ class Windows:
     order: Order = "first"
     origin: str = ""
     notes: tuple[str, ...] = ()
+    bos: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def described(self, seed: int) -> CalibrationRecord:
         """What a record has of calibration windows; ``seed`` is that of random ones."""
-        return {
+        described: CalibrationRecord = {
             "source": self.source,
             "samples": len(self.tokens),
             "sequence_length": self.tokens.shape[1],
@@ -79,25 +78,15 @@ class Windows:
             "seed": seed,
             "tokens_sha256": self.fingerprint(),
         }
+        if self.origin:
+            described["origin"] = self.origin
+        if self.bos is not None and bool((self.tokens[:, 0] == self.bos).all()):
+            described["bos"] = self.bos
+        return described
 
     def fingerprint(self) -> str:
         """SHA-256 of the tokens: whether two runs saw the same text."""
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; CalibrationError where there is none, or it needs code from there."""
-    from transformers import AutoTokenizer
-
-    try:
-        # Texts are longer than any context; without this each one would be warned about.
-        with panics_as_errors():
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
-    except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
-        reason = first_line(error).rstrip()
-        if reason.endswith(":"):  # a list of what there could be instead follows
-            reason = "neither tokenizer.json nor files that one can be made from are there; is the download complete?"
-        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}") from error
 
 
 def read_windows(
@@ -109,109 +98,65 @@ def read_windows(
     spare: int = 0,
     order: Order = "first",
     seed: int = 0,
+    bos: bool = True,
+    field: str | None = None,
 ) -> Windows:
     """Non-overlapping windows of ``length`` tokens of a text, named as in the module's docstring.
 
     ``count`` windows are needed, None for all of the text; ``spare`` more are welcome. With the order ``first`` they
     are from its start. With ``random`` they are from all of it, from the starts of words in stretches that ``seed``
     chooses; where it is too short for that they are all of its windows, shuffled. Of a text that is very long, only the
-    first part is drawn from, of which there is a note then.
-    CalibrationError where it is not available or too short, UsageError for a ``length`` below 2 or ``count`` below 1.
+    first part is drawn from, of which there is a note then. Each begins with the token that the tokenizer puts before a
+    text, if it does and ``bos`` is not off, and has one token less of the text. Rows of a table have their text in the
+    column ``field``. CalibrationError where it is not available or too short, UsageError for a ``length`` below 2 or
+    ``count`` below 1.
     """
     if length < 2 or (count is not None and count < 1):
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
     if not source:
         raise UsageError("the name of a text is empty")
-    file, needed, which, notes = find_file(source), count or 1, f"{order} windows", ()
-    wanted = needed + spare
+    file, needed, which = find_file(source), count or 1, f"{order} windows"
+    wanted, first = needed + spare, find_bos(tokenizer) if bos else None
+    step = length - (first is not None)  # tokens of the text in a window
+    opened = read_text(source, field, ChatTemplate.of(tokenizer, first))
+    notes = opened.notes
     if count is None:
-        text = _characters(read_pieces(source), _LONGEST + 1)
+        text = _characters(opened.pieces, _LONGEST + 1)
         if len(text) > _LONGEST:
             raise CalibrationError(
                 f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take"
             )
         ids = encode(tokenizer, text)
-        whole = len(ids) // length
+        whole = len(ids) // step
         wanted = min(whole, (None if file else find_data_set(source).windows) or whole)
-        chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * length
+        chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * step
         which = f"{chosen} windows, {left:,} tokens behind them left out"
     elif order == "random":
         pool = _LONGEST if file else min(_LONGEST, _RANDOM_POOL * wanted * length * _CHARACTERS_PER_TOKEN)
-        text = _characters(pieces := read_pieces(source), pool)
-        if next(pieces, None) is not None:
-            notes = (f"random windows are from the first {len(text):,} characters of {source}, which has more",)
-        ids = _random_windows(text, tokenizer, length, wanted, seed)
+        text = _characters(opened.pieces, pool)
+        if next(opened.pieces, None) is not None:
+            notes += (f"random windows are from the first {len(text):,} characters of {source}, which has more",)
+        ids = _random_windows(text, tokenizer, step, wanted, seed)
     else:
-        ids = _first_tokens(read_pieces(source), tokenizer, wanted * length)
+        ids = _first_tokens(opened.pieces, tokenizer, wanted * step)
     check_known(ids, tokenizer, source)
-    if not ids and file and (piece := next(read_pieces(source), "").strip()) and not encode(tokenizer, piece):
+    piece = "" if ids or not file else next(read_text(source, field, ChatTemplate.of(tokenizer, first)).pieces, "")
+    if piece.strip() and not encode(tokenizer, piece.strip()):
         raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
-    available = min(wanted, len(ids) // length)
+    available = min(wanted, len(ids) // step)
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
     if available < needed:
-        total = needed * length
+        total, one = needed * step, "" if first is None else ", of which one is BOS,"
         raise CalibrationError(
-            f"{source} is too short: {needed} windows of {length} tokens need {total} tokens, it has {len(ids)}, "
+            f"{source} is too short: {needed} windows of {length} tokens{one} need {total} tokens, it has {len(ids)}, "
             f"{total - len(ids)} are missing; give more text, shorter windows (--seqlen)"
             + (f", or --samples {available}" if available else "")
         )
-    tokens = torch.tensor(ids[: available * length], dtype=torch.int64).view(available, length)
-    origin = f"{describe_source(source)}; one text, no special tokens (no BOS); {which}"
-    return Windows(tokens, source, order, origin, notes)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """The tokens of a text; CalibrationError where the tokenizer fails."""
-    try:
-        with panics_as_errors():
-            if len(text) > _AT_ONCE and not special and getattr(tokenizer, "is_fast", False):
-                return _encode_in_parts(tokenizer, text)
-            ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
-    except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
-        raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
-    return ids
-
-
-def _encode_in_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The same as at once, but for the memory that takes: what a token is depends only on the characters around it."""
-
-    def part(start: int) -> tuple[list[int], list[int]]:
-        """(tokens, where in ``text`` each one starts)."""
-        made = tokenizer(text[start : start + _AT_ONCE], add_special_tokens=False, return_offsets_mapping=True)
-        return made["input_ids"], [start + first for first, _ in made["offset_mapping"]]
-
-    ids: list[int] = []
-    these, starts = part(0)
-    for start in range(_AT_ONCE - _OVERLAP, len(text) - _OVERLAP, _AT_ONCE - _OVERLAP):
-        following, places = part(start)
-        first_at = {place: i for i, place in reversed([*enumerate(starts)])}
-        for j, place in enumerate(places):
-            i = first_at.get(place)
-            if place < start + _OVERLAP // 2 or i is None or places[j - 1] == place:
-                continue
-            if these[i : i + _SAME] == following[j : j + _SAME]:
-                ids += these[:i]
-                these, starts = following[j:], places[j:]
-                break
-        else:
-            whole: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-            return whole
-    return ids + these
-
-
-def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Raises CalibrationError where all tokens stand for something unknown."""
-    if ids and {*ids} == {tokenizer.unk_token_id}:
-        raise CalibrationError(f"the model's tokenizer knows nothing of {text}")
-
-
-def check_tokens(tokens: Tensor, config: PretrainedConfig) -> None:
-    """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
-    known = config.get_text_config().vocab_size
-    if tokens.numel() and (tokens.min() < 0 or tokens.max() >= known):
-        those = f"tokens go from 0 to {known - 1:,} here, and these from {int(tokens.min()):,} to {int(tokens.max()):,}"
-        raise UsageError(f"{those}; is it the model's own tokenizer?")
+    tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
+    none = ", no BOS" if opened.notes else ", no special tokens (no BOS)"  # a chat template has some of its own
+    how = none if first is None else f"; each window begins with BOS (token id {first})"
+    return Windows(tokens, source, order, f"{opened.origin}; one text{how}; {which}", notes, first)
 
 
 def _characters(pieces: Iterator[str], count: float) -> str:
@@ -291,6 +236,7 @@ class Texts:
         texts = () if count == 0 else measurement.texts
         names = [text for text in calibration.texts if isinstance(text, str)]
         after = [each is None or (isinstance(each, str) and each in names) for each in texts]
+        check_field(calibration.field or measurement.field, [*names, *texts])
         parts = [None if isinstance(text, str) else _given_windows(model, text) for text in calibration.texts]
         given = [part for part in parts if part]
         length = model.window_length(calibration.length or (given[0].tokens.shape[1] if given else None))
@@ -308,25 +254,32 @@ class Texts:
         for i, (text, samples) in enumerate(zip(calibration.texts, calibration.shares, strict=True)):
             if tokenizer and isinstance(text, str):
                 usual_order: Order = "random" if fewer and find_file(text) else "first"
-                order, seed = calibration.order or usual_order, calibration.seed
                 needed = 1 if fewer else samples
-                more = spare + samples - needed
-                windows = read_windows(text, tokenizer, length, needed, spare=more, order=order, seed=seed)
+                windows = read_windows(
+                    text,
+                    tokenizer,
+                    length,
+                    needed,
+                    spare=spare + samples - needed,
+                    order=calibration.order or usual_order,
+                    seed=calibration.seed,
+                    bos=calibration.bos and not model.sees_ahead,
+                    field=calibration.field,
+                )
                 model.check(windows.tokens)
                 notes += windows.notes
-                source = f"the text after the calibration windows of {text}"
-                rests[text] = Windows(windows.tokens[samples:], source, order)
-                parts[i] = dataclasses.replace(windows, tokens=windows.tokens[:samples])
+                parts[i], rests[text] = _parted(windows, samples)
         heldout = {}
         for each, follows in zip(texts, after, strict=True):
             if not follows:
-                name, asked = each if isinstance(each, str) else "", measurement.length or length
-                heldout[name] = read_heldout(model, each, asked, count, usual is not None, tokenizer)
+                name = each if isinstance(each, str) else ""
+                asked = dataclasses.replace(measurement, length=measurement.length or length, samples=count)
+                heldout[name] = read_heldout(model, each, asked, usual is not None, tokenizer)
+                notes += [note for note in heldout[name].notes if name and note not in notes]
                 continue
             left = [rest for name, rest in rests.items() if each in (None, name) and len(rest.tokens)]
             if left:
-                if measurement.length not in (None, length):
-                    raise UsageError("what follows the calibration windows is measured in windows of their length")
+                _check_alike(measurement, calibration, length)
                 rest = _in_turn(left)
                 name = each if isinstance(each, str) else " + ".join(names)
                 heldout[name] = dataclasses.replace(rest, tokens=rest.tokens[:spare])
@@ -369,18 +322,21 @@ class Texts:
 def read_heldout(
     model: StreamedModel,
     text: object,
-    length: int | None,
-    count: int | None,
+    measurement: Measurement,
     fewer: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Windows:
-    """``count`` windows of a text, or all, to measure on; with ``fewer`` those it has. Errors as of read_windows."""
+    """The windows of one of its texts that a ``measurement`` asks for; with ``fewer`` those it has.
+
+    Errors are as of :func:`read_windows`.
+    """
     if not isinstance(text, str):
         return _given_windows(model, text)
+    count, length = measurement.samples, model.window_length(measurement.length)
     needed, spare = (1, count - 1) if fewer and count else (count, 0)
-    length = model.window_length(length)
     tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
-    windows = read_windows(text, tokenizer, length, needed, spare=spare)
+    bos = measurement.bos and not model.sees_ahead
+    windows = read_windows(text, tokenizer, length, needed, spare=spare, bos=bos, field=measurement.field)
     model.check(windows.tokens)
     return windows
 
@@ -388,6 +344,22 @@ def read_heldout(
 def _no_text(model: StreamedModel) -> Tensor:
     """A window for what is not calibrated on text; what is measured beside it is as long."""
     return torch.zeros(1, model.window_length(None), dtype=torch.int64)
+
+
+def _parted(windows: Windows, samples: int) -> tuple[Windows, Windows]:
+    """The first ``samples`` windows of a text, to calibrate on, and those after them."""
+    first, rest = (
+        dataclasses.replace(windows, tokens=part) for part in (windows.tokens[:samples], windows.tokens[samples:])
+    )
+    source = f"the text after the calibration windows of {windows.source}"
+    return first, dataclasses.replace(rest, source=source, origin=f"after the calibration windows: {windows.origin}")
+
+
+def _check_alike(measurement: Measurement, calibration: Calibration, length: int) -> None:
+    """Raises UsageError where what follows the calibration windows is to be measured in other windows than these."""
+    same = measurement.length in (None, length) and measurement.field in (None, calibration.field)
+    if not same or (calibration.bos and not measurement.bos):
+        raise UsageError("what follows the calibration windows is measured in windows of their length, field and bos")
 
 
 def _in_turn(parts: list[Windows]) -> Windows:
@@ -400,7 +372,8 @@ def _in_turn(parts: list[Windows]) -> Windows:
     turns = itertools.zip_longest(*(part.tokens for part in parts))
     tokens = torch.stack([window for turn in turns for window in turn if window is not None])
     origin = "; ".join(f"{part.source}: {part.origin}" for part in parts if part.origin)
-    return Windows(tokens, " + ".join(part.source for part in parts), parts[0].order, origin)
+    bos = next((part.bos for part in parts if part.bos is not None), None)
+    return Windows(tokens, " + ".join(part.source for part in parts), parts[0].order, origin, bos=bos)
 
 
 def _given_windows(model: StreamedModel, text: object) -> Windows:

@@ -1,24 +1,20 @@
 """Sources of text: files, data sets, excerpts that ship with niwaki; see :mod:`niwaki.models.text`."""
 
-import bz2
-import contextlib
-import gzip
 import itertools
-import json
-import lzma
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
-from niwaki.errors import CalibrationError, UnknownNameError, first_line
+from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line
 from niwaki.files import given_path
+from niwaki.models.text_files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
+from niwaki.models.text_rows import JOINT, TEXT, ChatTemplate, Column, Form, Rows, as_texts
 from niwaki.options import OWN_ANSWERS
 
 
@@ -31,15 +27,21 @@ class DataSet:
     split: str = "train"
     files: str | None = None  # of the split; None for all
     revision: str | None = None
-    field: str = "text"
-    separator: str = "\n\n"
+    field: str | None = None  # of texts; None for what form_of finds
+    separator: str = JOINT
     rows: int | None = None  # only the first N; None for all
     windows: int | None = None  # that are measured on by default; None for all
 
-    def __str__(self) -> str:
+    def described(self, form: Form) -> str:
+        """What it is, in words, where its rows become texts like this."""
         rows = "rows" if self.rows is None else f"first {self.rows:,} rows"
+        how = f"{rows} joined by {self.separator!r}" if self.is_usual(form) else str(form)
         parts = [self.repository, self.configuration, f"split {self.split}", self.files]
-        return ", ".join(filter(None, [*parts, f"{rows} joined by {self.separator!r}"]))
+        return ", ".join(filter(None, [*parts, how]))
+
+    def is_usual(self, form: Form) -> bool:
+        """Whether rows are joined as the data set says."""
+        return form == Column(self.field or TEXT)
 
 
 #: Short names for the texts that the SparseGPT and Wanda papers calibrate and measure on.
@@ -72,22 +74,53 @@ EXCERPTS = {"demo": "calibration.txt.xz", "demo-held": "held.txt.xz"}
 PROMPTS = {OWN_ANSWERS: "prompts.jsonl"}
 
 _DATA = Path(str(files("niwaki"))) / "data"
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_JSON = {".jsonl", ".json"}
-_JOINT = "\n\n"  # between the texts of a JSONL file
-_PIECE = 1 << 20  # characters read at a time
 _MOST_FILES = 10_000  # in the directory of a data set
-_LONGEST = 1 << 27  # characters in a line of JSONL
 
 
-def describe_source(source: str) -> str:
-    """What text ``source`` is, in words."""
+@dataclass(frozen=True)
+class OpenText:
+    """A text that is read while it is used.
+
+    Attributes:
+        origin: What text it is, in words.
+        pieces: Join to the whole; CalibrationError where more of it is not available.
+        notes: What a record should say of how it is read.
+    """
+
+    origin: str
+    pieces: Iterator[str]
+    notes: tuple[str, ...] = ()
+
+
+def read_text(source: str, field: str | None = None, template: ChatTemplate | None = None) -> OpenText:
+    """The text called ``source``; CalibrationError where it is not available.
+
+    Of rows it is what :func:`.form_of` says, by ``field`` and with the model's chat ``template``.
+    """
     path = find_file(source)
     if path is None:
-        return str(find_data_set(source))
+        return _dataset_text(source, field, template)
     if path.parent == _DATA:
-        return f"the excerpt {source} that ships with niwaki"
-    return f"{source}, texts joined by {_JOINT!r}" if _kind(path) in _JSON else source
+        return OpenText(f"the excerpt {source} that ships with niwaki", pieces(path, source))
+    if kind(path) not in ROWS:
+        return OpenText(source, pieces(path, source))
+    form, texts = as_texts(rows(path, source), field, template)
+    return OpenText(f"{source}, {form}", _joined(texts, form.joint), _notes(source, form))
+
+
+def check_field(field: str | None, sources: Iterable[object]) -> None:
+    """Raises UsageError where a ``field`` is named, and none of the texts ``sources`` has columns."""
+    if field is not None and not any(isinstance(each, str) and each and _has_columns(each) for each in sources):
+        raise UsageError(f"--field is for files and data sets with columns, and none was given; got {field!r}")
+
+
+def _has_columns(source: str) -> bool:
+    path = find_file(source)
+    return source not in DATASETS if path is None else kind(path) in ROWS
+
+
+def _notes(source: str, form: Form) -> tuple[str, ...]:
+    return () if isinstance(form, Column) else (f"{source} was read as {form}",)
 
 
 def find_file(source: str) -> Path | None:
@@ -103,54 +136,31 @@ def find_file(source: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _kind(path: Path) -> str:
-    """The suffix, without that of a compression."""
-    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+def read_prompts(source: str) -> tuple[list[list[dict[str, str]]], int]:
+    """The conversations in a file that await an answer, each a list of messages with a role and a content.
 
-
-def read_pieces(source: str) -> Iterator[str]:
-    """The text in pieces that join to the whole; CalibrationError where it is not available."""
-    path = find_file(source)
-    if path is None:
-        yield from _dataset_texts(source)
-        return
-    with _opened(path, source) as file:
-        if _kind(path) in _JSON:
-            yield from _joined((_text_of(value, where) for where, value in _json_lines(file, path)), _JOINT)
-            return
-        while piece := file.read(_PIECE):
-            if "\0" in piece:
-                raise CalibrationError(f"{source} is no text: it has NUL characters, as UTF-16 and binary files do")
-            yield piece
-
-
-@contextlib.contextmanager
-def _opened(path: Path, source: str) -> Iterator[TextIO]:
-    """The text of a file, compressed or not; CalibrationError where it cannot be opened or read."""
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            yield file
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}") from error
-
-
-def read_prompts(source: str) -> list[list[dict[str, str]]]:
-    """The conversations in a JSONL file that await an answer, each a list of messages with a role and a content.
-
-    A line has a field ``prompt``, or ``messages`` as chat templates take them, of which the model's own last answers
-    are left out. CalibrationError where the file is not there or has anything else.
+    A row has a field ``prompt``, or ``messages`` as chat templates take them, of which the last answers are left out;
+    the second value is how many had some. CalibrationError where the file is not there or has anything else.
     """
     path = find_file(source) or (_DATA / PROMPTS[source] if source in PROMPTS else None)
-    if path is None or _kind(path) not in _JSON:
+    if path is None or kind(path) not in ROWS:
         raise CalibrationError(
-            f"{source} has no prompts; give a JSONL file with a field 'prompt' or 'messages', or 'answers' for the "
-            "prompts that ship with niwaki"
+            f"{source} has no prompts; give a file of rows, such as JSONL, with a field 'prompt' or 'messages', or "
+            "'answers' for the prompts that ship with niwaki"
         )
-    with _opened(path, source) as file:
-        prompts = [_conversation(value, where) for where, value in _json_lines(file, path)]
+    prompts, answered = list[list[dict[str, str]]](), 0
+    for where, value in rows(path, source):
+        conversation = _conversation(value, where)
+        length = len(conversation)
+        while conversation and conversation[-1]["role"] == "assistant":
+            conversation.pop()
+        if not conversation:
+            raise CalibrationError(f"{where}: there is nothing to answer")
+        prompts.append(conversation)
+        answered += len(conversation) < length
     if not prompts:
         raise CalibrationError(f"{source} has no prompts")
-    return prompts
+    return prompts, answered
 
 
 def _conversation(value: Any, where: str) -> list[dict[str, str]]:
@@ -161,10 +171,6 @@ def _conversation(value: Any, where: str) -> list[dict[str, str]]:
         conversation = msgspec.convert(messages, list[_Message])
     except msgspec.ValidationError as error:
         raise CalibrationError(f"{where}: neither a field 'prompt' that is text nor 'messages': {error}") from error
-    while conversation and conversation[-1]["role"] == "assistant":
-        conversation.pop()
-    if not conversation:
-        raise CalibrationError(f"{where}: there is nothing to answer")
     return [{"role": message["role"], "content": message["content"]} for message in conversation]
 
 
@@ -207,20 +213,18 @@ def read_conversations(source: str) -> list[Conversation]:
     which names the line, for any other messages, and for a file of an image that is missing.
     """
     path = find_file(source)
-    if path is None or _kind(path) not in _JSON:
+    if path is None or kind(path) not in JSON:
         return []
-    lines: list[tuple[str, list[Any]]] = []
-    with _opened(path, source) as file:
-        for where, value in _json_lines(file, path):
-            messages = value.get("messages") if isinstance(value, dict) else None
-            if not isinstance(messages, list):
-                if any(_has_images(each) for _, each in lines):
-                    raise CalibrationError(f"{where}: no field 'messages', which the lines before it have")
-                return []
-            lines.append((where, messages))
-    if not any(_has_images(messages) for _, messages in lines):
+    talks = ((where, _messages_of(row)) for where, row in rows(path, source))
+    until = itertools.takewhile(lambda talk: talk[1] is not None, talks)
+    if not any(_has_images(messages or []) for _, messages in until):
         return []
-    return [_with_images(messages, where, path.parent) for where, messages in lines]
+    return [_with_images(_messages_of(row), where, path.parent) for where, row in rows(path, source)]
+
+
+def _messages_of(row: Any) -> list[Any] | None:
+    messages = row.get("messages") if isinstance(row, dict) else None
+    return messages if isinstance(messages, list) else None
 
 
 def _has_images(messages: list[Any]) -> bool:
@@ -229,7 +233,9 @@ def _has_images(messages: list[Any]) -> bool:
     return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
-def _with_images(messages: Any, where: str, folder: Path) -> Conversation:
+def _with_images(messages: list[Any] | None, where: str, folder: Path) -> Conversation:
+    if messages is None:
+        raise CalibrationError(f"{where}: no field 'messages', which the lines before it have")
     try:
         turns = msgspec.convert(messages, list[_Turn])
     except msgspec.ValidationError as error:
@@ -253,54 +259,6 @@ def _with_images(messages: Any, where: str, folder: Path) -> Conversation:
     return Conversation(where, filled)
 
 
-def _text_of(value: Any, where: str) -> str:
-    text = value.get("text") if isinstance(value, dict) else None
-    if isinstance(text, str):
-        return text
-    hint = ""
-    if isinstance(value, dict) and not {"prompt", "messages"}.isdisjoint(value):
-        hint = "; for the model's own answers to prompts, --answers own"
-    raise CalibrationError(f"{where}: not a JSON object with a field 'text' that is text{hint}")
-
-
-def _json_lines(file: TextIO, path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line with something in it is, and its value."""
-    for number in itertools.count(1):
-        line, where = file.readline(_LONGEST), f"{path}, line {number}"
-        if not line:
-            return
-        if len(line) == _LONGEST:
-            raise CalibrationError(f"{where}: longer than {_LONGEST:,} characters; are there no line ends?")
-        if line.strip():
-            try:
-                value = parse_json(line)
-            except ValueError as error:
-                raise CalibrationError(f"{where}: not a JSON object: {error}") from error
-            yield where, value
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text, all of it Unicode; ValueError says in a few words why it has none."""
-    try:
-        value = json.loads(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error.msg}, column {error.colno})") from error
-    except RecursionError as error:
-        raise ValueError("lists or objects are nested too deeply") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair, which is no character") from error
-    except ValueError as error:
-        raise ValueError("a number has too many digits") from error
-    return value
-
-
-def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
-    for i, text in enumerate(texts):
-        yield separator + text if i else text
-
-
 def find_data_set(source: str) -> DataSet:
     """``source`` is a short name, or repository[:configuration[:split]], or a directory of a data set."""
     if source in DATASETS:
@@ -309,16 +267,28 @@ def find_data_set(source: str) -> DataSet:
     return DataSet(parts[0], parts[1] or None, parts[2] or "train")
 
 
-def _dataset_texts(source: str) -> Iterator[str]:
-    """The rows of a data set, joined."""
+def _dataset_text(source: str, field: str | None, template: ChatTemplate | None) -> OpenText:
     wanted = find_data_set(source)
+    field = wanted.field or TEXT if source in DATASETS else field
+    form, texts = as_texts(_dataset_rows(wanted, source), field, template)
+    joint = wanted.separator if wanted.is_usual(form) else form.joint
+    return OpenText(wanted.described(form), _joined(texts, joint), _notes(source, form))
+
+
+def _joined(texts: Iterator[str], separator: str) -> Iterator[str]:
+    for i, text in enumerate(texts):
+        yield separator + text if i else text
+
+
+def _dataset_rows(wanted: DataSet, source: str) -> Rows:
+    """The rows of a data set."""
     if source in DATASETS:
         pass
     elif (directory := given_path(source)).is_dir():
         below = (name for _, _, names in os.walk(directory) for name in names)
         if len(list(itertools.islice(below, _MOST_FILES + 1))) > _MOST_FILES:  # which the library looks at for hours
             raise CalibrationError(f"the directory {source} has more than {_MOST_FILES:,} files; is it a data set?")
-    elif source.startswith((".", "/", "~")) or Path(source).suffix in {".txt", *_JSON, *_OPENERS}:
+    elif source.startswith((".", "/", "~")) or Path(source).suffix.lower() in SUFFIXES:
         raise CalibrationError(f"there is no file {source}")
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
         instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
@@ -326,25 +296,16 @@ def _dataset_texts(source: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError as error:
-        extra = "pip install '.[datasets]' in niwaki's checkout"
-        hint = f"give a file, 'demo' or 'demo-held', or install the extra: {extra}"
+        hint = f"give a file, 'demo' or 'demo-held', or install the extra: {EXTRA}"
         raise CalibrationError(f"{source} is not a file, and data sets need an extra; {hint}") from error
     try:
         files = wanted.files and {wanted.split: wanted.files}
         which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}
-        rows = datasets.load_dataset(wanted.repository, wanted.configuration, **which, streaming=True)
-        yield from _joined(_values(itertools.islice(rows, wanted.rows), wanted.field, source), wanted.separator)
-    except CalibrationError:
-        raise
+        found = datasets.load_dataset(wanted.repository, wanted.configuration, **which, streaming=True)
+        for number, row in enumerate(itertools.islice(found, wanted.rows), 1):
+            yield f"{source}, row {number}", row
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
         raise CalibrationError(
             f"the data set {source} is not available ({first_line(error)}); give a text file instead, or "
             "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error
-
-
-def _values(rows: Iterator[dict[str, str]], field: str, source: str) -> Iterator[str]:
-    for row in rows:
-        if not isinstance(row.get(field), str):
-            raise CalibrationError(f"the data set {source} has no field {field!r} with text, only {', '.join(row)}")
-        yield row[field]

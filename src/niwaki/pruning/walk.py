@@ -72,7 +72,7 @@ class Walk:
         samples, heldout = texts.samples, texts.only
         stop = model.matrices()[-1].block + 1
         progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
-        planned = self._planned(samples)
+        planned = self._planned(samples, texts)
         if planned.synthetic is not None and isinstance(samples, Tensor):
             samples = torch.cat([samples, world.share(planned.synthetic)])
         self._solver = BlockSolver(
@@ -133,7 +133,7 @@ class Walk:
             heldout=embed(heldout.tokens) if heldout else None,
         )
 
-    def _planned(self, samples: Samples) -> Plan:
+    def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
         effort, place, world = self.request.effort, self.place, self.world
         if not effort.plans:
@@ -150,7 +150,8 @@ class Walk:
             count = max(world.size, round(effort.synthetic * sum(world.collected(len(samples)))))
             length, budget = samples.shape[1], self.request.compute.budget
             try:
-                text = synthesize(self.model, count, length, budget, world, self.progress)
+                bos = texts.windows.bos
+                text = synthesize(self.model, count, length, budget, world, self.progress, bos=bos)
                 made = dataclasses.replace(made, synthetic=text)
             except UnsupportedModelError as error:
                 count = 0

@@ -146,12 +146,16 @@ class CalibrationRecord(TypedDict, total=False):
     """The windows of a calibration text: ``seed`` is that of random ones, ``synthetic`` windows were written.
 
     With ``images`` the samples are conversations that have so many, the longest of ``sequence_length`` tokens.
+    ``origin`` is what the text is and how it became windows, in words, and ``bos`` the token that all of them begin
+    with, where they do.
     """
 
     source: Name
     samples: Count
     images: Count
     sequence_length: Count
+    origin: str
+    bos: Count
     order: str
     seed: int
     tokens_sha256: str

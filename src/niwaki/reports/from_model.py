@@ -16,7 +16,7 @@ from niwaki.evaluation.generate import continue_text
 from niwaki.files import given_path
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer
+from niwaki.models.tokens import load_tokenizer
 from niwaki.packed.format import open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.record import Record

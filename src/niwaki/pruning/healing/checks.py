@@ -7,7 +7,7 @@ from niwaki.errors import CalibrationError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import load_tokenizer
+from niwaki.models.tokens import load_tokenizer
 from niwaki.records.record import Record
 
 #: The pruned model's own record, in the output.

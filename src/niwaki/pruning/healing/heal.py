@@ -79,7 +79,7 @@ class HealingRequest:
 
     def __post_init__(self) -> None:
         self.measurement.only_text("heal")
-        self.calibration.only("heal", "text", "length", "order", "seed", "answers")
+        self.calibration.only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
         self.compute.only("heal", "device", "dtype", "memory")
         numbers = {"tokens": self.tokens, "time": self.limit, "rate": self.rate, "batch": self.batch}
         for name, value in numbers.items():
@@ -294,7 +294,9 @@ def _seen(request: HealingRequest, length: int) -> int:
         return 0
     if not all(isinstance(text, str) for text in calibration.texts):
         return 0
-    return math.ceil(pruning.calibration_tokens / length)
+    windows = pruning.calibration
+    first = "bos" in windows  # which each window has beside the text
+    return math.ceil(windows["samples"] * (windows["sequence_length"] - first) / (length - first))
 
 
 def _drawn(tokens: Tensor, seen: int, held: int, seed: int) -> Tensor:

@@ -23,6 +23,7 @@ def written(
     world: World,
     progress: Progress,
     is_enough: Callable[[], bool],
+    bos: int | None = None,
 ) -> Tensor:
     """(up to ``count``, ``length``) int64: text of ``dense``, see :func:`niwaki.pruning.own_text.synthesize`.
 
@@ -33,7 +34,7 @@ def written(
     while there < count and not (there and world.received(is_enough())):
         # No fewer than one for each process, of which the last are left out.
         size = max(world.size, min(tokens // length, count - there))
-        parts.append(synthesize(dense, size, length, budget, world, progress, seed=len(parts)))
+        parts.append(synthesize(dense, size, length, budget, world, progress, len(parts), bos))
         there, tokens = there + size, min(2 * tokens, _LONGEST)
     return torch.cat(parts)[:count] if parts else torch.empty(0, length, dtype=torch.int64)
 

@@ -58,7 +58,7 @@ class Run(ABC):
 
     def train(self, windows: Windows) -> None:
         """Trains on ``windows``, of which the last are held out; the first process writes the weights."""
-        self._train(self._with_own_text(windows.tokens))
+        self._train(self._with_own_text(windows))
 
     @abstractmethod
     def _train(self, tokens: Tensor) -> None:
@@ -116,17 +116,18 @@ class Run(ABC):
                 self.record.notes.append(note)
             self.progress.note(note)
 
-    def _with_own_text(self, tokens: Tensor) -> Tensor:
-        """``tokens``, with text of the dense model's own among those to train on, and as what is held out.
+    def _with_own_text(self, windows: Windows) -> Tensor:
+        """Tokens of ``windows``, with text of the dense model's own among those to train on, and as what is held out.
 
         A text has often been pruned on: on that the pruned model is better than elsewhere, and the more it is trained
         the less so.
         """
+        tokens = windows.tokens
         if not self.healing.own_text:
             return tokens
         share, length = self.healing.own_text, tokens.shape[1]
         chosen, count = own_text.windows(self.healing.tokens, length, len(tokens), share)
-        own = self._own_text(count + self.held, length)
+        own = self._own_text(count + self.held, length, windows.bos)
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
         if len(own) <= self.held:
             if 0 < len(own) < count + self.held:  # where it cannot write, that is said
@@ -135,7 +136,7 @@ class Run(ABC):
         own, held = own.split([len(own) - self.held, self.held])
         return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])
 
-    def _own_text(self, count: int, length: int) -> Tensor:
+    def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
         place, limit = self.place, self.healing.limit
         kept = Plan.load(place.plan, self.journal.plan) if place and self.journal.blocks else None
@@ -151,6 +152,7 @@ class Run(ABC):
                 self.world,
                 self.progress,
                 lambda: limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit,
+                bos,
             )
         except UnsupportedModelError as error:
             self.note([f"the dense model wrote no text to train on: {error}"])

@@ -1,0 +1,112 @@
+"""A model's tokenizer: texts to tokens, the token before a text, and windows."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+#: Characters that become tokens at once, which takes about 300 bytes for each, and by how many two such parts overlap.
+_AT_ONCE, _OVERLAP = 1 << 18, 1 << 12
+#: Where this many tokens of both are the same, in the middle of the overlap, one part ends and the next begins.
+_SAME = 32
+#: What shows which tokens a tokenizer puts around a text.
+_SAMPLE = "A text of 7 words, and no more."
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; CalibrationError where there is none, or it needs code from there."""
+    from transformers import AutoTokenizer
+
+    try:
+        # Texts are longer than any context; without this each one would be warned about.
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False, model_max_length=sys.maxsize)
+    except Exception as error:  # a broken tokenizer.json surfaces as nearly anything
+        reason = first_line(error).rstrip()
+        if reason.endswith(":"):  # a list of what there could be instead follows
+            reason = "neither tokenizer.json nor files that one can be made from are there; is the download complete?"
+        raise CalibrationError(f"{path} has no tokenizer that can be loaded: {reason}") from error
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """The tokens of a text; CalibrationError where the tokenizer fails."""
+    try:
+        with panics_as_errors():
+            if len(text) > _AT_ONCE and not special and getattr(tokenizer, "is_fast", False):
+                return _encode_in_parts(tokenizer, text)
+            ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
+        raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
+    return ids
+
+
+def find_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The one token that the tokenizer itself puts before a text; None where it puts none, or several.
+
+    Found by making tokens of a text both ways: names and flags of tokenizers do not tell. What it puts after a text is
+    not asked for.
+    """
+    with contextlib.suppress(CalibrationError):  # of a tokenizer that knows other characters only
+        plain, whole = (encode(tokenizer, _SAMPLE, special) for special in (False, True))
+        if plain and whole[: len(plain)] != plain and whole[1 : 1 + len(plain)] == plain:
+            return whole[0]
+    return None
+
+
+def in_windows(ids: Tensor, count: int, length: int, bos: int | None) -> Tensor:
+    """(``count``, ``length``) windows of running text (tokens,), each after the token ``bos`` where there is one."""
+    if bos is None:
+        return ids[: count * length].view(count, length)
+    text = ids[: count * (length - 1)].view(count, length - 1)
+    return torch.nn.functional.pad(text, (1, 0), value=bos)
+
+
+def _encode_in_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The same as at once, but for the memory that takes: what a token is depends only on the characters around it."""
+
+    def part(start: int) -> tuple[list[int], list[int]]:
+        """(tokens, where in ``text`` each one starts)."""
+        made = tokenizer(text[start : start + _AT_ONCE], add_special_tokens=False, return_offsets_mapping=True)
+        return made["input_ids"], [start + first for first, _ in made["offset_mapping"]]
+
+    ids: list[int] = []
+    these, starts = part(0)
+    for start in range(_AT_ONCE - _OVERLAP, len(text) - _OVERLAP, _AT_ONCE - _OVERLAP):
+        following, places = part(start)
+        first_at = {place: i for i, place in reversed([*enumerate(starts)])}
+        for j, place in enumerate(places):
+            i = first_at.get(place)
+            if place < start + _OVERLAP // 2 or i is None or places[j - 1] == place:
+                continue
+            if these[i : i + _SAME] == following[j : j + _SAME]:
+                ids += these[:i]
+                these, starts = following[j:], places[j:]
+                break
+        else:
+            whole: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+            return whole
+    return ids + these
+
+
+def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Raises CalibrationError where all tokens stand for something unknown."""
+    if ids and {*ids} == {tokenizer.unk_token_id}:
+        raise CalibrationError(f"the model's tokenizer knows nothing of {text}")
+
+
+def check_tokens(tokens: Tensor, config: PretrainedConfig) -> None:
+    """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
+    known = config.get_text_config().vocab_size
+    if tokens.numel() and (tokens.min() < 0 or tokens.max() >= known):
+        those = f"tokens go from 0 to {known - 1:,} here, and these from {int(tokens.min()):,} to {int(tokens.max()):,}"
+        raise UsageError(f"{those}; is it the model's own tokenizer?")
