@@ -16,14 +16,14 @@ from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
-from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
+from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.answers import with_answers
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.options import Calibration, Compute, Measurement, Text, fraction
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.pruning.prune import prune
 from niwaki.pruning.request import patterns_of
