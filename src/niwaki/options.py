@@ -26,6 +26,8 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
+#: The texts of the hub that are read where nobody gives one, to calibrate on and to measure on.
+USUAL_CALIBRATION, USUAL_TEXT = "c4", "wikitext2"
 #: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: Its learning rate, relative to the size of the weights, that of the method blocks, and tokens in a step; see
@@ -76,7 +78,7 @@ class Calibration(_Options):
             answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
     """
 
-    text: Text | Sequence[Text] = "c4"
+    text: Text | Sequence[Text] = USUAL_CALIBRATION
     samples: int = 128
     length: int | None = None
     order: Order = "first"
@@ -86,8 +88,9 @@ class Calibration(_Options):
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "text", _one_or_several(self.text))
-        if self.answers and not isinstance(self.texts[0], str):
-            raise UsageError(f"answers are written to prompts in a file; got {shown(self.texts[0])}")
+        if self.answers and (not isinstance(self.texts[0], str) or self.texts[0] == USUAL_CALIBRATION):
+            hint = "such as --calibration prompts.jsonl"
+            raise UsageError(f"answers are written to prompts in a file, {hint}; got {shown(self.texts[0])}")
         check_count("samples", self.samples, len(self.texts))
         check_count("the length of windows", self.length, 2)
         check_count("the seed", self.seed, 0)
