@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from niwaki import Calibration, Compute, Measurement
 from niwaki.errors import UsageError
-from niwaki.options import parse_range, parse_size
+from niwaki.options import parse_range, parse_share, parse_size, parse_time
 from support.models import message
 
 
@@ -67,6 +68,32 @@ def test_what_is_not_used_is_not_taken() -> None:
     assert said == "shrink does not use memory; got memory=5"
     assert "one text at a time; got 2" in message(lambda: Measurement(["a", "b"]).only_text("evaluate"))
     assert "one text at a time; got 0" in message(lambda: Measurement(()).only_text("evaluate"))
+
+
+@pytest.mark.parametrize("given", [0.25, "0.25", "25%", " 25 % ", ".25", "2.5e1 %"])
+def test_shares(given: float | str) -> None:
+    assert parse_share("neurons", given) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: parse_share("neurons", 25), "got 25; did you mean 0.25 (25 %)?"),
+        (
+            lambda: parse_share("heads", "60"),
+            "heads is a fraction, from 0 to below 1; got 60; did you mean 0.6 (60 %)?",
+        ),
+        (lambda: parse_share("heads", 1.5), "got 1.5"),
+        (lambda: parse_share("heads", "100 %"), "got 1"),
+        (lambda: parse_share("heads", "nan"), "got nan"),
+        (lambda: parse_share("heads", "a half"), "such as 0.25 or 25%; got 'a half'"),
+        (lambda: parse_size("8"), "8 bytes; did you mean 8GiB?"),
+        (lambda: parse_time("5"), "'5'; did you mean 5m or 5h?"),
+        (lambda: parse_time("0"), "'0'; try"),
+    ],
+)
+def test_what_may_have_been_meant(call: Callable[[], object], said: str) -> None:
+    assert said in message(call)
 
 
 def test_ranges() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
 
 from niwaki.arguments import check_fields
@@ -25,6 +26,8 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 
 #: The solver with the lowest layer errors for its time; see docs/methods.md.
 DEFAULT_SOLVER = "continuation"
+#: The texts of the hub that are read where nobody gives one, to calibrate on and to measure on.
+USUAL_CALIBRATION, USUAL_TEXT = "c4", "wikitext2"
 #: What healing trains on, where nobody says how much: hours on a CPU, minutes on a GPU; and tokens in its windows.
 HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 #: Its learning rate, relative to the size of the weights, that of the method blocks, and tokens in a step; see
@@ -79,7 +82,7 @@ class Calibration(_Options):
             conversations or tasks with answers by their usual names, see :mod:`niwaki.models.text_rows`.
     """
 
-    text: Text | Sequence[Text] = "c4"
+    text: Text | Sequence[Text] = USUAL_CALIBRATION
     samples: int = 128
     length: int | None = None
     order: Order | None = None
@@ -91,8 +94,9 @@ class Calibration(_Options):
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "text", _one_or_several(self.text))
-        if self.answers and not isinstance(self.texts[0], str):
-            raise UsageError(f"answers are written to prompts in a file; got {shown(self.texts[0])}")
+        if self.answers and (not isinstance(self.texts[0], str) or self.texts[0] == USUAL_CALIBRATION):
+            hint = "such as --calibration prompts.jsonl"
+            raise UsageError(f"answers are written to prompts in a file, {hint}; got {shown(self.texts[0])}")
         check_count("samples", self.samples, len(self.texts))
         check_count("the length of windows", self.length, 2)
         check_count("the seed", self.seed, 0)
@@ -256,11 +260,38 @@ def name_of(value: object, known: Mapping[str, object]) -> str:
     return min(names, key=changes, default=type(value).__name__.lower())
 
 
+def fraction(given: float | str) -> Decimal | None:
+    """0.6, "0.6" or "60 %" as a decimal, so that 0.333 and 33.3 % are the same; None for everything else."""
+    text = str(given).strip()
+    try:
+        share = Decimal(text.removesuffix("%").strip())
+        return +share / 100 if text.endswith("%") else +share
+    except ArithmeticError:  # no number, or one of a million digits
+        return None
+
+
+def parse_share(name: str, given: float | str) -> float:
+    """The share that 0.25, "0.25" or "25 %" is, from 0 to below 1; UsageError with its ``name`` for all else."""
+    share = fraction(given)
+    if share is None:
+        raise UsageError(f"{name} is a fraction, such as 0.25 or 25%; got {shown(given)}")
+    if not 0 <= float(share) < 1:
+        raise UsageError(f"{name} is a fraction, from 0 to below 1; got {as_fraction(float(share))}")
+    return float(share)
+
+
+def as_fraction(given: float) -> str:
+    """``given``, which is no fraction, for errors: with a question where it would be one in percent."""
+    return f"{given:g}; did you mean {given / 100:g} ({given:g} %)?" if 2 <= given < 100 else f"{given:g}"
+
+
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one."""
+    """Bytes of a size such as "8GiB", "500 MB" or "4G"; UsageError where it is not one, or has no unit and is tiny."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
+    if text.strip() == match[1] and float(match[1]) < 1_000_000:  # as no memory is, and "8" is not meant
+        raise UsageError(f"a memory size of {match[1]} bytes; did you mean {match[1]}GiB?")
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -280,7 +311,9 @@ def parse_time(text: str) -> float:
     parts = match.groups(default="0") if match else ()
     seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not seconds:
-        raise UsageError(f"invalid time {text!r}; try 2h, 90m or 1h30m")
+        bare = re.fullmatch(_NUMBER, text.strip())
+        hint = f"did you mean {bare[1]}m or {bare[1]}h?" if bare and float(bare[1]) else "try 2h, 90m or 1h30m"
+        raise UsageError(f"invalid time {shown(text)}; {hint}")
     return seconds
 
 

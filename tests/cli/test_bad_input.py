@@ -26,7 +26,8 @@ def model(tmp_path: Path) -> Path:
     ("options", "said"),
     [
         ("--sparsity 1", "from 0 to below 1; got 1"),
-        ("--sparsity 50", "got 50"),
+        ("--sparsity 50", "got 50; did you mean 0.5 (50 %)?"),
+        ("--pattern per-row:50", "got 50; did you mean 0.5 (50 %)?"),
         ("--sparsity=-0.5", "got -0.5"),
         ("--sparsity nan", "got nan"),
         ("--pattern 4:2", "4:2"),
@@ -67,6 +68,7 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --seed 9223372036854775808", "the seed must be less than 2^63"),
         ("--sparsity 0.5 --dtype float8", "got float8"),
         ("--sparsity 0.5 --memory much", "invalid memory size 'much'; try 8GiB or 500MB"),
+        ("--sparsity 0.5 --memory 8", "8 bytes; did you mean 8GiB?"),
         ("--sparsity 0.5 --memory 0", "invalid memory size '0'"),
         ("--sparsity 0.5 --memory=-1G", "invalid memory size '-1G'"),
         ("--sparsity 0.5 --blocks 1", "invalid range '1'; give FROM:TO, such as 0:2 for the first two"),
@@ -87,6 +89,33 @@ def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: st
     assert ran.err.startswith("error: ")
     assert said in ran.err
     assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("prune demo out --sparsity 0.5 --seqlen 4k", "'4k' is not a whole number; did you mean 4000 or 4096?"),
+        ("eval demo --samples 1,000", "'1,000' is not a whole number; did you mean 1000?"),
+        ("eval demo --samples 2.5", "'2.5' is not a whole number (see"),
+        ("demo --samples few", "'few' is not a whole number (see"),
+        ("generate demo hello --temperature 70%", "'70%' is not a number (see"),
+        ("prune demo out --windows middle", "'--windows': 'middle' is not one of 'first', 'random'"),
+        ("prnue", "Did you mean 'prune'?"),
+        ("help prnue", "Did you mean 'prune'?"),
+        ("shrink demo out --neurons 25", "got 25; did you mean 0.25 (25 %)?"),
+        ("heal demo out --teacher demo --own-text 25", "got 25; did you mean 0.25 (25 %)?"),
+        ("heal demo out --teacher demo --time 5", "invalid time '5'; did you mean 5m or 5h?"),
+        ("compare demo -o out --budget 5", "invalid time '5'; did you mean 5m or 5h?"),
+    ],
+)
+def test_what_was_meant(
+    tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = niwaki_(*arguments.split())
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+    assert len(ran.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

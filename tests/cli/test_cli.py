@@ -269,6 +269,16 @@ def test_version_and_help(niwaki_: Command) -> None:
         assert solver in options
 
 
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [(["help"], ["--help"]), (["help", "prune"], ["prune", "--help"]), (["version"], ["--version"])],
+)
+def test_help_and_version_are_commands_too(niwaki_: Command, words: list[str], options: list[str]) -> None:
+    ran = niwaki_(*words)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran == niwaki_(*options)
+
+
 def test_help_tells_defaults_that_depend(niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rich takes what is in square brackets for markup, and leaves it out.
     for command, hints in (

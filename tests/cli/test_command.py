@@ -505,6 +505,11 @@ def test_bench(niwaki_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     page = render(load(packed))
     assert "Speed and size" in page
     assert all(f"<td>{text}</td>" in page for row in found.table()[1:] for text in row[1:])
+    said = niwaki_("bench", model, *short)  # of which niwaki has no record, and a report nothing to say
+    assert said.code == 0, said.err
+    assert "note: only the dense model is measured" in said.out
+    assert [line.split()[0] for line in said.out.splitlines()[1:3]] == ["weights", "dense"]
+    assert not (model / "niwaki-bench.json").exists()
     said = niwaki_("bench", pruned, "--prompt-tokens", "200")
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert "128 positions" in said.err

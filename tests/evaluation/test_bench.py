@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import niwaki
 from niwaki.errors import WorkerError
 from niwaki.evaluation import bench as measuring
 from niwaki.options import Compute
 from niwaki.records.progress import Progress
 from niwaki.records.speed import Speed
 from support.covering import FULL
-from support.models import message, save_model
+from support.models import message, random_tokens, save_model
 
 
 class Clock:
@@ -108,8 +109,9 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
     dense, seen = save_model(tmp_path / "dense"), []
 
     @contextlib.contextmanager
-    def both(path: Path, progress: Progress) -> Iterator[tuple[Path, Path]]:
-        yield path, path.with_name("packed")
+    def both(path: Path, name: str, progress: Progress) -> Iterator[dict[str, Path]]:
+        assert name == str(path)
+        yield {"dense": path, "packed": path.with_name("packed")}
 
     def measured(*given: Any) -> Speed:
         directory, *rest = given
@@ -117,12 +119,41 @@ def test_forms(dtype: str, device: str, tmp_path: Path, monkeypatch: pytest.Monk
         seen.append(directory.name)
         return Speed(directory.name, dtype, 1, 1, 1, 1, 1, len(seen), 1, 1)
 
-    monkeypatch.setattr(measuring, "_both", both)
+    monkeypatch.setattr(measuring, "_forms", both)
     monkeypatch.setattr(measuring, "_measured", measured)
     found = measuring.bench(dense, prompt=8, tokens=4, repeats=3, compute=Compute(device, dtype))
     assert seen == ["dense", "packed"]
     assert [speed.tokens_per_second for speed in found.speeds] == [1, 2]
     assert (found.prompt, found.tokens, found.repeats, found.device) == (8, 4, 3, device)
+
+
+class Notes(Progress):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize("kind", ["dense", "shrunk", "float64"])
+def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """It is measured as it is, no copy is made, and the reason is said."""
+    model, notes = save_model(tmp_path / "dense", dtype=torch.float64 if kind == "float64" else torch.float32), Notes()
+    if kind == "shrunk":
+        tokens, dense = random_tokens(4, 16), model
+        model = tmp_path / "shrunk"
+        niwaki.shrink(dense, model, neurons=0.5, calibration=tokens, measurement=None)
+    monkeypatch.setattr(measuring, "_measured", measuring.measure)
+    monkeypatch.setattr(measuring, "pack", None)
+    found = measuring.bench(model, prompt=4, tokens=3, repeats=1, compute="cpu", progress=notes)
+    (speed,) = found.speeds
+    assert speed.weights == "dense"
+    assert speed.disk == sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert speed.tokens_per_second > 0
+    assert "packed" not in found.conditions()
+    (note,) = notes.said
+    assert "only the dense model is measured" in note
+    assert ("F64" if kind == "float64" else f"no matrix of {model} would be smaller") in note
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": 0}, {"tokens": 1}, {"repeats": 0}, {"tokens": 2.5}])

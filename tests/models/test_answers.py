@@ -239,6 +239,8 @@ def test_what_makes_no_sense(model: Path, prompts: str, tmp_path: Path) -> None:
         assert said in message(lambda: given(model, prompts), CalibrationError)
     with pytest.raises(UsageError, match="answers are written to prompts in a file"):
         Calibration(torch.zeros(1, 2, dtype=torch.int64), answers="own")
+    with pytest.raises(UsageError, match=r"such as --calibration prompts\.jsonl; got 'c4'"):
+        Calibration(answers="own")  # of no file
 
 
 def test_a_model_that_cannot_generate(model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,8 @@ def open_files() -> int:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1", 1),
+        ("1b", 1),
+        ("1000000", 10**6),
         ("500MB", 500 * 10**6),
         ("8GiB", 8 * 2**30),
         ("8 gib", 8 * 2**30),

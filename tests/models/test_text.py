@@ -514,9 +514,14 @@ def test_a_directory_is_a_data_set(
 
 def test_without_the_extra(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    said = message(lambda: read_windows("c4", tokenizer, 16, 8))
-    assert "pip install '.[datasets]'" in said
-    assert "c4" in said
+    for source, said in (
+        ("c4", "the data set c4 (which is read without --calibration text.txt) needs an extra"),
+        ("ptb", "the data set ptb needs an extra"),
+        ("me/mine", "me/mine is not a file, and data sets need an extra"),
+    ):
+        told = message(lambda source=source: read_windows(source, tokenizer, 16, 8))  # type: ignore[misc]
+        assert said in told
+        assert "pip install '.[datasets]'" in told
 
 
 @pytest.mark.parametrize(
@@ -531,11 +536,14 @@ def test_a_hub_that_cannot_be_reached(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    said = message(lambda: read_windows("c4", tokenizer, 16, 8))
-    assert "the data set c4 is not available" in said
+    said = message(lambda: read_windows("ptb", tokenizer, 16, 8))
+    assert "the data set ptb is not available" in said
     assert (str(error).splitlines() or [type(error).__name__])[0] in said
     assert "'demo' (to calibrate) or 'demo-held' (to measure)" in said  # what to do instead
     assert "--" not in said  # commands differ in their options
+    # Nobody has to have named these.
+    for source, option in (("c4", "without --calibration text.txt"), ("wikitext2", "without --text text.txt")):
+        assert option in message(lambda source=source: read_windows(source, tokenizer, 16, 8))  # type: ignore[misc]
 
 
 def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:

@@ -688,10 +688,11 @@ def test_a_time(tmp_path: Path) -> None:
         ({"time": "soon"}, "invalid time 'soon'"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"batch": -1}, "batch must be above 0"),
-        ({"own_text": 1.0}, "own_text must be from 0 to less than 1; got 1.0"),
+        ({"own_text": 1.0}, "own_text is a fraction, from 0 to below 1; got 1"),
+        ({"own_text": "25"}, "got 25; did you mean 0.25"),
         ({"calibration": Calibration(TOKENS, samples=3)}, "heal does not use samples"),
     ],
-    ids=["tokens", "too many", "words", "time", "rate", "batch", "own text", "samples"],
+    ids=["tokens", "too many", "words", "time", "rate", "batch", "own text", "percent", "samples"],
 )
 def test_options_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")

@@ -217,7 +217,7 @@ def test_a_link_to_an_empty_directory(tmp_path: Path, model: Path) -> None:
     ("options", "said"),
     [
         ({"sparsity": 1.0}, "from 0 to below 1; got 1"),
-        ({"sparsity": 60}, "from 0 to below 1; got 60; did you mean 0.6?"),
+        ({"sparsity": 60}, "from 0 to below 1; got 60; did you mean 0.6 (60 %)?"),
         ({"sparsity": -0.1}, "got -0.1"),
         ({"sparsity": math.nan}, "got nan"),
         ({"pattern": "4:2"}, "4:2"),

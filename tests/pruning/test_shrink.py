@@ -199,6 +199,31 @@ def test_a_smaller_model_is_the_dense_one_with_zeros(
     check_parameters(source, out, record)
 
 
+#: (neurons, fraction, how many stay, what a note says of it)
+ROUNDED = [
+    (256, "0.3", 192, "192 of 256 neurons stay, a multiple of 32 as"),  # and not 179
+    (256, 0.25, 192, None),
+    (256, "90 %", 32, "87.5 % go instead of 90 %"),
+    (128, 0.1, 115, "115 of 128 neurons stay, no multiple of 32"),  # the nearest one would leave all
+    (128, 0.97, 4, "no multiple of 32"),  # and here none
+    (96, 0.5, 48, "no multiple of 32"),  # which 32 or 64 are too far from
+    (48, 0.3, 34, None),
+]
+
+
+@pytest.mark.parametrize(("width", "fraction", "stay", "said"), ROUNDED)
+def test_a_multiple_of_32_neurons_stays(
+    tmp_path: Path, width: int, fraction: float | str, stay: int, said: str | None
+) -> None:
+    source, out = save(tmp_path / "model", "llama", intermediate_size=width), tmp_path / "out"
+    record = run(source, out, neurons=fraction, text_samples=0)
+    assert config(out)["intermediate_size"] == stay
+    assert record.pattern == f"{100 * (width - stay) / width:.3g} % of the neurons of each block"
+    notes = [note for note in record.notes if "neurons stay" in note]
+    assert len(notes) == (said is not None)
+    assert all(str(said) in note for note in notes)
+
+
 def check_parameters(source: Path, out: Path, record: Record) -> None:
     """What the record says of them, against the files and against the modules of transformers."""
     structure, in_blocks = record.structure, []
@@ -560,6 +585,9 @@ def test_models_that_are_refused(
         ({"blocks": -1}, "blocks -1 of 3"),
         ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),
         ({"neurons": -0.1}, "neurons is a fraction"),
+        ({"neurons": "25"}, "neurons is a fraction, from 0 to below 1; got 25; did you mean 0.25 (25 %)?"),
+        ({"expert_neurons": 40}, "got 40; did you mean 0.4 (40 %)?"),
+        ({"heads": "half"}, "heads is a fraction, such as 0.25 or 25%; got 'half'"),
         ({"heads": float("nan")}, "heads is a fraction"),
         ({"neurons": 0.995}, "neurons 0.995 of 48 would be 48; from 1 to 47 can be removed"),
         ({"neurons": 0.001}, "neurons 0.001 of 48 would be 0"),

@@ -13,7 +13,8 @@ from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
 
 RecordFile = Annotated[
-    str | None, Option("--record", metavar="FILE", help=r"\[default: niwaki-bench.json in MODEL, for its report]")
+    str | None,
+    Option("--record", metavar="FILE", help=r"\[default: niwaki-bench.json in a MODEL of niwaki's, for its report]"),
 ]
 
 
@@ -26,7 +27,7 @@ def bench(
     compute: Compute = Compute(),
     record: RecordFile = None,
 ) -> None:
-    """Measure the pruned MODEL, dense and packed: tokens per second, memory, disk.
+    """Measure how fast MODEL writes and how much memory and disk it takes: dense, and packed if it is pruned.
 
     The form that is not there is made in the temporary directory (TMPDIR), for as long as it takes.
     """
@@ -35,9 +36,12 @@ def bench(
         from niwaki.models.checkpoint.reading import locate_model
         from niwaki.models.output import check_record
 
-        file = check_record(locate_model(model) / SPEED_NAME if record is None else record, "speeds")
+        if record is None and (locate_model(model) / "niwaki.json").is_file():
+            record = str(locate_model(model) / SPEED_NAME)
+        file = None if record is None else check_record(record, "speeds")
         speed = run(model, prompt=prompt, tokens=tokens, repeats=repeats, compute=compute, progress=screen)
     out.print(speed_table(speed))
     screen.line(speed.conditions())
-    write_json(file, speed.to_json())
-    written(file)
+    if file is not None:
+        write_json(file, speed.to_json())
+        written(file)

@@ -8,7 +8,7 @@ from niwaki.cli.common import in_session, names, written
 from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import Model, RecordFile, spread
 from niwaki.files import write_json
-from niwaki.options import Calibration, Compute, Measurement, parse_time
+from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, parse_time
 from niwaki.pruning.effort import PLAIN_EFFORT
 from niwaki.records.comparison import METHODS
 
@@ -16,7 +16,9 @@ OUTPUT = Option("-o", "--out", metavar="DIR", help="For the table and all record
 SOLVERS = Option(metavar="NAMES", help="Names as for prune --solver, each with an effort after an @ if you like.")
 SPARSITY = Option(metavar="PATTERNS", help="Fractions, and patterns such as 2:4 or per-row:0.6.")
 EFFORT = Option(metavar="NAME", help="For solvers that have none of their own: fast, balanced or best.")
-TEXTS = Option(metavar="TEXT", help=r"What to measure perplexity on; may be given several times. \[default: wikitext2]")
+TEXTS = Option(
+    metavar="TEXT", help=rf"What to measure perplexity on; may be given several times. \[default: {USUAL_TEXT}]"
+)
 TEXT_SAMPLES = Option(metavar="N", help=r"Windows of each. \[default: all, or 256 of the calibration text]")
 BUDGET = Option(metavar="TIME", help="Such as 90m or 2h: start no run that would end later.")
 _USUAL = ",".join(METHODS)

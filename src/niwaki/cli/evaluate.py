@@ -13,7 +13,7 @@ from niwaki.cli.screen import Screen
 from niwaki.cli.tables import task_table
 from niwaki.errors import UsageError
 from niwaki.files import write_json
-from niwaki.options import Compute, Measurement
+from niwaki.options import USUAL_TEXT, Compute, Measurement
 
 TASKS = Option(
     metavar="NAMES",
@@ -27,7 +27,7 @@ LIMIT = Option(metavar="N", help=r"The first N questions of each task. \[default
 def evaluate(
     model: Model,
     text: Annotated[
-        str | None, Option(metavar="TEXT", help=rf"{TEXT} \[default: wikitext2; with --tasks none]")
+        str | None, Option(metavar="TEXT", help=rf"{TEXT} \[default: {USUAL_TEXT}; with --tasks none]")
     ] = None,
     length: Length = None,
     samples: Annotated[int | None, SAMPLES] = None,
@@ -40,7 +40,7 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of MODEL, or its scores on tasks, or both."""
     if tasks is None:
-        text = "wikitext2" if text is None else text
+        text = USUAL_TEXT if text is None else text
         if limit is not None:
             raise UsageError("--limit is for --tasks; --samples is for --text")
     elif text is None and (length is not None or samples is not None or field is not None or not bos):

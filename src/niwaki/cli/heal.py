@@ -64,7 +64,7 @@ def heal(
     time: Annotated[str | None, TIME] = None,
     rate: Annotated[float | None, RATE] = None,
     batch: Annotated[str, BATCH] = str(HEALING_BATCH),
-    own_text: Annotated[float, OWN] = OWN_TEXT,
+    own_text: Annotated[str, OWN] = str(OWN_TEXT),
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),

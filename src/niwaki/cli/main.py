@@ -8,7 +8,8 @@ import sys
 import time
 from typing import Any
 
-from niwaki.errors import NiwakiError, first_line
+from niwaki.errors import NiwakiError, UsageError, first_line, shown
+from niwaki.options import parse_number
 
 # Before anything imports torch. OpenMP threads that wait by spinning take the core from the thread that they wait for
 # when another program is busy (docs/methods.md). Short spinning costs nothing measurable otherwise, except between the
@@ -24,6 +25,9 @@ _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") i
 
 #: Of standard output: a full disk, a bad one, a closed stream, and "| head", which has what it wants.
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EPIPE)
+
+#: Options that people write as commands: ``niwaki help prune``.
+_AS_COMMANDS = {"help": "--help", "version": "--version"}
 
 
 class _Stop:
@@ -81,8 +85,9 @@ def _run() -> None:
     from niwaki.cli.app import app
     from niwaki.cli.common import writing
 
-    command = get_command(app)
-    with command.make_context("niwaki", sys.argv[1:]) as context:
+    command, (first, *others) = get_command(app), sys.argv[1:] or [""]
+    arguments = [*others, _AS_COMMANDS[first]] if first in _AS_COMMANDS else sys.argv[1:]
+    with command.make_context("niwaki", arguments) as context:
         command.invoke(context)
     with writing(sys.stdout):
         sys.stdout.flush()  # what libraries printed
@@ -100,6 +105,7 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
     if isinstance(error, NiwakiError):
         return error.exit_code, str(error)
     if hasattr(error, "exit_code"):  # of the library for command lines; no text where it printed help or a version
+        _reword(error)
         text = error.format_message() if hasattr(error, "format_message") else ""
         context = getattr(error, "ctx", None)
         return error.exit_code, text and f"{text} (see {context.command_path if context else 'niwaki'} --help)"
@@ -116,6 +122,30 @@ def _ending(error: BaseException, number: int) -> tuple[int, str]:
         hint = "has a variable of the environment a value that it cannot read?"
         return 1, f"a library cannot be loaded: {type(error).__name__}: {first_line(error)}; {hint}"
     return 70, f"this is a bug in niwaki: {type(error).__name__}: {first_line(error)}; {_report(error)}"
+
+
+def _reword(error: Any) -> None:
+    """Says which value is no number, and which may be meant, where the library for command lines says a type alone."""
+    if not hasattr(error.__cause__, "errors"):  # of pydantic
+        return
+    details = error.__cause__.errors()[0]
+    given, wanted = details["input"], {"int": "a whole number", "float": "a number"}
+    if kind := wanted.get(details["type"].partition("_")[0]):
+        error.message = f"{shown(given)} is not {kind}{_number_meant(given)}"
+    else:
+        error.message = error.message.removeprefix("Value error, ")
+
+
+def _number_meant(given: str) -> str:
+    """A question where ``given`` is a number such as "4k" or "1,000"."""
+    try:
+        number = parse_number(given)
+    except UsageError:
+        return ""
+    if "." in given:
+        return ""
+    also = f" or {number // 1000 * 1024}" if given.lower().endswith("k") else ""
+    return f"; did you mean {number}{also}?"
 
 
 def _in_import(error: BaseException) -> bool:

@@ -10,10 +10,16 @@ from niwaki.cli.options import Model, Output, Restart, spread
 from niwaki.options import Calibration, Compute, Measurement
 
 BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
-NEURONS = Option(metavar="FRACTION", help="Fraction of the MLP neurons of each block to remove.")
+NEURONS = Option(
+    metavar="FRACTION",
+    help="Fraction of the MLP neurons of each block to remove, such as 0.25 or 25%. Rounded so that a multiple of 32 "
+    "stays, if there was one before: block formats of other programs and GPUs need it.",
+)
 HEADS = Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
 EXPERTS = Option(metavar="FRACTION", help="Fraction of the experts of each block to remove, of a mixture of experts.")
-EXPERT_NEURONS = Option(metavar="FRACTION", help="Fraction of the neurons of each expert to remove.")
+EXPERT_NEURONS = Option(
+    metavar="FRACTION", help="Fraction of the neurons of each expert to remove, rounded as for --neurons."
+)
 
 
 @spread(without=("tf32", "memory"))
@@ -21,10 +27,10 @@ def shrink(
     model: Model,
     output: Output,
     blocks: Annotated[int, BLOCKS] = 0,
-    neurons: Annotated[float, NEURONS] = 0.0,
-    heads: Annotated[float, HEADS] = 0.0,
-    experts: Annotated[float, EXPERTS] = 0.0,
-    expert_neurons: Annotated[float, EXPERT_NEURONS] = 0.0,
+    neurons: Annotated[str, NEURONS] = "0",
+    heads: Annotated[str, HEADS] = "0",
+    experts: Annotated[str, EXPERTS] = "0",
+    expert_neurons: Annotated[str, EXPERT_NEURONS] = "0",
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),

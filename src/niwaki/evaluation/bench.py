@@ -1,4 +1,4 @@
-"""How fast a model writes and how much memory it takes, dense against packed: ``niwaki bench``."""
+"""How fast a model writes and how much memory it takes, dense and packed: ``niwaki bench``."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from niwaki.arguments import checked
-from niwaki.errors import UsageError, WorkerError
+from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
 from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
 from niwaki.options import Compute, check_count
@@ -22,7 +22,7 @@ from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load
-from niwaki.packed.pack import pack, unpack
+from niwaki.packed.pack import check_packable, pack, unpack
 from niwaki.pruning.session import current_session
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
@@ -39,14 +39,17 @@ def bench(
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
 ) -> SpeedRecord:
-    """Measures a pruned model (directory or hub id, dense or packed) in both forms, each in a process of its own.
+    """Measures a model (directory or hub id, dense or packed) in both forms, each in a process of its own.
+
+    The dense form is what transformers makes of it. Where no matrix would be smaller packed, as in a model that is not
+    pruned, it is measured alone.
 
     After ``prompt`` random tokens ``tokens`` are written, ``repeats`` times; medians count. The form that is not there
     is made in a temporary directory, which takes as much space as its files. ``compute`` has the device, and a dtype
     as for :func:`niwaki.load`; ``tf32`` and ``memory`` are not used.
 
     Raises:
-        UsageError: nothing can be packed, or a number is out of its range.
+        UsageError: a number is out of its range.
         NiwakiError: see :mod:`niwaki.errors`.
     """
     for name, count, least in (("the prompt's tokens", prompt, 1), ("tokens", tokens, 2), ("repeats", repeats, 1)):
@@ -54,9 +57,9 @@ def bench(
     compute, progress = Compute.of(compute), progress or Progress()
     compute.only("bench", "device", "dtype")
     path = locate_model(str(model))
-    with _both(path, progress) as forms:
+    with _forms(path, str(model), progress) as forms:
         speeds = []
-        for name, directory in zip(("dense", "packed"), forms, strict=True):
+        for name, directory in forms.items():
             progress.status(f"measuring the {name} model")
             speeds.append(_measured(directory, prompt, tokens, repeats, compute))
     device = compute.device if compute.device != "auto" else find_device("auto").type
@@ -67,14 +70,24 @@ def bench(
 
 
 @contextlib.contextmanager
-def _both(path: Path, progress: Progress) -> Iterator[tuple[Path, Path]]:
-    """(the dense model, the packed one)."""
+def _forms(path: Path, name: str, progress: Progress) -> Iterator[dict[str, Path]]:
+    """The model's directory by form: "dense", and "packed" if it can be."""
+    packed, is_alone = (path / INDEX).exists(), False
+    if not packed:
+        progress.status("looking for zeros")
+        try:
+            check_packable(path, name)
+        except (UsageError, UnsupportedModelError) as error:
+            progress.note(f"only the dense model is measured: {error}")
+            is_alone = True
+    if is_alone:
+        yield {"dense": path}
+        return
     with tempfile.TemporaryDirectory(prefix="niwaki-bench-") as scratch:
         other = Path(scratch) / path.name
-        packed = (path / INDEX).exists()
         progress.status("unpacking" if packed else "packing")
         (unpack if packed else pack)(path, other)
-        yield (other, path) if packed else (path, other)
+        yield {"dense": other, "packed": path} if packed else {"dense": path, "packed": other}
 
 
 def _measured(directory: Path, *asked: Any) -> Speed:

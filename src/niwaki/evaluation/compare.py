@@ -16,14 +16,14 @@ from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
-from niwaki.layer.patterns import Pattern, fraction, make_pattern, parse_pattern
+from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.answers import with_answers
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, fraction
 from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.pruning.prune import prune
 from niwaki.pruning.request import patterns_of
@@ -48,7 +48,7 @@ def compare(
     patterns: str | float | Pattern | Sequence[str | float | Pattern] = PATTERNS,
     effort: str = PLAIN_EFFORT,
     calibration: Calibration | Text = Calibration(),
-    measurement: Measurement | Text | Sequence[str] = "wikitext2",
+    measurement: Measurement | Text | Sequence[str] = USUAL_TEXT,
     compute: Compute | str = Compute(),
     keep: bool = False,
     budget: float | None = None,
@@ -91,7 +91,7 @@ def compare(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only("compare", "text", "samples", "length", "bos", "field")
     if measurement.text is None:
-        measurement = dataclasses.replace(measurement, text="wikitext2")
+        measurement = dataclasses.replace(measurement, text=USUAL_TEXT)
     measurement.some()
     if not measurement.texts or not all(isinstance(text, str) for text in (*calibration.texts, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")

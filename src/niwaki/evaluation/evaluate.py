@@ -11,7 +11,7 @@ from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_heldout
 from niwaki.models.text_sources import check_field
-from niwaki.options import Compute, Measurement, Text
+from niwaki.options import USUAL_TEXT, Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
@@ -20,7 +20,7 @@ from niwaki.records.progress import Progress
 @checked
 def evaluate(
     model: str | Path,
-    measurement: Measurement | Text = "wikitext2",
+    measurement: Measurement | Text = USUAL_TEXT,
     *,
     compute: Compute | str = Compute(),
     progress: Progress | None = None,
@@ -38,7 +38,7 @@ def evaluate(
     with contextlib.closing(MemoryBudget()) as budget, products(tf32=compute.tf32 == "always"):
         streamed = StreamedModel(checkpoint, compute.device, compute.dtype, budget)
         (text,) = measurement.texts
-        text = "wikitext2" if text is None else text
+        text = USUAL_TEXT if text is None else text
         check_field(measurement.field, [text])
         windows = read_heldout(streamed, text, measurement)
         if compute.budget is not None:

@@ -15,7 +15,7 @@ from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_
 from niwaki.files import given_path
 from niwaki.models.text_files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
 from niwaki.models.text_rows import JOINT, TEXT, ChatTemplate, Column, Form, Rows, as_texts
-from niwaki.options import OWN_ANSWERS
+from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ DATASETS = {
     ),
     "wikitext2": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
     "wikitext2-train": DataSet("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
+}
+
+#: What errors say of the texts that nobody has to have named.
+_USUAL = {
+    USUAL_CALIBRATION: "c4 (which is read without --calibration text.txt)",
+    USUAL_TEXT: "wikitext2 (which eval and compare read without --text text.txt)",
 }
 
 #: Excerpts that ship with niwaki: of the embedded model's training text, and of books that it never saw.
@@ -293,11 +299,13 @@ def _dataset_rows(wanted: DataSet, source: str) -> Rows:
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", wanted.repository):  # all of the hub's have an owner today
         instead = "give a file, or a data set as OWNER/NAME:CONFIG:SPLIT"
         raise UnknownNameError("text", source, [*EXCERPTS, *DATASETS], instead)
+    named = f"the data set {_USUAL.get(source, source)}"
     try:
         import datasets
     except ImportError as error:
         hint = f"give a file, 'demo' or 'demo-held', or install the extra: {EXTRA}"
-        raise CalibrationError(f"{source} is not a file, and data sets need an extra; {hint}") from error
+        what = f"{named} needs" if source in DATASETS else f"{source} is not a file, and data sets need"
+        raise CalibrationError(f"{what} an extra; {hint}") from error
     try:
         files = wanted.files and {wanted.split: wanted.files}
         which = {"split": wanted.split, "data_files": files, "revision": wanted.revision}
@@ -306,6 +314,6 @@ def _dataset_rows(wanted: DataSet, source: str) -> Rows:
             yield f"{source}, row {number}", row
     except Exception as error:  # the library raises errors of its own, of the hub, of httpx and of the OS
         raise CalibrationError(
-            f"the data set {source} is not available ({first_line(error)}); give a text file instead, or "
+            f"{named} is not available ({first_line(error)}); give a text file instead, or "
             "'demo' (to calibrate) or 'demo-held' (to measure) for the excerpts that ship with niwaki"
         ) from error

@@ -85,6 +85,7 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     card.check(path)
     carried = find_carried(checkpoint, target, keep=SCALES)
     packer = _Packer(checkpoint, progress)
+    packer.check(str(model))
     sizes: Sizes | None = None
     with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
         if directory:
@@ -96,12 +97,15 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
             (directory / INDEX_NAME).unlink(missing_ok=True)
             write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
             sizes = Sizes.of(PackedCheckpoint(directory))
-            if not sizes.matrices:
-                raise UsageError(f"no matrix of {model} would be smaller without its zeros; is it pruned?")
             # The path of a hub id is a folder of the cache.
             name = (path.resolve() if path == given_path(model) else Path(model)).name
             card.write(directory, name, str(sizes))
     return sizes or Sizes.of(PackedCheckpoint(target))
+
+
+def check_packable(path: Path, name: str) -> None:
+    """Raises what :func:`pack` does where no matrix of the dense model in ``path`` would be smaller; writes nothing."""
+    _Packer(Checkpoint(path), Progress()).check(name)
 
 
 @checked
@@ -178,6 +182,16 @@ class _Packer:
                 f"multiples of {WORD} can, as in int4:{WORD}"
             )
         self._scaled = read_header(checkpoint.path / SCALES) if (checkpoint.path / SCALES).exists() else {}
+
+    def check(self, name: str) -> None:
+        """Raises UsageError, which calls the model ``name``, unless a matrix would be smaller; reads up to that one."""
+        for shard, entries in self._headers.items():
+            for key in self._matrices.keys() & entries.keys():
+                is_known = DTYPES.get(entries[key].dtype) in PACKABLE
+                value = read_tensor(self._path / shard, key, entries[key]) if is_known else None
+                if value is not None and self._packed(value, self._matrices[key]) is not None:
+                    return
+        raise UsageError(f"no matrix of {name} would be smaller without its zeros; is it pruned?")
 
     def write(self, directory: Path) -> list[Shard]:
         """Writes a packed file for each file; these are what it returns."""

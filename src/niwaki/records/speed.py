@@ -70,7 +70,9 @@ class SpeedRecord(JsonFile):
         """For people: what was measured where."""
         where = self.device
         if where == "cpu":
-            where = f"{counted(self.threads, 'thread')}; packed weights: {self.kernels}"
+            where = counted(self.threads, "thread")
+            if any(speed.weights == "packed" for speed in self.speeds):
+                where += f"; packed weights: {self.kernels}"
         prompt = counted(self.prompt, "token")
         apart = max(speed.fastest / speed.slowest - 1 for speed in self.speeds)
         noise = f", tokens/s up to {100 * apart:.2g} % apart" if self.repeats > 1 else ""

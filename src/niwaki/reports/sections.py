@@ -347,7 +347,10 @@ def speed(material: Material) -> Section | None:
     if material.speed is None:
         return None
     head, *rows = zip(*material.speed.table(), strict=True)
-    why = "The pruned model with its zeros (dense) and without them (packed), each in a process of its own: "
+    forms = {form.weights for form in material.speed.speeds}
+    why = "The model as transformers runs it, in a process of its own: "
+    if "packed" in forms:
+        why = "The pruned model with its zeros (dense) and without them (packed), each in a process of its own: "
     exhibit = Exhibit([], Table.of(head, rows), open=True)
     return Section("speed", "Speed and size", f"{why}{material.speed.conditions()}.", [exhibit])
 

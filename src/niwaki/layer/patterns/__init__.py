@@ -13,10 +13,10 @@ from niwaki.layer.patterns.among import Among
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.fixed import Fixed
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
-from niwaki.layer.patterns.parsing import fraction, make_pattern, parse_pattern
+from niwaki.layer.patterns.parsing import make_pattern, parse_pattern
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 __all__ = [
     "NM", "Among", "Block", "Fixed", "MixedNM", "Pattern", "PerRow", "Quota", "TransposableNM", "Unstructured",
-    "fraction", "make_pattern", "parse_pattern",
+    "make_pattern", "parse_pattern",
 ]  # fmt: skip

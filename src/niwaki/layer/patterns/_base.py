@@ -15,6 +15,7 @@ from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.patterns.selection import keep_highest
+from niwaki.options import as_fraction
 
 #: From scores (out, in) the mask of the weights that are kept.
 Choice: TypeAlias = Callable[[Tensor], Tensor]
@@ -200,8 +201,9 @@ class BySparsity(Counted):
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 <= self.sparsity < 1:
-            meant = f"; did you mean {self.sparsity / 100:g}?" if 2 <= self.sparsity < 100 else ""
-            raise PatternError(f"sparsity is the fraction of zeros, from 0 to below 1; got {self.sparsity:g}{meant}")
+            raise PatternError(
+                f"sparsity is the fraction of zeros, from 0 to below 1; got {as_fraction(self.sparsity)}"
+            )
 
     def at(self, sparsity: float) -> Pattern | None:
         return replace(self, sparsity=sparsity)

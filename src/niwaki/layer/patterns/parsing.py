@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from decimal import Decimal
 from numbers import Real
 
 from niwaki.errors import PatternError, shown
@@ -10,6 +9,7 @@ from niwaki.layer.patterns._base import Pattern
 from niwaki.layer.patterns.blocks import Block
 from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
+from niwaki.options import fraction
 
 
 def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]) -> Pattern:
@@ -25,16 +25,6 @@ def make_pattern(given: float | str | Pattern, usual: Callable[[float], Pattern]
     return parse_pattern(str(given)) if share is None else usual(float(share))
 
 
-def fraction(given: float | str) -> Decimal | None:
-    """0.6, "0.6" or "60 %" as a decimal, so that 0.333 and 33.3 % are the same; None for everything else."""
-    text = str(given).strip()
-    try:
-        share = Decimal(text.removesuffix("%").strip())
-        return +share / 100 if text.endswith("%") else +share
-    except ArithmeticError:  # no number, or one of a million digits
-        return None
-
-
 def parse_pattern(text: str) -> Pattern:
     """A pattern from its ``str``, such as ``"2:4"`` or ``"2:4+unstructured:0.6"``; PatternError if not valid."""
     within, plus, quota = text.strip().partition("+")
@@ -48,9 +38,9 @@ def parse_pattern(text: str) -> Pattern:
             kinds = {kind.prefix: kind for kind in (NM, MixedNM, TransposableNM)}
             return kinds[match[1]](int(match[2]), int(match[3]))
         elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
-            return Block(float(number), (int(match[1]), int(match[2])))
+            return Block(_share(number), (int(match[1]), int(match[2])))
         elif kind in ("unstructured", "per-row"):
-            return (Unstructured if kind == "unstructured" else PerRow)(float(number))
+            return (Unstructured if kind == "unstructured" else PerRow)(_share(number))
     except ValueError as error:
         if isinstance(error, PatternError):
             raise
@@ -58,3 +48,11 @@ def parse_pattern(text: str) -> Pattern:
         f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
         "or transposable-2:4, mixed-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
     )
+
+
+def _share(text: str) -> float:
+    """Of a pattern, as "0.6" or "60 %"; ValueError where it is no number."""
+    share = fraction(text)
+    if share is None:
+        raise ValueError(text)
+    return float(share)

@@ -37,6 +37,7 @@ from niwaki.options import (
     Measurement,
     Text,
     parse_number,
+    parse_share,
     parse_time,
 )
 from niwaki.pruning.healing.blocks import BlockRun
@@ -85,8 +86,6 @@ class HealingRequest:
         for name, value in numbers.items():
             if value is not None and not 0 < value < _LIMIT:
                 raise UsageError(f"{name} must be above 0 and below 2^50; got {value}")
-        if not 0 <= self.own_text < 1:
-            raise UsageError(f"own_text must be from 0 to less than 1; got {self.own_text}")
 
 
 @checked
@@ -100,7 +99,7 @@ def heal(
     time: float | str | None = None,
     rate: float | None = None,
     batch: int | str = HEALING_BATCH,
-    own_text: float = OWN_TEXT,
+    own_text: float | str = OWN_TEXT,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -150,7 +149,7 @@ def heal(
         limit=parse_time(time) if isinstance(time, str) else time,
         rate=rate,
         batch=parse_number(batch) if isinstance(batch, str) else batch,
-        own_text=own_text,
+        own_text=parse_share("own_text", own_text),
         calibration=Calibration.of(calibration),
         measurement=Measurement.of(measurement),
         compute=Compute.of(compute),

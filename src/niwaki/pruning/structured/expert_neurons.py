@@ -13,7 +13,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.mixture import DOWN, Mixture
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.structured.experts import FittedExperts, MixtureRemoval, find_mixtures, fit_last
-from niwaki.pruning.structured.units import UnitParameter, accepted, refused
+from niwaki.pruning.structured.units import UnitParameter, accepted, refused, rounded
 from niwaki.records.progress import Progress
 
 _KIND = "expert neurons"
@@ -31,7 +31,7 @@ class ExpertNeuronRemoval(MixtureRemoval):
 
 
 def expert_neuron_removal(model: StreamedModel, fraction: float) -> ExpertNeuronRemoval:
-    """Removes about ``fraction`` of the neurons of each expert: a multiple of 8 stays.
+    """Removes about ``fraction`` of the neurons of each expert: a multiple of 32 stays, see :func:`rounded`, or of 8.
 
     Raises UsageError where these are none or all, UnsupportedModelError where there are no experts, or unknown ones.
     """
@@ -43,7 +43,7 @@ def expert_neuron_removal(model: StreamedModel, fraction: float) -> ExpertNeuron
     name = next((name for name in _WIDTHS if getattr(model.config, name, None) == width), None)
     if name is None:
         raise refused(model, _KIND, f"its configuration has no entry for their number, {width}")
-    count = width - _MULTIPLE * round((1 - fraction) * width / _MULTIPLE)
+    count = rounded(width, fraction) or width - _MULTIPLE * round((1 - fraction) * width / _MULTIPLE)
     if not 0 < count < width or not accepted(model.config, {name: width - count}):
         raise UsageError(
             f"expert neurons {fraction:g} would leave {width - count} of {width}; a multiple of {_MULTIPLE} below "

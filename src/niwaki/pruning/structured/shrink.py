@@ -28,7 +28,7 @@ from niwaki.models.output import Workplace, check_output, workplace, write_confi
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.options import Calibration, Compute, Measurement, Text
+from niwaki.options import Calibration, Compute, Measurement, Text, parse_share
 from niwaki.pruning import card
 from niwaki.pruning.prune import USUAL_WINDOWS
 from niwaki.pruning.request import begin_record
@@ -36,7 +36,7 @@ from niwaki.pruning.structured.block_tensors import BlockTensors, free
 from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
 from niwaki.pruning.structured.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal, fit_expert_neurons
 from niwaki.pruning.structured.experts import ExpertRemoval, choose_experts, expert_removal, fit_experts
-from niwaki.pruning.structured.units import ColumnRemoval, Removal, head_removal, neuron_removal
+from niwaki.pruning.structured.units import ColumnRemoval, Removal, head_removal, neuron_removal, notes_on
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
 
@@ -47,10 +47,10 @@ def shrink(
     out: str | Path,
     *,
     blocks: int = 0,
-    neurons: float = 0.0,
-    heads: float = 0.0,
-    experts: float = 0.0,
-    expert_neurons: float = 0.0,
+    neurons: float | str = 0.0,
+    heads: float | str = 0.0,
+    experts: float | str = 0.0,
+    expert_neurons: float | str = 0.0,
     calibration: Calibration | Text = Calibration(),
     measurement: Measurement | Text | None = Measurement(),
     compute: Compute | str = Compute(),
@@ -68,10 +68,11 @@ def shrink(
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         blocks: How many decoder blocks to remove.
-        neurons: Fraction of the MLP neurons of each block to remove.
+        neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". Where a block has a
+            multiple of 32, the nearest multiple of 32 stays.
         heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
         experts: Fraction of the experts of each block to remove, of a mixture of experts.
-        expert_neurons: Fraction of the neurons of each of them to remove, not at the same time.
+        expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``memory`` are not used.
@@ -88,10 +89,9 @@ def shrink(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("shrink")
     compute.only("shrink", "device", "dtype")
-    shares = {"neurons": neurons, "heads": heads, "experts": experts, "expert_neurons": expert_neurons}
-    for name, fraction in shares.items():
-        if not 0 <= fraction < 1:
-            raise UsageError(f"{name} is a fraction, from 0 to below 1; got {fraction:g}")
+    given = {"neurons": neurons, "heads": heads, "experts": experts, "expert_neurons": expert_neurons}
+    shares = {name: parse_share(name, value) for name, value in given.items()}
+    neurons, heads, experts, expert_neurons = shares.values()
     if not (blocks or any(shares.values())):
         raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
     if experts and expert_neurons:
@@ -132,6 +132,8 @@ def shrink(
         flops=(depth - blocks) * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in columns),
     )
     record.notes += notes_of(streamed, is_smaller=True)
+    for each in removals:
+        record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
     clock.lap("prepare")
     asked = _fingerprint(streamed, texts, measurement, record)
     with products(tf32=False), workplace(target, asked, restart) as place:

@@ -20,6 +20,8 @@ _UP = {
 }
 #: Names of the number of neurons in configurations.
 _WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+#: Block formats of other programs and the tiles of GPUs take rows of multiples of it.
+_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ _Fitted = tuple[Matrix, list[UnitParameter]]
 
 
 def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
-    """Removes ``fraction`` of the MLP neurons of each block.
+    """Removes ``fraction`` of the MLP neurons of each block, rounded as in :func:`rounded`.
 
     Raises UsageError where these are none or all, UnsupportedModelError where a block has not exactly one known MLP.
     """
@@ -87,11 +89,34 @@ def neuron_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
     names = [name for name in _WIDTHS if getattr(model.config, name, 0) in (width, None)]
     if not names:
         raise refused(model, "neurons", f"its configuration has no entry for their number, {width}")
-    count = round(fraction * width)
+    count = rounded(width, fraction) or round(fraction * width)
     if not 0 < count < width:
         raise UsageError(f"neurons {fraction:g} of {width} would be {count}; from 1 to {width - 1} can be removed")
     config = dict.fromkeys(names, width - count)
     return ColumnRemoval("neurons", width, count, config, *_separate(blocks))
+
+
+def rounded(width: int, fraction: float) -> int | None:
+    """About ``fraction`` of ``width`` neurons, such that a multiple of 32 stays; None where ``width`` is not one.
+
+    The request counts for more: None also where all or none would go, and where 32 neurons are more than a quarter.
+    """
+    count = _MULTIPLE * round(fraction * width / _MULTIPLE)
+    return count if width % _MULTIPLE == 0 and width >= 4 * _MULTIPLE and 0 < count < width else None
+
+
+def notes_on(removal: Removal, fraction: float) -> list[str]:
+    """What a record should say of the number of neurons that stay, when ``fraction`` of them was to go."""
+    if "neurons" not in removal.kind:
+        return []
+    left = removal.units - removal.count
+    stay = f"{left:,} of {removal.units:,} {removal.kind} stay"
+    if removal.units % _MULTIPLE == 0 and left % _MULTIPLE:
+        return [f"{stay}, no multiple of {_MULTIPLE}: block formats of other programs, such as Q8_0, cannot store them"]
+    if left % _MULTIPLE == 0 and removal.count != round(fraction * removal.units):
+        shares = f"{100 * removal.count / removal.units:.3g} % go instead of {100 * fraction:.3g} %"
+        return [f"{stay}, a multiple of {_MULTIPLE} as block formats and GPUs want it, so {shares}"]
+    return []
 
 
 def head_removal(model: StreamedModel, fraction: float) -> ColumnRemoval:
