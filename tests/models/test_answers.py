@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 import niwaki
 from niwaki import Calibration, Measurement
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
-from niwaki.models import answers
+from niwaki.models import answers, chat_templates
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
 from niwaki.models.text import Windows, read_windows
 from niwaki.models.text_sources import read_prompts
-from niwaki.models.tokens import load_tokenizer
+from niwaki.models.tokens import encode, load_tokenizer
 from niwaki.records.progress import Progress
 from support.command import Command
 from support.models import edit_json, message, reference, save_model_with_tokenizer
@@ -241,6 +241,44 @@ def test_what_makes_no_sense(model: Path, prompts: str, tmp_path: Path) -> None:
         Calibration(torch.zeros(1, 2, dtype=torch.int64), answers="own")
     with pytest.raises(UsageError, match=r"such as --calibration prompts\.jsonl; got 'c4'"):
         Calibration(answers="own")  # of no file
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "does not end within"),
+        ("{% if messages[0].content == 'Why?' %}{{ 'a' * 10**10 }}{% else %}a{% endif %}", "more than 1 GiB"),
+        ("{{ 'a' * 1100000 }}", "makes 1,100,000 characters"),
+        ("a" * 1100000, "has 1,100,000 characters"),
+    ],
+)
+def test_templates_without_end(
+    model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, template: str, said: str
+) -> None:
+    monkeypatch.setattr(chat_templates, "_SECONDS", 1)
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    text = message(lambda: given(model, prompts), CalibrationError)
+    assert f"the model's chat template fails on prompt {2 if 'Why' in template else 1} of" in text
+    assert said in text
+
+
+def test_texts_are_those_that_transformers_makes(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    chats = [[{"role": "user", "content": text}] for text in (" Why? ", "é \"'\\ {{ x }} 😀\n", "")]
+    for ask in (True, False):
+        options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": ask}
+        theirs = [tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in chats]
+        ours = chat_templates.rendered(template, chats, tokenizer.special_tokens_map, ask=ask)
+        assert ours == theirs
+        again = [chat_templates.verbatim(text) for text in ours]
+        assert [tokenizer.apply_chat_template(chats[0], chat_template=one, tokenize=False) for one in again] == ours
+    ids = tokenizer.apply_chat_template(chats[0], chat_template=template, add_generation_prompt=True, return_dict=False)
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    text = chat_templates.rendered(template, chats[:1], tokenizer.special_tokens_map, ask=True)[0]
+    assert encode(AutoTokenizer.from_pretrained(model), text) == ids
 
 
 def test_a_model_that_cannot_generate(model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:

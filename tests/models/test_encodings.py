@@ -139,6 +139,26 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     assert "scales would be U8" in message(lambda: Checkpoint(tmp_path / "mx"), CheckpointError)
 
 
+@pytest.mark.parametrize("what", ["a scale", "no scale", "a code", "the other code", "too large a power"])
+def test_what_is_no_number_is_seen_before_any_work(tmp_path: Path, what: str) -> None:
+    in_mxfp4(tmp_path / "model") if what == "too large a power" else in_fp8(tmp_path / "model")
+    Checkpoint(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / SINGLE_NAME)
+    key = "model.layers.1.mlp.experts.down_proj"
+    if what == "too large a power":
+        tensors[f"{key}_scales"][1, 2, 0] = 255
+    else:
+        key = "model.layers.0.mlp.down_proj.weight"
+        scales, codes = tensors[f"{key}_scale_inv"], tensors[key].view(torch.uint8)
+        numbers = {"a scale": (scales, torch.inf), "no scale": (scales, torch.nan)}
+        where, value = {**numbers, "a code": (codes, 0x7F), "the other code": (codes, 0xFF)}[what]
+        where[1, 2] = value
+    save_file(tensors, tmp_path / "model" / SINGLE_NAME, {"format": "pt"})
+    said = message(lambda: Checkpoint(tmp_path / "model"), CheckpointError)
+    assert key in said
+    assert "NaN or infinite values" in said
+
+
 def test_only_what_was_pruned_is_packed(tmp_path: Path) -> None:
     in_fp8(tmp_path / "source")
     said = message(lambda: niwaki.pack(tmp_path / "source", tmp_path / "out"), UnsupportedModelError)
