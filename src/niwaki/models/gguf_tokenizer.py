@@ -4,6 +4,7 @@ Files name the way of splitting (``tokenizer.ggml.pre``), and llama.cpp knows wh
 takes those that it does not know for GPT-2's. Source: src/llama-vocab.cpp of llama.cpp.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,14 @@ class _Splitting:
     composed: bool = False  # whether characters are composed first (NFC)
     whole: bool = False  # whether a word that is a token is not split, whatever the merges say
     begins: bool = False  # whether a text begins with BOS in files that do not say
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """Its steps, as files of tokenizers have them."""
+        backend = Tokenizer(models.BPE())
+        self.into(backend)
+        steps: dict[str, Any] = json.loads(backend.to_str())["pre_tokenizer"]
+        return steps
 
     def into(self, backend: Tokenizer) -> None:
         """Makes ``backend`` split in this way."""

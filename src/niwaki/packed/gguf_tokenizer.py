@@ -10,29 +10,11 @@ from typing import Any
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.tensors import read_json
-from niwaki.models.text import load_tokenizer
+from niwaki.models.gguf_tokenizer import SPLITTINGS
+from niwaki.models.tokens import load_tokenizer
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _split(expression: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-
-
-def _bytes(splits: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": splits}
-
-
-_DIGITS = {"type": "Digits", "individual_digits": True}
-#: llama.cpp's name for a way of splitting text into words: by its steps, and whether words that are tokens stay whole.
-_SPLITTERS: tuple[tuple[list[dict[str, Any]], bool, str], ...] = (
-    ([_bytes(True)], False, "gpt-2"),
-    ([_DIGITS, _bytes(True)], False, "smollm"),
-    ([_split(f"{_CONTRACTIONS}{_OTHERS}"), _bytes(False)], False, "qwen2"),
-    ([_split(f"{_CONTRACTIONS}{{1,3}}{_OTHERS}"), _bytes(False)], True, "llama-bpe"),
-    ([_split(f"{_CONTRACTIONS}{{1,3}}{_OTHERS}"), _bytes(False)], False, "smaug-bpe"),
-)
+#: llama.cpp's names for ways of splitting that have been tried there with what is exported. It knows more.
+_SPLITTINGS = ("gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe")
 #: What changes no tokens of a step.
 _HARMLESS = {"trim_offsets"}
 #: Values of the model of merges, of which llama.cpp has no others. Unknown characters are none: all have their bytes.
@@ -177,8 +159,8 @@ class Tokenizer:
     def _find_splitter(self) -> str:
         steps = _steps(self._content["pre_tokenizer"], "pretokenizers")
         keeps = bool(self._model.get("ignore_merges"))
-        for known, whole, name in _SPLITTERS:
-            if steps == known and keeps == whole:
+        for name in _SPLITTINGS:
+            if steps == _steps(SPLITTINGS[name].steps, "pretokenizers") and keeps == SPLITTINGS[name].whole:
                 return name
         shown = [{key: value for key, value in step.items() if key != "pattern"} for step in steps]
         raise self._unsupported(
