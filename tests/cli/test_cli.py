@@ -211,11 +211,13 @@ def test_masks_of_a_model_are_refined_within_a_pattern(model: Path, tmp_path: Pa
         assert ran.code == 2
         assert ran.err.startswith("error: model.layers.0.self_attn.q_proj.weight: ")
         assert "--pattern 2:4" in ran.err
-        ran = run("--solver", solver, "--pattern", "1:4")
-        assert (ran.code, ran.out) == (2, "")
-        assert len(ran.err.splitlines()) == 1
-        assert f"q_proj.weight: the mask of {a} has 512 zeros of 1024 (50 %), and 1:4 asks for 768" in ran.err
         assert listing(tmp_path) == before
+        ran = run("--solver", solver, "--pattern", "1:4")
+        assert (ran.code, ran.err) == (0, "")
+        assert "to satisfy it" in ran.out
+        mask = Checkpoint(out).read("model.layers.1.mlp.up_proj.weight") != 0
+        assert (mask.view(-1, 4).sum(dim=1) == 1).all()
+        shutil.rmtree(out)
         ran = run("--solver", solver, "--pattern", "2:4")
         assert (ran.code, ran.err) == (0, "")
         assert f"the mask of {a}, within 2:4" in ran.out
@@ -223,6 +225,21 @@ def test_masks_of_a_model_are_refined_within_a_pattern(model: Path, tmp_path: Pa
         assert (mask.view(-1, 4).sum(dim=1) == 2).all()
         assert not torch.equal(mask, start)
         shutil.rmtree(out)
+
+
+def test_zeros_of_a_pruned_model(model: Path, tmp_path: Path, niwaki_: Command) -> None:
+    a = tmp_path / "a"
+    assert niwaki_("prune", model, a, "--solver", "wanda", "--sparsity", "0.7", *SMALL).code == 0
+    for name, options, said in (
+        ("kept", (), "(70 %) were zero in the model that was given, and stay zero; --revive-zeros"),
+        ("revived", ("--revive-zeros",), "weights that were zero in the model are not any more ("),
+    ):
+        ran = niwaki_("prune", a, tmp_path / name, "--solver", "sparsegpt", "--pattern", "2:4", *options, *SMALL)
+        assert (ran.code, ran.err) == (0, "")
+        assert said in ran.out
+        assert said in (tmp_path / name / "README.md").read_text()
+        before, after = (Checkpoint(each).read("model.layers.1.mlp.up_proj.weight") for each in (a, tmp_path / name))
+        assert bool(after[before == 0].any()) == bool(options)
 
 
 @pytest.mark.parametrize("odd", ["[bold]", "[/bold]", "a [link=x] :m:", "naïve 日本"])
@@ -258,6 +275,7 @@ def test_version_and_help(niwaki_: Command) -> None:
         "--sparsity",
         "--pattern",
         "--mask-from",
+        "--revive-zeros",
         "--calibration",
         "--record",
         "--blocks",

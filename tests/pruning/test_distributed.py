@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -363,6 +364,29 @@ def test_rows_of_one_matrix_in_all_processes(
     again = prune(start, 3, asked("again"))
     assert files(tmp_path / "again") == files(tmp_path / "out")
     assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
+
+
+def test_zeros_that_are_there_already(start: Team, wide: Path, text: Path, tmp_path: Path) -> None:
+    """Also of the matrix whose rows are shared out: each process has those of its own rows."""
+    model = tmp_path / "model"
+    shutil.copytree(wide, model)
+    values, generator = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
+    for key, value in values.items():
+        if is_pruned("llama", key):
+            value[torch.rand(value.shape, generator=generator) < torch.linspace(0.2, 1.1, len(value))[:, None]] = 0
+    save_file(values, model / "model.safetensors", {"format": "pt"})
+    expected, record = (
+        prune(start, size, command(model, tmp_path / str(size), text, "--solver", "sparsegpt")) for size in (1, 3)
+    )
+    compare(record, expected, tmp_path / "3", tmp_path / "1")
+    for one, other in zip(by_name(record), by_name(expected), strict=True):
+        for name in ("zeros_before", "revived"):
+            assert one.stats[name] == other.stats[name]
+        assert one.stats["revived"] == 0 < int(one.stats["zeros_before"])
+    assert all(not value[values[key] == 0].any() for key, value in matrices(tmp_path / "3").items())
+    assert [note for note in record.notes if "zero in the model" in note] == [
+        note for note in expected.notes if "zero in the model" in note
+    ]
 
 
 @pytest.mark.parametrize("effort", ["fast", "fast:epochs=2:batch=192"] if FULL else ["fast:epochs=2:batch=192"])
