@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niwaki.errors import CheckpointError
-from niwaki.files import check_space, output_errors
+from niwaki.files import check_space, input_errors, output_errors
 from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, PICKLE_SUFFIXES, Checkpoint
 from niwaki.models.output import Part, unfinished_size
 from niwaki.models.scales import FOLDER
@@ -40,12 +40,15 @@ class CarriedFiles:
         return [f"not carried over, because they hold the dense weights: {listed}"] if listed else []
 
     def copy(self, directory: Path) -> None:
-        """Copies them to ``directory``."""
+        """Copies them to ``directory``; CheckpointError where one is not there any more."""
         with output_errors(directory):
             for name in self.names:
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                with input_errors(self.source / name):
+                    opened = (self.source / name).open("rb")
                 # Contents only: hub caches hold links into a blob store.
-                shutil.copyfile(self.source / name, directory / name)
+                with opened as read, (directory / name).open("wb") as write:
+                    shutil.copyfileobj(read, write)
 
 
 def find_carried(
@@ -57,7 +60,7 @@ def find_carried(
     where ``out`` has no space for them and ``weights`` bytes, but for what the same ``part`` of a run has written.
     """
     source, names, left, size = checkpoint.path, [], [], MARGIN + weights
-    try:
+    with input_errors(source):
         for path in sorted(_files(source)):
             name = path.relative_to(source)
             if str(name) in checkpoint.files:
@@ -69,8 +72,6 @@ def find_carried(
             else:
                 names.append(name)
                 size += path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
     check_space(out, size - unfinished_size(out, part))
     return CarriedFiles(source, names, left)
 
