@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from niwaki.errors import OutputError, UsageError, first_line
+from niwaki.errors import CheckpointError, OutputError, UsageError, first_line
 
 
 def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
@@ -132,6 +132,15 @@ def output_errors(path: Path, hint: str = "the output is as large as the model")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_space(path, hint) from error
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def input_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError of one line: ``path``, of a model, is not there any more."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
 def check_space(path: Path, needed: int) -> None:

@@ -454,13 +454,20 @@ def test_no_space_left(model: Path, tmp_path: Path, niwaki_: Command, monkeypatc
     assert listing(tmp_path) == before
 
 
-def test_an_interruption(model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["prune --sparsity 0.5", "shrink --blocks 1"])
+def test_an_interruption(
+    model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Before anything is done that is kept: it says so."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Checkpoint, "read", interrupt)
     before = listing(tmp_path)
-    ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL)
+    name, *options = command.split()
+    ran = niwaki_(name, model, tmp_path / "out", *options, *SMALL)
     assert ran.code not in (0, 2)
-    assert len(ran.err.splitlines()) <= 1
+    assert [line.partition(":")[0] for line in ran.err.splitlines()] == ["stopped"]
+    assert "nothing of it is kept" in ran.err
     assert listing(tmp_path) == before

@@ -182,10 +182,10 @@ def stopped(
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"] if FULL else ["SIGHUP"])
 def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
-    """In its first block, of which nothing stays."""
+    """In its first block, of which nothing stays, and it says so if it has come to that."""
     command = ["prune", "demo", "out", "--sparsity", "0.5", "--calibration", "demo", "--samples", "200"]
     err = stopped(command, tmp_path, name, lambda: any(tmp_path.iterdir()), later=0.5)
-    assert len(err) <= 1
+    assert not without_sign_of_life("\n".join(err)) or "nothing of it is kept" in err[-1]
     assert listing(tmp_path) == []
 
 

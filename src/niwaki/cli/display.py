@@ -132,6 +132,9 @@ class Display(Screen):
             return
         self.last_words(f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them")
 
+    def lost(self) -> None:
+        self.last_words("stopped: nothing of it is kept; repeat the command to start over")
+
     def end(self, record: Record) -> None:
         self._close_stage()
         self._close_block()

@@ -6,7 +6,7 @@ from typer import Option
 
 from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
-from niwaki.cli.options import Model, Output, Restart, spread
+from niwaki.cli.options import Model, Output, spread
 from niwaki.options import Calibration, Compute, Measurement
 
 BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change their inputs least.")
@@ -20,6 +20,7 @@ EXPERTS = Option(metavar="FRACTION", help="Fraction of the experts of each block
 EXPERT_NEURONS = Option(
     metavar="FRACTION", help="Fraction of the neurons of each expert to remove, rounded as for --neurons."
 )
+RESTART = Option("--restart", metavar="", help="Discard what an interrupted run of another command left for OUT.")
 
 
 @spread(without=("tf32", "memory"))
@@ -34,9 +35,12 @@ def shrink(
     calibration: Calibration = Calibration(),
     measurement: Measurement = Measurement(samples=16),
     compute: Compute = Compute(),
-    restart: Restart = False,
+    restart: Annotated[bool, RESTART] = False,
 ) -> None:
-    """Remove blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT."""
+    """Remove blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT.
+
+    An interrupted run keeps nothing: the same command starts over.
+    """
     with Display(f"shrinking {model}") as display, in_session():
         from niwaki.pruning.structured.shrink import shrink as run
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niwaki.errors import CheckpointError
-from niwaki.files import check_space, output_errors
+from niwaki.files import check_space, input_errors, output_errors
 from niwaki.models.checkpoint.foreign import PICKLE_SUFFIXES
 from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, Checkpoint
 from niwaki.models.output import Part, unfinished_size
@@ -64,12 +64,15 @@ class CarriedFiles:
         return [f"not carried over ({amount}), because they belong to the dense weights: {several(groups)}"]
 
     def copy(self, directory: Path) -> None:
-        """Copies them to ``directory``."""
+        """Copies them to ``directory``; CheckpointError where one is not there any more."""
         with output_errors(directory):
             for name in self.names:
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                with input_errors(self.source / name):
+                    opened = (self.source / name).open("rb")
                 # Contents only: hub caches hold links into a blob store.
-                shutil.copyfile(self.source / name, directory / name)
+                with opened as read, (directory / name).open("wb") as write:
+                    shutil.copyfileobj(read, write)
 
 
 def find_carried(
@@ -81,15 +84,13 @@ def find_carried(
     where ``out`` has no space for them and ``weights`` bytes, but for what the same ``part`` of a run has written.
     """
     source = checkpoint.path
-    try:
+    with input_errors(source):
         found = {path.relative_to(source): path for path in sorted(_files(source))}
         found = {name: path for name, path in found.items() if str(name) not in checkpoint.files}
         for name, path in found.items():
             _check(path, name)
         left = _of_weights(found, {checkpoint.index_name, keep}, _modules(source))
         sizes = {name: path.stat().st_size for name, path in found.items()}
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
     names = [name for name in found if name not in left]
     check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out, part))
     return CarriedFiles(source, names, left, sum(sizes[name] for name in left))

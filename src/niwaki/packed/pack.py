@@ -13,7 +13,7 @@ from torch import Tensor
 
 from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
-from niwaki.files import given_path, output_errors, write_json
+from niwaki.files import given_path, input_errors, output_errors, write_json
 from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model, without_index
 from niwaki.models.checkpoint.shards import Shards
@@ -208,7 +208,9 @@ class _Packer:
                 written |= tensors
                 digest.update(raw_bytes(dense_value))
                 self._progress.status("packing, tensor", len(self.tensors), count)
-            if digest.hexdigest() != _digest(self._path / name):
+            with input_errors(self._path / name):
+                is_same = digest.hexdigest() == _digest(self._path / name)
+            if not is_same:
                 raise CheckpointError(f"{self._path / name} was changed while it was packed; repeat the command")
             shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
             writer.write(file, written, written.__getitem__)
@@ -271,7 +273,8 @@ def _written(W: PackedMatrix) -> list[Tensor]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode() if path.exists() else ""
+        with input_errors(path):
+            return path.read_bytes().decode() if path.exists() else ""
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
 

@@ -218,9 +218,11 @@ def _report_interruption(place: Workplace | None, progress: Progress, chosen: ra
     """Says what stays of a run that ends early, if anything does."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if place and place.has_more_to_come:
             progress.stopped(place.journal.blocks - chosen.start, len(chosen))
+        elif isinstance(error, KeyboardInterrupt) and place and not place.journal.complete:
+            progress.lost()
         raise
 
 

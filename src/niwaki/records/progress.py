@@ -44,6 +44,9 @@ class Progress:
     def stopped(self, done: int, blocks: int) -> None:
         """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call resumes after them."""
 
+    def lost(self) -> None:
+        """The run is interrupted, and nothing of it is kept; the same call starts over."""
+
     def end(self, record: Record) -> None:
         """The output is in place."""
 

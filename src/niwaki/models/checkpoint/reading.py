@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
-from niwaki.files import given_path
+from niwaki.files import given_path, input_errors
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.encodings import Encoded, find_encoded
 from niwaki.models.checkpoint.foreign import of_file, quantised, recognised, wrapped
@@ -76,18 +76,17 @@ def locate_model(model: str) -> Path:
 
 def _check_directory(path: Path) -> None:
     """CheckpointError where it cannot be listed or entered, or has a pipe or a device: some are read for ever."""
-    try:
+    with input_errors(path):
         odd = [each for each in path.iterdir() if each.exists() and not (each.is_file() or each.is_dir())]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror}") from error
     if odd:
         raise CheckpointError(f"{odd[0]} is not a file but a pipe, a socket or a device; remove it")
 
 
 def _only_gguf(path: Path) -> Path | None:
     """The GGUF file that a directory without safetensors has, if it has one; UsageError where it has several."""
-    if any(path.glob("*.safetensors")) or not (found := sorted(path.glob("*.gguf"))):
-        return None
+    with input_errors(path):
+        if any(path.glob("*.safetensors")) or not (found := sorted(path.glob("*.gguf"))):
+            return None
     if len(found) > 1:
         raise UsageError(
             f"{path} has several GGUF files, such as {found[0].name} and {found[1].name}; give one of them"
@@ -111,7 +110,9 @@ def shards_of(index: dict[str, Any]) -> dict[str, str]:
 
 def without_index(path: Path) -> CheckpointError | None:
     """What to say of a directory that has the weights of a packed model, if it has, where their index is missing."""
-    if any(path.glob("packed-*.safetensors")):
+    with input_errors(path):
+        is_packed = any(path.glob("packed-*.safetensors"))
+    if is_packed:
         return CheckpointError(f"{path} is a packed model without its {PACKED_INDEX}; is the download complete?")
     return None
 
@@ -304,7 +305,8 @@ class Checkpoint:
         """Bytes of its weight files, without FP8 and MXFP4."""
         if self.encoded:
             return sum(entry.size for entry in self.entries.values())
-        return sum((self.path / shard).stat().st_size for shard in self.shards)
+        with input_errors(self.path):
+            return sum((self.path / shard).stat().st_size for shard in self.shards)
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that the tensor under ``key`` is stored in; CheckpointError where torch has none like it."""
@@ -337,7 +339,7 @@ class Checkpoint:
             digest.update(json.dumps(self._encoding, sort_keys=True).encode())
         for key, entry in sorted((self._stored if self.encoded else self.entries).items()):
             digest.update(f"{key} {entry}".encode())
-            with (self.path / entry.shard).open("rb") as file:
+            with input_errors(self.path / entry.shard), (self.path / entry.shard).open("rb") as file:
                 for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
                     file.seek(entry.offset + start)
                     digest.update(file.read(min(_SAMPLE, entry.size)))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, first_line
-from niwaki.files import output_errors, reserve
+from niwaki.files import input_errors, output_errors, reserve
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
 from niwaki.models.checkpoint.shards import write_index
@@ -133,8 +133,10 @@ class CheckpointWriter:
             size = sum(entry.size for entry in entries.values())
             write_index(self._directory, size, {key: entry.shard for key, entry in entries.items()})
         for shard in self._source.shards:
-            file = self._files[shard]
-            with (self._source.path / shard).open("rb") as read:
+            file, path = self._files[shard], self._source.path / shard
+            with input_errors(path):
+                opened = path.open("rb")
+            with opened as read:
                 for key, entry in self._source.tensors(shard).items():
                     written = self._written.get(key, set())
                     if None in written:
@@ -153,7 +155,9 @@ def _copy(read: BinaryIO, write: BinaryIO, stored: Entry, entry: Entry) -> None:
     write.seek(entry.offset)
     for start in range(0, entry.size, _CHUNK):
         size = min(entry.size - start, _CHUNK)
-        if write.write(read.read(size)) < size:
+        with input_errors(Path(read.name)):
+            piece = read.read(size)
+        if write.write(piece) < size:
             raise CheckpointError(f"{read.name} is shorter than its header says; is the download complete?")
 
 

@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 from niwaki.errors import CalibrationError, UsageError
+from niwaki.files import input_errors
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
@@ -44,7 +45,9 @@ def check_vocabulary(model: StreamedModel, teacher: StreamedModel) -> None:
 def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | None) -> None:
     """UsageError where nothing of the model was pruned, or not what ``record``, of how it was pruned, says."""
     path, matrices = model.checkpoint.path, model.matrices()
-    if dense.checkpoint.path.samefile(path):
+    with input_errors(path):
+        is_same = dense.checkpoint.path.samefile(path)
+    if is_same:
         raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     zeros = {matrix.place: zeros_of(matrix, model.checkpoint) for matrix in matrices}
     said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.structure else set()

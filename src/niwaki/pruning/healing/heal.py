@@ -255,9 +255,11 @@ def run(request: HealingRequest, out: str | Path, restart: bool, progress: Progr
                     healing.write(texts, measurement.before, carried)
                 else:
                     healing.train(texts.windows)
-            except BaseException:
+            except BaseException as error:
                 if place and place.has_more_to_come:
                     progress.stopped(*healing.done)
+                elif isinstance(error, KeyboardInterrupt) and part == "whole":
+                    progress.lost()
                 raise
             record = healing.record
         record = world.received(record)

@@ -76,7 +76,8 @@ def shrink(
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
         compute: Where blocks run; ``tf32`` and ``memory`` are not used.
-        restart: Discard what another interrupted run has left for ``out``.
+        restart: Discard what another interrupted run has left for ``out``. One of this function keeps nothing, and
+            starts over.
         progress: Receives how it goes.
 
     Returns:
@@ -141,7 +142,12 @@ def shrink(
             record = place.finished_record
         else:
             run = _Run(streamed, columns, mixtures, record, clock, progress, carried)
-            run.write(place, texts, measurement.before, blocks)
+            try:
+                run.write(place, texts, measurement.before, blocks)
+            except KeyboardInterrupt:
+                if not place.journal.complete:
+                    progress.lost()
+                raise
         place.move()
     progress.end(record)
     return record
