@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, calls, comparisons, disk, kills, models, packed, records, solvers, texts
+from campaign import arguments, calls, comparisons, disk, ggufs, kills, models, packed, records, solvers, texts
 from support import faults
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
     "calls": calls,
     "comparisons": comparisons,
+    "ggufs": ggufs,
     "models": models,
     "packed": packed,
     "records": records,
