@@ -6,7 +6,6 @@ import functools
 import json
 import random
 import resource
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from support.models import add_tokenizer, random_model
 
 _home = Path()
 _start = 0  # of the tensors
+#: Of the header and each field and tensor, where in the file its first numbers are, and their bytes.
+_numbers: list[list[tuple[int, int]]] = []
 #: Bytes that a command may take beyond what this process has, and its seconds.
 _MEMORY, _PATIENCE = 1 << 31, 60.0
 _ODD = (
@@ -73,7 +74,7 @@ _SAID = {
 
 def prepare(place: Path) -> None:
     """A file with a vocabulary of bytes and two words."""
-    global _home, _start
+    global _home, _start, _numbers
     _home = place
     tokens = ["<s>", "</s>", *bytes_to_unicode().values(), "th", "the"]
     random_model("llama grouped", vocab_size=4096, dtype=torch.float16).save_pretrained(place / "model")
@@ -89,13 +90,16 @@ def prepare(place: Path) -> None:
             kept[name] = np.ascontiguousarray(kept[name][: len(tokens)])
 
     changed(place / "model.gguf", smaller)
-    _start = min(tensor.data_offset for tensor in gguf.GGUFReader(place / "model.gguf").tensors)
+    reader = gguf.GGUFReader(place / "model.gguf")
+    _start = min(tensor.data_offset for tensor in reader.tensors)
+    described = [*list(reader.fields.values())[3:], *(tensor.field for tensor in reader.tensors)]
+    _numbers = [[(4, 4), (8, 8), (16, 8)], *map(_numbers_of, described)]
 
 
 def case(chance: random.Random, place: Path) -> str:
     content = bytearray((_home / "model.gguf").read_bytes())
     for _ in range(chance.choice((0, 1, 1, 1, 2, 5))):
-        chance.choice((_a_byte, _a_number, _a_letter, _a_piece, _an_end))(chance, content)
+        chance.choice((_a_byte, _a_number, _a_number, _a_letter, _a_piece, _an_end))(chance, content)
     file = place / "model.gguf"
     file.write_bytes(content)
     ended = command(["inspect", file], place, functools.partial(_limited, place), _PATIENCE)
@@ -118,13 +122,17 @@ def _a_byte(chance: random.Random, content: bytearray) -> None:
     content[chance.randrange(min(_start, len(content)))] = chance.randrange(256)
 
 
+def _numbers_of(field: Any) -> list[tuple[int, int]]:
+    """Where the counts, lengths, types and values of a field or tensor are, of an array the first ones."""
+    ends = [field.offset, *(field.offset + np.cumsum([part.nbytes for part in field.parts])).tolist()]
+    parts = zip(ends, field.parts, strict=False)
+    return [(at, part.nbytes) for at, part in list(parts)[:8] if part.nbytes in (1, 4, 8)]
+
+
 def _a_number(chance: random.Random, content: bytearray) -> None:
-    """A count, a length, a type, a size or a value, or half of one and what comes after it."""
-    letter = chance.choice("IQ")
-    size = struct.calcsize(f"<{letter}")
-    at = chance.randrange(max(1, min(_start, len(content)) - size))
+    at, size = chance.choice(chance.choice(_numbers))
     value = chance.choice(_ODD) & (2 ** (8 * size) - 1)
-    content[at : at + size] = struct.pack(f"<{letter}", value)
+    content[at : at + size] = value.to_bytes(size, "little")
 
 
 def _a_letter(chance: random.Random, content: bytearray) -> None:
@@ -172,4 +180,5 @@ def _transformers_name(name: str) -> str:
 
 def _halves(value: Tensor, heads: int) -> Tensor:
     """Rows of heads with neighbours beside each other, as llama.cpp turns them, as transformers has them."""
-    return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    turned: Tensor = value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return turned
