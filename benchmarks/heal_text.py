@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _loaded(path: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     return model
 
 

@@ -96,7 +96,7 @@ def float32_copy(model: str, out: Path) -> str:
     """A float32 copy of a model directory, so that its pruned weights are not rounded to bfloat16."""
     source = locate_model(model)
     shutil.copytree(source, out)
-    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False)
     loaded.save_pretrained(out)
     return str(out)
 

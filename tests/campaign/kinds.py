@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, calls, comparisons, disk, exports, kills, models, packed, records, solvers, texts
+from campaign import arguments, calls, comparisons, disk, exports, ggufs, kills, models, packed, records, solvers, texts
 from support import faults
 
 KINDS: dict[str, ModuleType] = {
@@ -17,6 +17,7 @@ KINDS: dict[str, ModuleType] = {
     "calls": calls,
     "comparisons": comparisons,
     "exports": exports,
+    "ggufs": ggufs,
     "models": models,
     "packed": packed,
     "records": records,

@@ -280,7 +280,12 @@ def test_keys_that_the_configuration_is_made_to_say(file: Path) -> None:
     rope = AutoConfig.from_pretrained(locate_model(str(file))).rope_parameters
     assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
     config = AutoConfig.for_model("gemma2", num_hidden_layers=46, hidden_size=64, num_attention_heads=4, head_dim=8)
-    always = {"block_count": 46, "context_length": 64, "embedding_length": 64, "attention.head_count": 4}
+    always: dict[str, Any] = {
+        "block_count": 46,
+        "context_length": 64,
+        "embedding_length": 64,
+        "attention.head_count": 4,
+    }
     always |= {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 20000.0, "attention.key_length": 8}
     always |= {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "attention.head_count_kv": 4}
     fields = {f"gemma2.{key}": value for key, value in always.items()}

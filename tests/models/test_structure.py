@@ -45,7 +45,8 @@ def test_nor_do_parts_of_them(tmp_path: Path) -> None:
         values[part] |= {"_attn_implementation": "someone/attention", "_experts_implementation": "deepgemm"}
     (path / "config.json").write_text(json.dumps(values))
     config = read_config(path)
-    for part in (config, config.text_config, config.vision_config):
+    parts: list[Any] = [config, config.text_config, config.vision_config]
+    for part in parts:
         assert (part._attn_implementation, part._experts_implementation) == (None, None)
 
 

@@ -81,7 +81,10 @@ def forked(work: Callable[[], None], patience: float = PATIENCE) -> Ended:
 
 
 def command(
-    arguments: Sequence[object], directory: Path | None = None, before: Callable[[], None] = lambda: None
+    arguments: Sequence[object],
+    directory: Path | None = None,
+    before: Callable[[], None] = lambda: None,
+    patience: float = PATIENCE,
 ) -> Ended:
     """``niwaki ARGUMENTS`` in ``directory``, which is also the home; ``before`` is called in the fork first."""
 
@@ -93,7 +96,7 @@ def command(
         before()
         cli.main()
 
-    return forked(work)
+    return forked(work, patience)
 
 
 def refused(ended: Ended) -> str:
