@@ -451,7 +451,7 @@ def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
         labels = [(float(x), float(angle or 0), name) for x, angle, name in found if name in patterns]
         assert [name for *_, name in labels] == patterns
         for (x, angle, name), (next_x, _, following) in itertools.pairwise(labels):
-            assert angle in (0, -45)
+            assert angle in (0, 315)
             apart = next_x - x if angle == 0 else (next_x - x) / math.sqrt(2)
             assert apart > (7 * (len(name) + len(following)) / 2 if angle == 0 else 16)
 
