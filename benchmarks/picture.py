@@ -1,15 +1,18 @@
 """The pictures of README.md, for light and dark pages: perplexity against sparsity, and what is lost against size.
 
 ``benchmarks/results.py`` writes them, with the tables, from protocol.json and sizes.json of benchmarks/results. Nothing
-is placed by the width of a text, so that they come out the same whatever fonts a machine has; labels stay text.
+is placed by the width of a text in a font, so that they come out the same whatever fonts a machine has; labels stay
+text.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 import vl_convert
@@ -33,6 +36,12 @@ THEMES = {
     "light": Theme("#ffffff", "#1f2328", "#d1d9e0", "#6e7781", "#1a7f4b"),
     "dark": Theme("#0d1117", "#e6edf3", "#30363d", "#8b949e", "#3fcf85"),
 }
+#: The axis of the second picture, in bits.
+BITS = (2, 12)
+#: Sizes of its labels, and about how wide a character is.
+SMALL, CHARACTER = 11, 5.5
+#: Where a label can be, beside its point: its alignment and how far it is moved, right and down. The first is usual.
+SIDES = [("left", 8, -8), ("right", -8, 9), ("left", 8, 9), ("right", -8, -8)]
 #: Lines, from methods of the record; those of niwaki stand out.
 METHODS = {
     "magnitude": "magnitude",
@@ -52,6 +61,31 @@ class Form:
     nats: float
     values: str  # what its numbers are: 16 bits, 8 bits, 4 bits
     label: str
+
+
+class Box(NamedTuple):
+    """Where a label is, in pixels from the top left."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    @classmethod
+    def of_label(cls, text: str, x: float, y: float, align: str) -> Box:
+        """That begins or, aligned "right", ends at ``x``, with its middle at ``y``."""
+        width = CHARACTER * len(text)
+        left = x - width if align == "right" else x
+        return cls(left, left + width, y - SMALL / 2, y + SMALL / 2)
+
+    def covers(self, x: float, y: float) -> bool:
+        """Whether a point is in it."""
+        return self.left < x < self.right and self.top < y < self.bottom
+
+    def meets(self, other: Box) -> bool:
+        """Whether both have a place in common."""
+        across = self.left < other.right and other.left < self.right
+        return across and self.top < other.bottom and other.top < self.bottom
 
 
 def pictures(protocol: Any, text: str, forms: list[Form], folder: Path) -> Iterator[tuple[Path, str]]:
@@ -130,23 +164,24 @@ def _zeros(cells: list[dict[str, Any]], text: str, theme: Theme) -> Any:
 
 
 def _sizes(forms: list[Form], theme: Theme) -> Any:
+    shown = [form for form in forms if form.nats <= 1]
+    highest = 1.05 * max(form.nats for form in shown)
     points = [
-        {**asdict(form), "said": f"{form.label}: {form.bits:.2f} bits, {form.nats:.3f} nats"}
-        for form in forms
-        if form.nats <= 1
+        {**asdict(form), "side": side, "said": f"{form.label}: {form.bits:.2f} bits, {form.nats:.3f} nats"}
+        for form, side in zip(shown, _sides(shown, highest), strict=True)
     ]
     kinds = list(dict.fromkeys(form.values for form in forms))
     standing_out = {"no zeros": theme.ink, "4 bits": theme.ours}
     x = alt.X(
         "bits:Q",
         title=None,
-        scale=alt.Scale(domain=[2, 12], type="log", nice=False),
+        scale=alt.Scale(domain=list(BITS), type="log", nice=False),
         axis=alt.Axis(values=[2, 3, 4, 6, 8, 12], labelExpr="datum.value + ' bits'", grid=False, domain=False),
     )
     y = alt.Y(
         "nats:Q",
         title=None,
-        scale=alt.Scale(domain=[0, 1.05 * max(point["nats"] for point in points)], nice=False),
+        scale=alt.Scale(domain=[0, highest], nice=False),
         axis=alt.Axis(values=[i / 10 for i in range(11)], ticks=False, domain=False, format=".1f"),
     )
     colours = alt.Scale(domain=kinds, range=[standing_out.get(kind, theme.others) for kind in kinds])
@@ -155,13 +190,38 @@ def _sizes(forms: list[Form], theme: Theme) -> Any:
     )
     lines = base.mark_line(strokeCap="round", strokeWidth=1.75)
     dots = base.mark_point(filled=True, opacity=1, size=50)
-    names = base.mark_text(align="left", dx=8, dy=-8, fontSize=11).encode(text="label:N")
+    names = [
+        base.mark_text(align=align, dx=dx, dy=dy, fontSize=SMALL)
+        .encode(text="label:N")
+        .transform_filter(f"datum.side == {side}")
+        for side, (align, dx, dy) in enumerate(SIDES)
+    ]
     return _page(
-        alt.layer(lines, dots, names),
+        alt.layer(lines, dots, *names),
         "Nats a token lost, against bits a weight",
         "SmolLM2-135M, mean of Wikipedia, books and source code; all at niwaki's default effort",
         theme,
     )
+
+
+def _sides(forms: list[Form], highest: float) -> list[int]:
+    """Of ``SIDES``, for the label of each form the first with room: where no line, point or other label is."""
+    spots = [
+        (WIDTH * math.log(form.bits / BITS[0], BITS[1] / BITS[0]), HEIGHT * (1 - form.nats / highest)) for form in forms
+    ]
+    drawn = [(x + dx, y + dy) for x, y in spots for dx in (-4, 0, 4) for dy in (-4, 0, 4)]
+    for kind in {form.values for form in forms}:
+        line = [spot for form, spot in zip(forms, spots, strict=True) if form.values == kind]
+        for (x, y), (to_x, to_y) in itertools.pairwise(line):
+            drawn += [(x + i / 200 * (to_x - x), y + i / 200 * (to_y - y)) for i in range(201)]
+    sides: dict[Form, int] = {}
+    labels: list[Box] = []
+    for form, (x, y) in sorted(zip(forms, spots, strict=True), key=lambda each: each[1][1]):  # from the top
+        boxes = [Box.of_label(form.label, x + dx, y + dy, align) for align, dx, dy in SIDES]
+        free = [not any(box.covers(*spot) for spot in drawn) and not any(map(box.meets, labels)) for box in boxes]
+        sides[form] = free.index(True) if True in free else 0
+        labels.append(boxes[sides[form]])
+    return [sides[form] for form in forms]
 
 
 def _page(layers: Any, heading: str, below: str, theme: Theme) -> Any:

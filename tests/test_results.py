@@ -1,5 +1,6 @@
 """The tables and the picture in the documentation are those of the records in the repository."""
 
+import itertools
 import json
 import re
 import sys
@@ -35,6 +36,27 @@ def test_the_picture_has_the_numbers_of_the_table(theme: str) -> None:
             assert shown[name, cell["pattern"]] == value
             assert re.search(rf"\| {cell['method']} .*\b{value}\b", readme)
     assert f'aria-label="dense: {cells[0]["perplexity"]["demo-held"]["value"]:.2f}"' in picture
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_labels_are_not_over_each_other(theme: str) -> None:
+    """Nor over points, in a font of the usual width; read from the file."""
+    picture = (ROOT / "docs" / "figures" / f"sizes-{theme}.svg").read_text()
+    said = r'<text aria-label="[^"]*"[^>]*text-anchor="(\w+)" transform="translate\(([\d.]+),([\d.]+)\)[^>]*>([^<]*)'
+    boxes = {}
+    for anchor, x, y, label in re.findall(said, picture):
+        width = 5.5 * len(label)
+        left = float(x) - (width if anchor == "end" else 0)
+        boxes[label] = (left, left + width, float(y) - 9, float(y) + 2)
+    points = re.findall(r'aria-roledescription="point" transform="translate\(([\d.]+),([\d.]+)\)', picture)
+    assert len(boxes) == len(points) == 10
+    boxes |= {f"point {x} {y}": (float(x) - 3, float(x) + 3, float(y) - 3, float(y) + 3) for x, y in points}
+    over = [
+        (one, other)
+        for one, other in itertools.combinations(boxes, 2)
+        if all(boxes[one][i] < boxes[other][i + 1] and boxes[other][i] < boxes[one][i + 1] for i in (0, 2))
+    ]
+    assert over == []
 
 
 def test_what_differs_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

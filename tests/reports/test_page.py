@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -35,7 +36,7 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
 from niwaki.records.speed import Speed, SpeedRecord
 from niwaki.records.wording import printable
-from niwaki.reports import head, sections
+from niwaki.reports import charts, head, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
 from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
 from niwaki.reports.page import render, report
@@ -434,6 +435,25 @@ def test_points_are_where_their_values_are(tmp_path: Path) -> None:
         # A line per method, a bar of standard error per point, and the dense model.
         assert "dense: 20.00 ± 0.40" in svg
         assert len(re.findall(r'<path[^>]* d="M[^"]*L[^"]*" stroke="var\(--c\d\)"', svg)) == 3
+
+
+@pytest.mark.parametrize("patterns", [["2:4", "4:8"], ["2:4", "transposable-2:4", "2:4+per-row:0.6", "mixed-2:4"]])
+def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
+    """Beside each other where there is room, otherwise turned, with a line's height between them."""
+    points = [
+        {"method": "wanda", "pattern": pattern, "sparsity": 50, "published": False, "value": 20 + i, "label": "here"}
+        for i, pattern in enumerate(patterns)
+    ]
+    figure = charts.frontier(points, ["wanda"], "perplexity", by_pattern=True, share=0.32)
+    for svg in figure:
+        place = r'transform="translate\(([-\d.]+),[-\d.]+\)(?: rotate\(([-\d.]+)\)[^"]*)?"'
+        found = re.findall(rf"{place}[^>]*>([^<]*)</text>", svg)
+        labels = [(float(x), float(angle or 0), name) for x, angle, name in found if name in patterns]
+        assert [name for *_, name in labels] == patterns
+        for (x, angle, name), (next_x, _, following) in itertools.pairwise(labels):
+            assert angle in (0, 315)
+            apart = next_x - x if angle == 0 else (next_x - x) / math.sqrt(2)
+            assert apart > (7 * (len(name) + len(following)) / 2 if angle == 0 else 16)
 
 
 def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ BLOCKS = Option(metavar="N", help="Decoder blocks to remove: those that change t
 NEURONS = Option(
     metavar="FRACTION",
     help="Fraction of the MLP neurons of each block to remove, such as 0.25 or 25%. Rounded so that a multiple of 32 "
-    "stays, if there was one before: block formats of other programs and GPUs need it.",
+    "stays, if there was one before: block formats such as Q8_0 need it.",
 )
 HEADS = Option(metavar="FRACTION", help="Fraction of the attention heads of each block to remove.")
 EXPERTS = Option(metavar="FRACTION", help="Fraction of the experts of each block to remove, of a mixture of experts.")

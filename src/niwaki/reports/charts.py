@@ -24,6 +24,8 @@ _SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross
 _WIDE, _NARROW = 800, 340  # pixels, with everything around the axes
 #: Text is measured at this size and shown at 12 pixels: the reader's font may be wider than the one measured.
 _TEXT = 14
+#: About how wide a character of it is.
+_CHARACTER = 8
 
 Row = dict[str, Any]
 P = ParamSpec("P")
@@ -81,7 +83,7 @@ def frontier(
     base = _chart(points).encode(
         y=alt.Y("value:Q", title=y, scale=scale, axis=axis),
         color=alt.Color("method:N", scale=colours, sort=names, legend=key),
-        **(_by_pattern(points, names) if by_pattern else _by_sparsity(points)),
+        **(_by_pattern(points, names, width) if by_pattern else _by_sparsity(points)),
     )
     if not by_pattern:
         dashes = alt.Scale(domain=[False, True], range=[[1, 0], [4, 3]])
@@ -106,9 +108,10 @@ def _by_sparsity(points: Sequence[Row]) -> Row:
     return {"x": alt.X("sparsity:Q", title="zeros, %", scale=scale, axis=alt.Axis(grid=False, tickCount=6))}
 
 
-def _by_pattern(points: Sequence[Row], methods: Sequence[str]) -> Row:
+def _by_pattern(points: Sequence[Row], methods: Sequence[str], width: int) -> Row:
     names = list(dict.fromkeys(point["pattern"] for point in points))
-    x = alt.X("pattern:N", title=None, sort=names, axis=alt.Axis(labelAngle=0, grid=False))
+    fit = _CHARACTER * max(map(len, names)) < (width - 60) / len(names)
+    x = alt.X("pattern:N", title=None, sort=names, axis=alt.Axis(labelAngle=0 if fit else -45, grid=False))
     return {"x": x, "xOffset": alt.XOffset("method:N", sort=methods)}
 
 
@@ -256,7 +259,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _legend(width: float, names: Sequence[str]) -> alt.Legend:
-    columns = max(1, int(width // (8 * min(max(map(len, names), default=0), 20) + 44)))
+    columns = max(1, int(width // (_CHARACTER * min(max(map(len, names), default=0), 20) + 44)))
     style: Row = {"labelLimit": 170, "symbolSize": 80, "symbolStrokeWidth": 1.5, "symbolOpacity": 1}
     return alt.Legend(title=None, orient="bottom", columns=columns, **style)
 
