@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 import niwaki
-from niwaki import Calibration, Measurement
+from niwaki import Calibration, Compute, Measurement
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
 from niwaki.models.text import Texts, read_heldout, read_windows
 from niwaki.models.tokens import find_bos, load_tokenizer
+from niwaki.pruning.healing.heal import HealingRequest, _seen
 from niwaki.pruning.healing.run import Run
 from niwaki.pruning.own_text import synthesize
 from niwaki.records.progress import Progress
@@ -112,6 +113,17 @@ def test_a_tokenizer_that_fails_on_other_text_than_the_given() -> None:
         raise RuntimeError(f"no token for {text}")
 
     given: Any = fail
+    assert find_bos(given) is None
+
+
+@pytest.mark.parametrize(("plain", "whole"), [([], [1]), ([], [2, 1]), ([5, 5], [5, 5, 5])])
+def test_tokenizers_that_do_not_tell(plain: list[int], whole: list[int]) -> None:
+    """Of those that make no tokens of the sample, or one and the same, it could as well stand after the text."""
+
+    def tokenizer(_: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": whole if add_special_tokens else plain}
+
+    given: Any = tokenizer
     assert find_bos(given) is None
 
 
@@ -238,6 +250,17 @@ def test_what_the_model_writes(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(found, cut(text[:69], 24))
     monkeypatch.undo()
     assert synthesize(stream_of(model), 2, 2, None, World(), Progress(), bos=0)[:, 0].tolist() == [0, 0]
+
+
+def test_what_pruning_saw_of_the_text_that_heals(model: Path, path: Path, tmp_path: Path) -> None:
+    """Windows of other lengths, which have that token each beside the text."""
+    for bos in (True, False):
+        read = Calibration(str(path), 8, 128, bos=bos)
+        pruned = niwaki.prune(
+            model, tmp_path / f"{bos}", 0.5, solver="magnitude", calibration=read, measurement=Measurement(samples=0)
+        )
+        request = HealingRequest("x", "y", 9, Calibration(str(path), bos=bos), Measurement(), Compute(), pruning=pruned)
+        assert _seen(request, 32) == (math.ceil(8 * 127 / 31) if bos else 8 * 128 // 32)
 
 
 @pytest.mark.parametrize("asked", [None, 0])

@@ -290,6 +290,7 @@ def test_what_is_for_text_is_refused(tmp_path: Path, processor: None) -> None:
     for options, said in (
         ({"text": file, "length": 32}, "--seqlen is for windows of text"),
         ({"text": file, "order": "random"}, "--windows is for windows of text"),
+        ({"text": file, "bos": False}, "--no-bos is for windows of text"),
         ({"text": [file, "demo"]}, "give it alone"),
     ):
         calibration = Calibration(**options)

@@ -264,6 +264,14 @@ def test_columns_of_all_texts_of_a_run(tmp_path: Path) -> None:
     assert "of the column 'id'" in measured.only.origin
 
 
+def test_named_data_sets_have_their_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for, which is for other texts of the same run."""
+    rows = [{"text": "yes", "sentence": "of ptb", "body": "no"}]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: iter(rows))
+    for source, expected in (("c4", "yes"), ("ptb", "of ptb"), ("me/mine", "no")):
+        assert text_of(source, field="body") == expected
+
+
 # Conversations
 
 
@@ -308,6 +316,13 @@ def test_conversations(tmp_path: Path, model: Path) -> None:
     assert plain == tokenizer("".join(texts), add_special_tokens=False)["input_ids"][: len(plain)]
     chosen = written(tmp_path / "b.jsonl", [{"text": "no", "chosen": TALK}])
     assert "Because" in text_of(chosen, field="chosen", template=chat(model))
+
+
+def test_a_column_beside_images_is_text(tmp_path: Path) -> None:
+    seen = [{"role": "user", "content": [{"type": "image", "path": "x.png"}]}]
+    source = written(tmp_path / "a.jsonl", [{"messages": seen, "caption": "some words of a picture " * 20}])
+    texts = Texts.read(stream_of(EMBEDDED), Calibration(source, 1, 32, field="caption"), Measurement(samples=0))
+    assert "of the column 'caption'" in texts.windows.origin
 
 
 def chat(model: Path) -> ChatTemplate | None:
