@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import resource
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _home = Path()
 _start = 0  # of the tensors
 #: Of the header and each field and tensor, where in the file its first numbers are, and their bytes.
 _numbers: list[list[tuple[int, int]]] = []
+_lengths: list[int] = []  # of arrays, behind the types of their elements
 #: Bytes that a command may take beyond what this process has, and its seconds.
 _MEMORY, _PATIENCE = 1 << 31, 60.0
 _ODD = (
@@ -74,7 +76,7 @@ _SAID = {
 
 def prepare(place: Path) -> None:
     """A file with a vocabulary of bytes and two words."""
-    global _home, _start, _numbers
+    global _home, _start, _numbers, _lengths
     _home = place
     tokens = ["<s>", "</s>", *bytes_to_unicode().values(), "th", "the"]
     random_model("llama grouped", vocab_size=4096, dtype=torch.float16).save_pretrained(place / "model")
@@ -93,18 +95,20 @@ def prepare(place: Path) -> None:
     reader = gguf.GGUFReader(place / "model.gguf")
     _start = min(tensor.data_offset for tensor in reader.tensors)
     described = [*list(reader.fields.values())[3:], *(tensor.field for tensor in reader.tensors)]
+    arrays = [each for each in reader.fields.values() if each.types[0].name == "ARRAY"]
+    _lengths = [_numbers_of(each)[-1][0] for each in arrays]
     _numbers = [[(4, 4), (8, 8), (16, 8)], *map(_numbers_of, described)]
 
 
 def case(chance: random.Random, place: Path) -> str:
     content = bytearray((_home / "model.gguf").read_bytes())
     for _ in range(chance.choice((0, 1, 1, 1, 2, 5))):
-        chance.choice((_a_byte, _a_number, _a_number, _a_letter, _a_piece, _an_end))(chance, content)
+        chance.choice((_a_byte, _a_number, _a_number, _an_array, _a_letter, _a_piece, _an_end))(chance, content)
     file = place / "model.gguf"
     file.write_bytes(content)
     ended = command(["inspect", file], place, functools.partial(_limited, place), _PATIENCE)
     if ended.code:
-        refused(ended)
+        assert "MemoryError" not in refused(ended), "it took all memory that it was given"
         return "refused"
     (made,) = place.glob("cache/**/model/model.safetensors")
     _check(file, made.parent)
@@ -123,16 +127,22 @@ def _a_byte(chance: random.Random, content: bytearray) -> None:
 
 
 def _numbers_of(field: Any) -> list[tuple[int, int]]:
-    """Where the counts, lengths, types and values of a field or tensor are, of an array the first ones."""
+    """Where the counts, lengths, types and values of a field or tensor are, of an array all before its values."""
     ends = [field.offset, *(field.offset + np.cumsum([part.nbytes for part in field.parts])).tolist()]
-    parts = zip(ends, field.parts, strict=False)
-    return [(at, part.nbytes) for at, part in list(parts)[:8] if part.nbytes in (1, 4, 8)]
+    parts = list(zip(ends, field.parts, strict=False))[:5]
+    return [(at, part.nbytes) for at, part in parts if part.nbytes in (1, 4, 8)]
 
 
 def _a_number(chance: random.Random, content: bytearray) -> None:
     at, size = chance.choice(chance.choice(_numbers))
     value = chance.choice(_ODD) & (2 ** (8 * size) - 1)
     content[at : at + size] = value.to_bytes(size, "little")
+
+
+def _an_array(chance: random.Random, content: bytearray) -> None:
+    """Of elements of any size, more of them than bytes: for some readers those beyond the end are nothing."""
+    at = chance.choice(_lengths)
+    content[at - 4 : at + 8] = struct.pack("<IQ", chance.randrange(14), chance.choice(_ODD))
 
 
 def _a_letter(chance: random.Random, content: bytearray) -> None:
