@@ -165,6 +165,15 @@ def test_the_note_is_short(tmp_path: Path, model: Path) -> None:
     assert "and 25 more" in note
 
 
+def test_folders_are_named_as_a_whole(tmp_path: Path, model: Path) -> None:
+    for name in ("original/a.pth", "original/params.json", "original/notes/x.txt", "onnx/a.onnx"):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).touch()
+    carried = find_carried(Checkpoint(model), tmp_path)
+    assert carried.notes[0].endswith(": onnx/a.onnx, original/")
+    assert Path("original/notes/x.txt") in carried.names
+
+
 def test_weights_that_are_there_twice(tmp_path: Path, model: Path) -> None:
     """A whole file beside shards: which is read is said at the start, but not of an old list of shards."""
     twice = save_model(tmp_path / "shards", shards=True)

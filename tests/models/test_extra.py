@@ -71,7 +71,9 @@ def deepseek(path: Path) -> dict[str, Tensor]:
 def glm(path: Path) -> dict[str, Tensor]:
     config = AutoConfig.for_model("glm4_moe", num_hidden_layers=2, first_k_dense_replace=1, **SMALL, **EXPERTS)
     save_random(path, config)
-    edit_json(path / "config.json", num_nextn_predict_layers=...)  # transformers says that there is one
+    values = json.loads((path / "config.json").read_text())
+    values.pop("num_nextn_predict_layers", None)  # transformers says that there is one
+    (path / "config.json").write_text(json.dumps(values))
     return add(path, layer_after(path, 2))
 
 
@@ -133,7 +135,8 @@ def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Pat
     assert tensors(tmp_path / "out").keys().isdisjoint(more)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     counts = {name: value for name, value in config.items() if re.search("nextn|mtp_num|num_mtp", name)}
-    assert set(counts.values()) == {0}
+    assert not any(counts.values())
+    assert counts or kind == "glm4_moe"  # a transformers that does not know them does not say that there is one
     assert DRAFTS in record.notes[-1]
     assert record.structure is not None
     # They are no part of what the model was and is.

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,11 @@ from niwaki.records.wording import counted, several, size
 #: Names of files with other copies of the dense weights. In the output they would be stale, and as large as the model.
 _WEIGHTS = re.compile(
     rf".*({'|'.join(map(re.escape, sorted(PICKLE_SUFFIXES)))}|\.safetensors|\.h5|\.msgpack|\.gguf|\.ot|\.nemo|\.tflite"
-    r"|\.mlmodel|\.distcp|weights.*\.npz|[._]onnx([._]data)?(_\d+)?|\.data-\d+-of-\d+)"
+    r"|\.mlmodel|\.distcp|weights.*\.npz|[._]onnx([._]data)?(_\d+)?|\.data-\d+-of-\d+)",
+    re.DOTALL,
 )
 #: Names of files that say where the tensors of others are.
-_INDICES = re.compile(r".*\.(safetensors|bin|pth?|h5|msgpack)\.index(\..+)?\.json")
+_INDICES = re.compile(r".*\.(safetensors|bin|pth?|h5|msgpack)\.index(\..+)?\.json", re.DOTALL)
 #: Names of files without weights, each with names of those of weights to which it belongs.
 _BELONGING = {
     r"adapter_config\.json": r"adapter_model\..*",  # with it, transformers would load the adapter's own base model
@@ -31,6 +33,8 @@ _BELONGING = {
     r"openvino_.*": r"openvino_.*\.bin",
     r"checkpoint|.*\.ckpt.*\.(meta|index)": r".*\.data-\d+-of-\d+",
 }
+#: Ends of the names of folders that are a copy of the weights as a whole.
+_PACKAGES = (".mlpackage", ".mlmodelc")
 #: Which directories beside a transformer belong to a pipeline of sentence-transformers: layers that follow it.
 _MODULES = "modules.json"
 #: What stays behind, of any model.
@@ -58,7 +62,8 @@ class CarriedFiles:
         if not self.left:
             return []
         # Folders as a whole, and shards as one.
-        names = (f"{name.parts[0]}/" if len(name.parts) > 1 else name.name for name in self.left)
+        first = Counter(name.parts[0] for name in self.left)
+        names = (f"{name.parts[0]}/" if first[name.parts[0]] > 1 else str(name) for name in self.left)
         groups = list(dict.fromkeys(re.sub(r"-\d{5}-of-\d{5}", "-*", name) for name in names))
         amount = f"{counted(len(self.left), 'file')}, {size(self.bytes_left)}"
         return [f"not carried over ({amount}), because they belong to the dense weights: {several(groups)}"]
@@ -85,13 +90,13 @@ def find_carried(
     """
     source = checkpoint.path
     with input_errors(source):
-        found = {path.relative_to(source): path for path in sorted(_files(source))}
-        found = {name: path for name, path in found.items() if str(name) not in checkpoint.files}
+        own = {source / name for name in checkpoint.files}
+        found = {path.relative_to(source): path for path in sorted(_files(source)) if path not in own}
         for name, path in found.items():
             _check(path, name)
         left = _of_weights(found, {checkpoint.index_name, keep}, _modules(source))
         sizes = {name: path.stat().st_size for name, path in found.items()}
-    names = [name for name in found if name not in left]
+    names = sorted(found.keys() - left)
     check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out, part))
     return CarriedFiles(source, names, left, sum(sizes[name] for name in left))
 
@@ -99,18 +104,20 @@ def find_carried(
 def _of_weights(names: Collection[Path], ours: Collection[str], modules: Collection[str]) -> list[Path]:
     """Those of ``names`` that have dense weights or belong to such, but not ``ours`` and what is in ``modules``.
 
-    A folder with weights is another form of the model as a whole, or what was left of its training.
+    A folder with weights in it is another form of the model, or what was left of its training.
     """
     others = [name for name in names if name.as_posix() not in ours and not any(_is_in(name, each) for each in modules)]
-    weights = [name for name in others if _WEIGHTS.fullmatch(name.name) or _INDICES.fullmatch(name.name)]
-    folders = {name.parts[0] for name in weights if len(name.parts) > 1}
-    beside = [name.name for name in weights if len(name.parts) == 1]
-
+    weights = {name for name in others if _WEIGHTS.fullmatch(name.name) or _INDICES.fullmatch(name.name)}
+    folders = {name.parent for name in weights} - {Path()}
+    beside = [name.name for name in weights if name.parent == Path()]
     belonging = [own for own, to in _BELONGING.items() if any(re.fullmatch(to, each) for each in beside)]
     return [
         name
         for name in others
-        if name in weights or name.parts[0] in folders or any(re.fullmatch(own, str(name)) for own in belonging)
+        if name in weights
+        or name.parent in folders
+        or any(part.endswith(_PACKAGES) for part in name.parts)
+        or any(re.fullmatch(own, str(name)) for own in belonging)
     ]
 
 

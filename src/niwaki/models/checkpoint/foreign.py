@@ -156,7 +156,7 @@ def _inside(directory: Path, before: str) -> str:
     found = [path.parent for depth in ("*", "*/*") for path in directory.glob(f"{depth}/config.json")]
     models = [folder for folder in found if any(folder.glob("*.safetensors")) or _pickled(folder)]
     names = [str(path) for path in sorted(set(models), key=_natural)]
-    return before + several(names, 3) if names else ""
+    return before + "one of " * (len(names) > 1) + several(names, 3) if names else ""
 
 
 def _natural(path: Path) -> list[tuple[str, int]]:
