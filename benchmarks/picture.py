@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import altair as alt
 import vl_convert
@@ -41,7 +41,12 @@ BITS = (2, 12)
 #: Sizes of its labels, and about how wide a character is.
 SMALL, CHARACTER = 11, 5.5
 #: Where a label can be, beside its point: its alignment and how far it is moved, right and down. The first is usual.
-SIDES = [("left", 8, -8), ("right", -8, 9), ("left", 8, 9), ("right", -8, -8)]
+SIDES: list[tuple[Literal["left", "right"], int, int]] = [
+    ("left", 8, -8),
+    ("right", -8, 9),
+    ("left", 8, 9),
+    ("right", -8, -8),
+]
 #: Lines, from methods of the record; those of niwaki stand out.
 METHODS = {
     "magnitude": "magnitude",

@@ -3,7 +3,8 @@
     python benchmarks/structured.py --text demo-held --text wt2.txt --record benchmarks/results/structured.json
 
 The embedded model has 6 blocks with 6 heads and 512 neurons each, the heads of a LLaMA have to divide its width, and a
-multiple of 32 neurons stays: not every fraction is possible. Calibrated on 256 windows of 256 tokens, measured on 200, as in protocol.py.
+multiple of 32 neurons stays: not every fraction is possible. Calibrated on 256 windows of 256 tokens, measured on 200,
+as in protocol.py.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def test_shares(given: float | str) -> None:
         (lambda: parse_share("heads", "nan"), "got nan"),
         (lambda: parse_share("heads", "a half"), "such as 0.25 or 25%; got 'a half'"),
         (lambda: parse_size("8"), "8 bytes; did you mean 8GiB?"),
+        (lambda: parse_size(" 8000 "), "8000 bytes; did you mean 8000MB?"),
         (lambda: parse_time("5"), "'5'; did you mean 5m or 5h?"),
         (lambda: parse_time("0"), "'0'; try"),
     ],

@@ -290,8 +290,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgt]?)(i?)b?\s*", text.lower())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise UsageError(f"invalid memory size {shown(text)}; try 8GiB or 500MB")
-    if text.strip() == match[1] and float(match[1]) < 1_000_000:  # as no memory is, and "8" is not meant
-        raise UsageError(f"a memory size of {match[1]} bytes; did you mean {match[1]}GiB?")
+    if text.strip() == match[1] and (count := float(match[1])) < 100_000:  # "8" is not meant as bytes
+        raise UsageError(
+            f"a memory size of {match[1]} bytes; did you mean {match[1]}{'GiB' if count < 1000 else 'MB'}?"
+        )
     power = " kmgt".index(match[2] or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
