@@ -122,7 +122,8 @@ def read_windows(
         raise UsageError(f"windows need at least 2 tokens and there must be 1 of them; got {count} of {length}")
     if not source:
         raise UsageError("the name of a text is empty")
-    file, needed, which, notes = find_file(source), count or 1, f"{order} windows", ()
+    file, needed, which = find_file(source), count or 1, f"{order} windows"
+    notes: tuple[str, ...] = ()
     wanted = needed + spare
     if count is None:
         text = _characters(read_pieces(source), _LONGEST + 1)
