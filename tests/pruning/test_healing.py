@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -557,6 +558,76 @@ def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path
         prune_and_heal(dense, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == there
     assert prune_and_heal(dense, tmp_path / "out", effort=effort).resumed == [1]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty directory"])
+def test_stopped_while_the_pruned_copy_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """Wherever that is, the same call ends with the result and nothing else; a name of the user's is not in the way."""
+    dense = save_model(tmp_path / "dense")
+    place = tmp_path / "place"
+    (place / "out.pruned").mkdir(parents=True)
+    (place / "out.pruned" / "mine").write_text("mine")
+    expected = prune_and_heal(dense, tmp_path / "expected")
+
+    def breaks(at: int) -> bool:
+        """Whether it was stopped at removal or renaming number ``at`` of the last phase."""
+        left = at
+
+        def counted(function: Any) -> Any:
+            def call(*given: Any, **more: Any) -> Any:
+                nonlocal left
+                left -= _is_last_phase(place)
+                if left < 0:
+                    raise KeyboardInterrupt
+                return function(*given, **more)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("unlink", "rmdir", "rename", "replace"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            try:
+                prune_and_heal(dense, place / "out")
+            except KeyboardInterrupt:
+                return True
+        return False
+
+    at = 0
+    while True:
+        if there:
+            (place / "out").mkdir()
+        was_stopped = breaks(at)
+        if not (place / "out" / "niwaki.json").exists() or [*place.rglob(".*partial*")]:
+            assert prune_and_heal(dense, place / "out").sparsity == expected.sparsity
+        assert same_tensors(tmp_path / "expected", place / "out")
+        assert sorted(path.name for path in place.iterdir()) == ["out", "out.pruned"]
+        assert not [*(place / "out").glob(".*")]
+        if not was_stopped:
+            break
+        shutil.rmtree(place / "out")
+        at += 9
+    assert at > 9
+
+
+def _is_last_phase(place: Path) -> bool:
+    """Whether the second part is complete."""
+    journals = [path for path in place.rglob(".*partial.json") if ".first" not in path.name]
+    return any(Journal.read(path).complete for path in journals)
+
+
+def test_another_run_in_the_way_of_one_that_heals(tmp_path: Path) -> None:
+    """One that is pruned and to be healed is not lost without a word."""
+    dense, effort = save_model(tmp_path / "dense"), "fast"
+    with pytest.raises(KeyboardInterrupt):
+        prune_and_heal(dense, tmp_path / "out", progress=Notes(1))
+    assert not (tmp_path / ".out.pruned.partial").exists()
+    journal = tmp_path / ".out.partial.json"
+    if journal.exists():
+        journal.unlink()
+    with pytest.raises(UsageError, match="has an unfinished run that was asked for something else"):
+        prune_and_heal(dense, tmp_path / "out", effort=effort)
+    prune_and_heal(dense, tmp_path / "out", effort=effort, restart=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])

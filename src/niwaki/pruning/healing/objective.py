@@ -72,7 +72,8 @@ class Head:
             losses[rows], gradient[rows] = self._divergence(states[rows], *(each[rows] for each in kept))
         return losses, gradient
 
-    def _divergence(self, h: Tensor, c: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    def _divergence(self, h: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = kept
         z = self._products(h)
         log_sum = z.logsumexp(1)
         losses = s - (h.float() * c).sum(1) + log_sum
@@ -124,7 +125,8 @@ class CappedHead(Head):
         p = torch.cat([likeliest, (rest / _DRAWN).float().expand(-1, _DRAWN)], 1)
         return words, p, torch.where(p > 0, p * log_p.gather(1, words), 0.0).sum(1)
 
-    def _divergence(self, h: Tensor, words: Tensor, p: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    def _divergence(self, h: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor]:
+        words, p, s = kept
         capped = self._products(h).div_(self.cap).tanh_()
         log_q, words = (self.cap * capped).log_softmax(1), words.long()
         losses = s - (p * log_q.gather(1, words)).sum(1)
