@@ -146,6 +146,8 @@ PART_OF_CALLER void attend(const Attention& a, const float* query, std::int64_t 
         most = std::max(most, scores[t]);
     }
     std::fill(out, out + size, 0.0f);
+    if (most == -INFINITY && sum == 0) return;  // nothing is seen: zeros, as torch has it
+    if (most == INFINITY) sum = NAN;
     for (std::int64_t t = 0; t < a.length; ++t) {
         if (a.mask && !a.mask[t]) continue;
         const float share = exponential(scores[t] - most);

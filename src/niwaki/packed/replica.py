@@ -139,6 +139,8 @@ def _frozen(value: Any, name: str) -> Any:
         return kind, value
     if kind in (list, tuple):
         return kind, *(_frozen(each, name) for each in value)
+    if kind is set:
+        return kind, frozenset(_frozen(each, name) for each in value)
     if kind is dict:
         return kind, *((key, _frozen(each, f"{name}.{key}")) for key, each in value.items())
     if isinstance(value, PreTrainedConfig):

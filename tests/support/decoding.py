@@ -1,0 +1,234 @@
+"""Tiny models of all families whose blocks have the parts of LLaMA's, with packed matrices, and tokens at any place."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from niwaki.packed import decoding
+from niwaki.packed.linear import SparseLinear
+from niwaki.packed.matrix import pack
+from support.caches import CACHE
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "sliding_window": 8,
+}
+#: Experts behind two blocks without.
+_EXPERTS: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_layer_start_index", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 8),
+    "first_k_dense_replace": 2,
+    "mlp_only_layers": [0, 1],
+    "mlp_layer_types": ["dense", "dense", "sparse"],
+    "moe_layer_start_index": 2,
+}
+
+
+def _by_axes(*sections: int) -> dict[str, Any]:
+    """Positions of three axes, as pictures have them."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+_BYTES: dict[str, Any] = {
+    **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
+    **{"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 300, "hidden_size_global": 64, "cross_attn_k": 2},
+    **{"encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": 30},
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+#: By model_type, what shows how a family differs from LLaMA.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "aria_text": _EXPERTS,
+    "blt": {**_BYTES, **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _BYTES)},
+    "cwm": {"layer_types": [_SLIDING, _FULL, _SLIDING]},
+    "deepseek_ocr2_text": {**_EXPERTS, "class": "DeepseekOcr2TextModel"},
+    "dots1": {**_EXPERTS, "n_shared_experts": 1, "layer_types": [_SLIDING, _FULL, _FULL]},
+    "ernie4_5": {},
+    "ernie4_5_moe": _EXPERTS,
+    "exaone_moe": {**_EXPERTS, "layer_types": [_SLIDING, _FULL, _FULL]},
+    "flint": {**_EXPERTS, "layer_types": [_SLIDING, _FULL, _FULL]},
+    "gemma": {},
+    "glm4_moe": {**_EXPERTS, "use_qk_norm": True},
+    "glm4v_moe_text": {**_EXPERTS, **_by_axes(1, 1, 2)},
+    "granite": {"residual_multiplier": 0.98},
+    "granite_docling_text": {},
+    "granite_swa": {"layer_types": [_SLIDING, _FULL, _FULL]},
+    "helium": {},
+    "hy_v3": _EXPERTS,
+    "internlm3": {},
+    "iquestcoder": {},
+    "llama": {},
+    "mimo_v2_flash": {**_EXPERTS, "layer_types": [_FULL, _SLIDING, _FULL], "v_head_dim": 16},
+    "mellum": _EXPERTS,
+    "ministral": {},
+    "ministral3": {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
+    "mistral": {},
+    "mllama_text_model": {"class": "MllamaForCausalLM", "cross_attention_layers": []},
+    "molmo2_text": {},
+    "olmo": {"clip_qkv": 1.0},
+    "olmoe": _EXPERTS,
+    "paddleocr_vl_text": {**_by_axes(2, 3, 3), "class": "PaddleOCRTextModel"},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_5_vl_text": _by_axes(2, 3, 3),
+    "qwen2_5_omni_text": {**_by_axes(2, 3, 3), "class": "Qwen2_5OmniThinkerTextModel"},
+    "qwen2_moe": _EXPERTS,
+    "qwen2_vl_text": _by_axes(2, 3, 3),
+    "qwen3": {},
+    "qwen3_5_text": {"layer_types": [_FULL, _LINEAR, _FULL]},
+    "qwen3_5_moe_text": {**_EXPERTS, "layer_types": [_FULL, _LINEAR, _FULL]},
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": {**_EXPERTS, "layer_types": [_FULL, _LINEAR, _FULL]},
+    "qwen3_omni_moe_text": {**_EXPERTS, **_by_axes(2, 3, 3), "class": "Qwen3OmniMoeThinkerTextModel"},
+    "qwen3_vl_moe_text": _EXPERTS,
+    "qwen3_vl_text": {},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "solar_open": _EXPERTS,
+    "unlimited_ocr_text": {**_EXPERTS, "class": "UnlimitedOcrTextModel"},
+}
+#: By folder, blocks with the same names for their parts that are not tried, because they see all tokens at once, or
+#: because their model is not made from a configuration of text alone.
+NOT_TRIED = {
+    "deepseek_ocr2": {"DeepseekOcr2VisionEncoderLayer"},
+    "esmc": {"EsmcLayer"},
+    "eurobert": {"EuroBertDecoderLayer"},
+    "mllama": {"MllamaVisionEncoderLayer"},
+    "moonshine_streaming": {"MoonshineStreamingEncoderLayer"},
+    "pe_audio": {"PeAudioEncoderLayer"},
+    "pe_audio_video": {"PeAudioVideoEncoderLayer"},
+    "pe_video": {"PeVideoEncoderLayer"},
+    "ultrabert": {"UltrabertDecoderLayer"},
+    "chameleon": {"ChameleonDecoderLayer", "ChameleonSwinDecoderLayer"},
+    "csm": {"CsmDecoderLayer"},
+    "dots3_note": {"Dots3NoteTextDecoderLayer"},
+    "ernie4_5_vl_moe": {"Ernie4_5_VLMoeDecoderLayer"},
+    "granite4_vision": {"Granite4VisionTextDecoderLayer"},
+    "hunyuan_vl": {"HunYuanVLDenseV1DecoderLayer"},
+    "muse_glimmer_assistant": {"MuseGlimmerAssistantDecoderLayer"},
+    "qwen3_omni_moe": {"Qwen3OmniMoeTalkerDecoderLayer", "Qwen3OmniMoeTalkerCodePredictorDecoderLayer"},
+}
+PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+def config_of(kind: str, **others: Any) -> tuple[Any, Any]:
+    """A configuration, and the class of its model."""
+    options = {**SIZES, **FAMILIES[kind], **others}
+    name = options.pop("class", None)
+    config = AutoConfig.for_model(kind, **options)
+    if name is not None:
+        return config, getattr(transformers, name)._from_config
+    auto: Any = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+    return config, auto.from_config
+
+
+def packed_model(
+    kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, sparsity: float = 0.5, **others: Any
+) -> PreTrainedModel:
+    """A random model, the matrices of its blocks packed, as ``niwaki.load`` gives one; without going through files.
+
+    All parameters are the same in both dtypes.
+    """
+    config, build = config_of(kind, **others)
+    model: PreTrainedModel = build(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [module for module in model.modules() if {name for name, _ in module.named_children()} == PARTS]
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            random = torch.randn(value.shape, generator=generator)
+            value.copy_(1 + 0.3 * random if "norm" in name else (0.2 if value.ndim > 1 else 0.5) * random)
+            value.data = value.to(torch.bfloat16).to(dtype)
+        for block in blocks:
+            for path, layer in [*block.named_modules()]:
+                if type(layer) is nn.Linear:
+                    kept = torch.rand(layer.weight.shape, generator=generator) >= sparsity
+                    block.set_submodule(path, SparseLinear(pack(torch.where(kept, layer.weight, 0.0)), layer.bias))
+    model.requires_grad_(False).eval()
+    decoding.attach(model, blocks)
+    return model
+
+
+@torch.no_grad()
+def decoded(
+    model: PreTrainedModel, tokens: Tensor, given: int, start: int | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """The logits, or the states of a model without a head, behind each of the tokens (1, n) after the first ``given``.
+
+    The first is at the position ``start``; None leaves that to the model.
+    """
+    run: Any = model
+    found, cache = [], None
+    for first, last in [(0, given), *((i, i + 1) for i in range(given, tokens.shape[1]))]:
+        options: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :last]}
+        if start is not None:
+            options["position_ids"] = torch.arange(start + first, start + last).unsqueeze(0)
+        if cache is not None:
+            options[CACHE] = cache
+        out = run(input_ids=tokens[:, first:last], use_cache=True, **options)
+        cache = out[CACHE]
+        found.append(out["logits" if "logits" in out else "last_hidden_state"][:, -1])
+    return torch.cat(found[1:])
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[decoding.NativeBlock]]:
+    """The blocks that were computed natively in this context, each as often as it was."""
+    found, right = [], decoding.NativeBlock._prepared_for
+
+    def counted(self: decoding.NativeBlock, *arguments: Any) -> Any:
+        prepared = right(self, *arguments)
+        if prepared is not None:
+            found.append(self)
+        return prepared
+
+    with patch.object(decoding.NativeBlock, "_prepared_for", counted):
+        yield found
+
+
+@contextlib.contextmanager
+def by_transformers() -> Iterator[None]:
+    """Leaves all blocks to transformers."""
+    with patch.object(decoding.NativeBlock, "_prepared_for", lambda *_: None):
+        yield
+
+
+def classes_with_the_parts() -> dict[str, set[str]]:
+    """By folder of transformers' models, its classes that by their text are blocks with the parts of LLaMA's.
+
+    Parameters of their own, and what they compute, are not seen.
+    """
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    made = re.compile(r"^ +self\.(\w+)(?:: [^=]+)? = \(?\s*(?:torch\.)?(?:nn\.(?!Parameter))?[A-Z]\w*[\[(]", re.M)
+    found = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "gate_proj" not in text or "o_proj" not in text:
+            continue
+        parts = {
+            re.split(r"\W", each, maxsplit=1)[0]: set(made.findall(each)) for each in re.split(r"^class ", text, flags=re.M)[1:]
+        }
+        has_attention = any(attention <= each <= {*attention, "q_norm", "k_norm"} for each in parts.values())
+        if has_attention and any(mlp <= each <= {*mlp, "act_fn"} for each in parts.values()):
+            found[file.parent.name] = {name for name, each in parts.items() if each - {"linear_attn"} == PARTS}
+    return {folder: classes for folder, classes in found.items() if classes}
