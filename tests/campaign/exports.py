@@ -206,7 +206,7 @@ def _tokenizer(chance: random.Random, source: Path) -> None:
         "use_regex": chance.random() >= 0.07 * odd,
     }
     expressions = (_SPLIT, _SPLIT.replace("{1,3}", ""), r"\s+")
-    split = {
+    split: dict[str, Any] = {
         "type": "Split",
         "pattern": {"Regex": chance.choice(expressions if odd else expressions[:2])},
         "behavior": chance.choice(("Removed", "MergedWithPrevious") if chance.random() < 0.2 * odd else ("Isolated",)),

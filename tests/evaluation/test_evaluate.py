@@ -101,8 +101,9 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     (path / "tokenizer.json").unlink()
     with pytest.raises(CalibrationError, match="no tokenizer"):
         evaluate(path, Measurement("demo", length=16))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        evaluate(tmp_path, "demo")
+        evaluate(tmp_path / "empty", "demo")
 
 
 def test_infinite_activations_are_an_error(tmp_path: Path) -> None:

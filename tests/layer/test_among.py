@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -140,7 +141,12 @@ def test_places_are_checked() -> None:
     with pytest.raises(PatternError, match=r"bool; got \(2, 2\) torch.float32"):
         Among(NM(2, 4), torch.ones(2, 2))
     places = torch.ones(4, 8, dtype=torch.bool)
-    for check in (lambda p: p.mask(torch.ones(4, 12)), lambda p: next(p.slices((4, 12), 4)), lambda p: p.check((8, 8))):
+    checks: list[Callable[[Among], object]] = [
+        lambda p: p.mask(torch.ones(4, 12)),
+        lambda p: next(p.slices((4, 12), 4)),
+        lambda p: p.check((8, 8)),
+    ]
+    for check in checks:
         with pytest.raises(PatternError, match=r"\(4, 8\)"):
             check(Among(NM(2, 4), places))
     with pytest.raises(PatternError, match="divides"):

@@ -259,7 +259,8 @@ def test_what_pruning_saw_of_the_text_that_heals(model: Path, path: Path, tmp_pa
         pruned = niwaki.prune(
             model, tmp_path / f"{bos}", 0.5, solver="magnitude", calibration=read, measurement=Measurement(samples=0)
         )
-        request = HealingRequest("x", "y", 9, Calibration(str(path), bos=bos), Measurement(), Compute(), pruning=pruned)
+        heals = Calibration(str(path), order="first", bos=bos)
+        request = HealingRequest("x", "y", 9, heals, Measurement(), Compute(), pruning=pruned)
         assert _seen(request, 32) == (math.ceil(8 * 127 / 31) if bos else 8 * 128 // 32)
 
 

@@ -77,6 +77,8 @@ def renamed(file: Path, out: Path, name: str | None, **more: Any) -> Path:
     """The file with another name for how it splits text, and ``more`` fields of its tokenizer, which are numbers."""
 
     def change(fields: Any, _: Any) -> None:
+        for key in ("add_bos_token", "add_eos_token"):
+            fields.pop(f"tokenizer.ggml.{key}", None)
         fields["tokenizer.ggml.pre"] = (name, [TYPES.STRING])
         if name is None:
             del fields["tokenizer.ggml.pre"]

@@ -407,7 +407,7 @@ def test_random_windows_of_the_first_part_of_a_long_text(
     """It is said which part that is."""
     assert not read_windows(str(path), tokenizer, 8, 4, order="random").notes
     monkeypatch.setattr("niwaki.models.text._LONGEST", 3000)
-    monkeypatch.setattr("niwaki.models.text_sources._PIECE", 500)
+    monkeypatch.setattr("niwaki.models.text_files._PIECE", 500)
     windows = read_windows(str(path), tokenizer, 24, 4, order="random")
     (note,) = windows.notes
     assert f"the first 3,000 characters of {path}" in note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -215,7 +216,7 @@ def test_no_place_of_the_model(tmp_path: Path) -> None:
     (source / "inner").mkdir()
     (tmp_path / "link").symlink_to(source)
     for out in (source / "model.gguf", source / "inner" / "model.gguf", tmp_path / "link" / "model.gguf"):
-        assert "inside the model's own" in message(lambda out=out: niwaki.export_gguf(source, out))
+        assert "inside the model's own" in message(functools.partial(niwaki.export_gguf, source, out))
     (tmp_path / "dangling.gguf").symlink_to(tmp_path / "nowhere")
     assert "exists" in message(lambda: niwaki.export_gguf(source, tmp_path / "dangling.gguf"))
     assert not (tmp_path / "nowhere").exists()

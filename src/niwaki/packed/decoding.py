@@ -35,7 +35,7 @@ def attach(model: Any, blocks: Iterable[nn.Module]) -> None:
         if has_parts(block) and "forward" not in vars(block):
             block.forward = NativeBlock(block)
     head: Any = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None and "forward" not in vars(head):
+    if type(head) is nn.Linear and getattr(head, "bias", None) is None and "forward" not in vars(head):
         head.forward = NativeHead(head)  # type: ignore[method-assign]
 
 
@@ -54,7 +54,7 @@ class NativeHead:
         rows, columns = W.shape
         given = (W, input)
         if (
-            self._layer.bias is not None
+            getattr(self._layer, "bias", None) is not None
             or input.numel() != columns
             or input.shape[-1] != columns
             or any(t.dtype != torch.bfloat16 or t.device.type != "cpu" or not t.is_contiguous() for t in given)
@@ -99,7 +99,7 @@ class NativeBlock:
         if self._seen is None or self._seen.is_old():
             self._seen = _Seen(self._block)
         prepared = self._seen.prepared()
-        angles = named.get("position_embeddings")
+        angles: Any = named.get("position_embeddings")
         if prepared is None or not prepared.accepts(x, angles):
             return None
         return prepared if self._seen.agrees(x.dtype, angles[0].shape[-1], others, cache) else None

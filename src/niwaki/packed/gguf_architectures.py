@@ -212,9 +212,9 @@ def find_tensors(
             if key not in checkpoint.entries:
                 raise CheckpointError(f"{checkpoint.path} lacks the tensor {key!r}; transformers would make one up")
             if checkpoint.entries[key].shape != stored.shape:
-                shape = checkpoint.entries[key].shape
+                there = checkpoint.entries[key].shape
                 raise CheckpointError(
-                    f"{checkpoint.path}: {key!r} has the shape {shape}, by config.json it is {stored.shape}"
+                    f"{checkpoint.path}: {key!r} has the shape {there}, by config.json it is {stored.shape}"
                 )
     used = {key for stored in found for key in stored.keys}
     return found, [key for key in checkpoint.entries if key not in used and not key.endswith("rotary_emb.inv_freq")]
