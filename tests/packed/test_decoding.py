@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 import niwaki
 from niwaki.packed import decoding, kernels
 from support.caches import CACHE
-from support.models import random_tokens, reference, save_random, sparse_model
+from support.decoding import by_transformers, counting
+from support.models import random_tokens, reference, sparse_model
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no native library")
 
@@ -25,23 +28,27 @@ LENGTH = 12
 
 
 class Counted:
-    """The native library, and how often its functions for blocks and heads were called."""
+    """The native library, and how often its functions for blocks of the model and for heads were called."""
 
-    def __init__(self, library: Any) -> None:
-        self.library, self.blocks, self.heads = library, 0, 0
+    def __init__(self, library: Any, found: list[decoding.NativeBlock]) -> None:
+        self.library, self.heads, self._found = library, 0, found
 
     def __getattr__(self, name: str) -> Any:
-        self.blocks += name == "niwaki_block_end"
         self.heads += name == "niwaki_dense"
         return getattr(self.library, name)
 
+    @property
+    def blocks(self) -> int:
+        return len(self._found)
+
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     """The library that is used in this test."""
-    counted = Counted(kernels.library())
-    monkeypatch.setattr(kernels, "library", lambda: counted)
-    return counted
+    with counting() as found:
+        counted = Counted(kernels.library(), found)
+        monkeypatch.setattr(kernels, "library", lambda: counted)
+        yield counted
 
 
 @pytest.fixture
@@ -78,9 +85,7 @@ def test_as_the_dense_model(case: str, tmp_path: Path, counted: Counted) -> None
     tokens = random_tokens(1, LENGTH)
     loaded = niwaki.load(tmp_path / "packed", "cpu")
     found = token_by_token(loaded, tokens)
-    # Once more for each block, to compare the first token with transformers' own.
-    blocks = loaded.config.num_hidden_layers
-    assert counted.blocks == blocks * (LENGTH - 3) + blocks
+    assert counted.blocks == loaded.config.num_hidden_layers * (LENGTH - 3)
     assert (found - expected(reference(model), tokens)).abs().max() < 2e-5
 
 
@@ -112,25 +117,6 @@ def test_every_path_and_number_of_threads(packed: Any, monkeypatch: pytest.Monke
         assert torch.equal(found[-1], found[-2])
         assert torch.equal(found[-1], found[-3])
         assert (found[-1] - found[0]).abs().max() < 1e-5
-
-
-def test_a_way_of_positions_that_is_not_llamas(tmp_path: Path, counted: Counted) -> None:
-    """Helium has LLaMA's structure and turns neighbouring numbers together."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    others = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}
-    model = save_random(tmp_path / "model", AutoConfig.for_model("helium", **sizes, **others))
-    dense = reference(model)
-    with torch.no_grad():
-        for name, value in dense.named_parameters():
-            if "_proj" in name:
-                value.mul_(torch.rand(value.shape) < 0.5)
-                value[value == 0] = 0.0
-    dense.save_pretrained(model)
-    niwaki.pack(model, tmp_path / "packed")
-    tokens = random_tokens(1, LENGTH)
-    found = token_by_token(niwaki.load(tmp_path / "packed", "cpu"), tokens)
-    assert counted.blocks == 2  # to see that they differ
-    assert (found - expected(reference(model), tokens)).abs().max() < 2e-5
 
 
 def test_the_same_text_again(packed: Any, counted: Counted) -> None:
@@ -209,8 +195,10 @@ def test_values_that_are_not_finite_stay_so(packed: Any) -> None:
     with torch.no_grad():
         token_by_token(packed, random_tokens(1, 5))
         out = packed(random_tokens(1, 4), use_cache=True)
-        out[CACHE].layers[0].keys[0, 0, 1, 2] = torch.nan
-        assert packed(random_tokens(1, 1), **{CACHE: out[CACHE]}).logits.isnan().all()
+        for value in (torch.nan, torch.inf):
+            cache = copy.deepcopy(out[CACHE])
+            cache.layers[0].keys[0, :, 1, 2] = value
+            assert packed(random_tokens(1, 1), **{CACHE: cache}).logits.isnan().all()
 
 
 def test_a_head_in_bfloat16() -> None:
@@ -224,6 +212,29 @@ def test_a_head_in_bfloat16() -> None:
         assert found.shape == (1, 1, rows)
         scale = x.abs().double() @ head.weight.abs().double().T
         assert ((found - right).abs() <= right.abs() / 256 + 1e-6 * scale).all()
+
+
+def test_a_head_that_has_changed() -> None:
+    head = torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)
+    native = decoding.NativeHead(head)
+    x = torch.randn(1, 1, 64).bfloat16()
+    head.bias = torch.nn.Parameter(100 * torch.ones(8).bfloat16())
+    with torch.no_grad():
+        assert torch.equal(native(x), torch.nn.Linear.forward(head, x))
+
+
+def test_a_token_that_sees_nothing(packed: Any, counted: Counted) -> None:
+    """As in transformers: it has nothing from others."""
+    token = random_tokens(1, 1)
+    with torch.no_grad():
+        outs = []
+        for native in (True, False):
+            out = packed(random_tokens(1, 4), use_cache=True)
+            mask = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
+            with contextlib.nullcontext() if native else by_transformers():
+                outs.append(packed(token, attention_mask=mask, **{CACHE: out[CACHE]}).logits)
+    assert counted.blocks
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
 
 
 def test_cache_and_mask_that_do_not_fit(packed: Any) -> None:

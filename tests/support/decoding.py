@@ -52,8 +52,13 @@ def _by_axes(*sections: int) -> dict[str, Any]:
 
 _BYTES: dict[str, Any] = {
     **{name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
-    **{"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 300, "hidden_size_global": 64, "cross_attn_k": 2},
-    **{"encoder_hash_byte_group_size": [3], "encoder_hash_byte_group_vocab": 30},
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "hidden_size_global": 64,
+    "cross_attn_k": 2,
+    "encoder_hash_byte_group_size": [3],
+    "encoder_hash_byte_group_vocab": 30,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -226,7 +231,8 @@ def classes_with_the_parts() -> dict[str, set[str]]:
         if "gate_proj" not in text or "o_proj" not in text:
             continue
         parts = {
-            re.split(r"\W", each, maxsplit=1)[0]: set(made.findall(each)) for each in re.split(r"^class ", text, flags=re.M)[1:]
+            re.split(r"\W", each, maxsplit=1)[0]: set(made.findall(each))
+            for each in re.split(r"^class ", text, flags=re.M)[1:]
         }
         has_attention = any(attention <= each <= {*attention, "q_norm", "k_norm"} for each in parts.values())
         if has_attention and any(mlp <= each <= {*mlp, "act_fn"} for each in parts.values()):

@@ -1,5 +1,6 @@
 """One file in the format GGUF, which llama.cpp and programs built on it (Ollama, LM Studio) run."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,8 +82,8 @@ def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list
         tokenizer.write(writer)
         writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind}"))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _write_tensors(gguf, writer, checkpoint, tensors, factors)
-        writer.close()
+        with contextlib.closing(writer):
+            _write_tensors(gguf, writer, checkpoint, tensors, factors)
     return [note for note in (*notes, *tokenizer.notes) if note]
 
 

@@ -52,7 +52,7 @@ class _Setting:
 #: Where limits, thresholds and epsilons would show too.
 _SETTINGS = (
     _Setting(0, 0),
-    _Setting(1, 7, state=_QUIET, masked=True),
+    _Setting(1, 7, state=_QUIET, gains={"o_proj": _QUIET}, masked=True),
     _Setting(17, 40, masked=True),
     _Setting(5_000, 7, gains={"q_proj": _LOUD, "v_proj": _LOUD}),
     _Setting(100_000, 7, gains={"k_proj": _LOUD, "up_proj": _LOUD}, masked=True),

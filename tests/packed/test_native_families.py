@@ -1,0 +1,290 @@
+"""Which blocks are computed natively, and that nothing else comes of it: by family, deviation, and as models change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+
+from niwaki.packed import decoding, kernels
+from support.caches import CACHE
+from support.decoding import (
+    FAMILIES,
+    NOT_TRIED,
+    PARTS,
+    by_transformers,
+    classes_with_the_parts,
+    counting,
+    decoded,
+    packed_model,
+)
+from support.models import random_tokens
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no native library")
+
+NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+#: Layers without rotary positions, neighbours that are turned, queries scaled by position, a multiplier, a limit.
+DEVIATE = ("smollm3", "exaone_moe", "helium", "ernie4_5", "ministral3", "granite", "olmo")
+EACH = [pytest.param(kind, marks=() if kind in NATIVE + DEVIATE else pytest.mark.slow) for kind in FAMILIES]
+#: Those that do not take positions, because theirs have axes, or bytes for tokens.
+BY_THEMSELVES = {kind for kind, options in FAMILIES.items() if "mrope_section" in str(options)} | {"blt"}
+
+
+def both(model: PreTrainedModel, tokens: Tensor, given: int, start: int | None = None) -> tuple[Tensor, Tensor, int]:
+    """What is decoded, what transformers alone decodes, and how many native steps there were."""
+    with counting() as steps:
+        found = decoded(model, tokens, given, start)
+    with by_transformers():
+        return found, decoded(model, tokens, given, start), len(steps)
+
+
+def native_tokens(tokens: int, given: int) -> int:
+    """How many of them come alone, of which the first ``given`` come together."""
+    return tokens - (given if given > 1 else 0)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_as_transformers(kind: str) -> None:
+    """Also right after a first token, and beyond all limits of positions and windows."""
+    model, tokens = packed_model(kind), random_tokens(1, 12)
+    for start in (None,) if kind in BY_THEMSELVES else (None, 40, 99_990):
+        for given in (1, 5):
+            found, right, steps = both(model, tokens, given, start)
+            assert (found - right).abs().max() <= 1e-5 * right.abs().max()
+            if kind in NATIVE:
+                assert steps == model.config.num_hidden_layers * native_tokens(12, given)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_in_bfloat16(kind: str) -> None:
+    model, exact, tokens = packed_model(kind, torch.bfloat16), packed_model(kind), random_tokens(1, 12)
+    start = None if kind in BY_THEMSELVES else 40
+    found, theirs, steps = both(model, tokens, 1, start)
+    with by_transformers():
+        right = decoded(exact, tokens, 1, start)
+    assert (found - right).norm() <= 1.6 * (theirs - right).norm()
+    if kind in NATIVE:
+        assert steps == model.config.num_hidden_layers * 12
+
+
+def test_the_sizes_of_smollm2() -> None:
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    others: dict[str, Any] = {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "num_hidden_layers": 2}
+    for dtype in (torch.float32, torch.bfloat16):
+        _, _, steps = both(packed_model("llama", dtype, **sizes, **others), random_tokens(1, 5), 1)
+        assert steps == 2 * 5
+
+
+def test_layers_of_both_kinds() -> None:
+    """The layers of SmolLM3 with rotary positions are native, the one without is not."""
+    model = packed_model("smollm3")
+    with counting() as steps:
+        decoded(model, random_tokens(1, 4), 1)
+    layers = model.get_submodule("model.layers")
+    native = [vars(layer)["forward"] in steps for layer in layers.children()]
+    assert native == [True, False, True]
+
+
+def test_every_family_is_tried() -> None:
+    """What transformers has of this structure, by the text of its modules."""
+    tried: dict[str, set[str]] = {}
+    for kind in FAMILIES:
+        for module in packed_model(kind).modules():
+            if {name for name, _ in module.named_children()} == PARTS:
+                tried.setdefault(type(module).__module__.split(".")[2], set()).add(type(module).__name__)
+    there = classes_with_the_parts()
+    assert there.keys() >= {*NATIVE, *DEVIATE}
+    missing = {
+        folder: left
+        for folder, classes in there.items()
+        if (left := classes - tried.get(folder, set()) - NOT_TRIED.get(folder, set()))
+    }
+    assert not missing
+
+
+class _Scaled(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
+        out: Any = super().forward(hidden_states, **named)
+        return hidden_states + 0.98 * (out - hidden_states)
+
+
+class _FarScaled(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
+        out: Any = super().forward(hidden_states, **named)
+        return out * (1.01 if int(named["position_ids"]) > 1_000_000 else 1)
+
+
+class _ByNumber(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
+        out: Any = super().forward(hidden_states, **named)
+        return out * (1.01 if self.self_attn.layer_idx % 2 else 1)  # type: ignore[operator]
+
+
+class _Limited(LlamaAttention):
+    def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        values: Any = self.v_proj
+        vars(self)["v_proj"] = lambda x: values(x).clamp(-8, 8)
+        try:
+            return super().forward(hidden_states, *args, **named)
+        finally:
+            del vars(self)["v_proj"]
+
+
+class _LimitedMLP(LlamaMLP):
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7)) * self.up_proj(x))
+
+
+class _OneMore(LlamaRMSNorm):
+    def forward(self, hidden_states: Any) -> Any:
+        return super().forward(hidden_states) * (1 + self.weight) / self.weight
+
+
+class _OtherEpsilon(LlamaRMSNorm):
+    def forward(self, hidden_states: Any) -> Any:
+        x = hidden_states.float()
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon / 2)
+        return self.weight * (x * scale).to(hidden_states.dtype)
+
+
+class _OtherCache(LlamaAttention):
+    def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        return super().forward(hidden_states, *args, **{**named, CACHE: None})
+
+
+DEVIATIONS: dict[str, tuple[str, type[nn.Module]]] = {
+    "sums are scaled": ("", _Scaled),
+    "scaled far away": ("", _FarScaled),
+    "by the number of the layer": ("", _ByNumber),
+    "values have limits": ("self_attn", _Limited),
+    "gates have limits": ("mlp", _LimitedMLP),
+    "norms add one": ("input_layernorm", _OneMore),
+    "another epsilon": ("post_attention_layernorm", _OtherEpsilon),
+    "no cache": ("self_attn", _OtherCache),
+}
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_what_a_class_does_otherwise(deviation: str) -> None:
+    path, other = DEVIATIONS[deviation]
+    model = packed_model("llama", torch.bfloat16)
+    layers = model.get_submodule("model.layers")
+    changed: Any = layers.get_submodule("1")
+    (changed.get_submodule(path) if path else changed).__class__ = other
+    with counting() as steps:
+        decoded(model, random_tokens(1, 6), 1)
+    assert {vars(layer)["forward"] for layer in layers.children()} - set(steps) == {vars(changed)["forward"]}
+
+
+def _wrapped(block: Any) -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.added = base, nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x) + self.added(x)
+
+    block.self_attn.q_proj = Adapter(block.self_attn.q_proj).eval().requires_grad_(False)
+
+
+def _patched(block: Any) -> None:
+    right = block.mlp.forward
+    block.mlp.forward = lambda x: 2 * right(x)
+
+
+def _epsilon(block: Any) -> None:
+    block.input_layernorm.variance_epsilon = 0.5
+
+
+def _scaling(block: Any) -> None:
+    block.self_attn.scaling = 1.5
+
+
+def _hook(block: Any) -> None:
+    block.self_attn.o_proj.register_forward_hook(lambda *given: 2 * given[2])
+
+
+def _dropout(block: Any) -> None:
+    block.self_attn.attention_dropout = 0.5
+    block.self_attn.train()
+
+
+def _eager(block: Any) -> None:
+    block.self_attn.config._attn_implementation = "eager"
+
+
+def _norm(block: Any) -> None:
+    block.post_attention_layernorm = nn.LayerNorm(64).eval().requires_grad_(False)
+
+
+def _weight(block: Any) -> None:
+    block.post_attention_layernorm.weight = nn.Parameter(torch.full((64,), 0.3), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [_wrapped, _patched, _hook, _dropout, _eager, _norm])
+def test_changes_that_the_library_does_not_follow(change: Callable[[Any], None]) -> None:
+    model, tokens = packed_model("llama"), random_tokens(1, 8)
+    before, _, steps = both(model, tokens, 2)
+    assert steps
+    block: Any = model.get_submodule("model.layers.1")
+    change(block)
+    torch.manual_seed(0)
+    with counting() as left:
+        found = decoded(model, tokens, 2)
+    torch.manual_seed(0)
+    with by_transformers():
+        right = decoded(model, tokens, 2)
+    assert vars(block)["forward"] not in left
+    assert (found - right).abs().max() <= 1e-5 * right.abs().max()
+    assert change is _eager or (found - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("change", [_epsilon, _scaling, _weight])
+def test_changes_that_the_library_follows(change: Callable[[Any], None]) -> None:
+    model, tokens = packed_model("llama"), random_tokens(1, 8)
+    before, _, steps = both(model, tokens, 2)
+    change(model.get_submodule("model.layers.1"))
+    found, right, after = both(model, tokens, 2)
+    assert steps == after > 0
+    assert (found - right).abs().max() <= 1e-5 * right.abs().max()
+    assert (found - before).abs().max() > 1e-3
+
+
+def test_training_and_back() -> None:
+    model, tokens = packed_model("llama"), random_tokens(1, 8)
+    usual = both(model, tokens, 2)[2]
+    assert both(model.train(), tokens, 2)[2] == 0
+    assert both(model.eval(), tokens, 2)[2] == usual > 0
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert both(model, tokens, 2)[2] == 0
+    assert both(copy.deepcopy(model), tokens, 2)[2] == usual
+
+
+def test_another_way_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function within the module, which no attribute shows, as long as nothing has been decoded."""
+    monkeypatch.setattr("niwaki.packed.replica._found", {})
+    monkeypatch.setattr(
+        modeling_llama, "rotate_half", lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    )
+    assert both(packed_model("llama"), random_tokens(1, 6), 1)[2] == 0
+
+
+def test_arguments_that_are_not_known() -> None:
+    model = packed_model("llama")
+    block: Any = model.get_submodule("model.layers.0")
+    x, angles = torch.randn(1, 1, 64), (torch.ones(1, 1, 16), torch.zeros(1, 1, 16))
+    for others in ({"something": torch.ones(1)}, {"output_attentions": True}):
+        out = model(input_ids=random_tokens(1, 2), use_cache=True)
+        with torch.no_grad(), counting() as steps:
+            block(x, **{CACHE: out[CACHE]}, position_embeddings=angles, position_ids=torch.tensor([[2]]))
+            block(x, **{CACHE: out[CACHE]}, position_embeddings=angles, position_ids=torch.tensor([[3]]), **others)
+        assert steps == [vars(block)["forward"]]
+    assert isinstance(vars(block)["forward"], decoding.NativeBlock)
