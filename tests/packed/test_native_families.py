@@ -124,7 +124,7 @@ class _FarScaled(LlamaDecoderLayer):
 class _ByNumber(LlamaDecoderLayer):
     def forward(self, hidden_states: Tensor, **named: Any) -> Any:  # type: ignore[override]
         out: Any = super().forward(hidden_states, **named)
-        return out * (1.01 if self.self_attn.layer_idx % 2 else 1)  # type: ignore[operator]
+        return out * (1.01 if self.self_attn.layer_idx % 2 else 1)
 
 
 class _Limited(LlamaAttention):
