@@ -9,13 +9,28 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from campaign import arguments, calls, comparisons, disk, exports, ggufs, kills, models, packed, records, solvers, texts
+from campaign import (
+    arguments,
+    calls,
+    comparisons,
+    decoding,
+    disk,
+    exports,
+    ggufs,
+    kills,
+    models,
+    packed,
+    records,
+    solvers,
+    texts,
+)
 from support import faults
 
 KINDS: dict[str, ModuleType] = {
     "arguments": arguments,
     "calls": calls,
     "comparisons": comparisons,
+    "decoding": decoding,
     "exports": exports,
     "ggufs": ggufs,
     "models": models,

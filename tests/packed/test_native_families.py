@@ -76,7 +76,11 @@ def test_in_bfloat16(kind: str) -> None:
 
 def test_the_sizes_of_smollm2() -> None:
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-    others: dict[str, Any] = {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "num_hidden_layers": 2}
+    others: dict[str, Any] = {
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        "num_hidden_layers": 2,
+    }
     for dtype in (torch.float32, torch.bfloat16):
         _, _, steps = both(packed_model("llama", dtype, **sizes, **others), random_tokens(1, 5), 1)
         assert steps == 2 * 5
