@@ -115,8 +115,6 @@ class Tokenizer:
         self._merges = [one if isinstance(one, str) else " ".join(one) for one in self._model["merges"]]
         if not self._merges or any(merge.count(" ") != 1 for merge in self._merges):
             raise self._unsupported("has no merges, or some with spaces", "llama.cpp writes each with one space")
-        if len(set(self._merges)) < len(self._merges):
-            raise self._unsupported("has a merge twice", "which of the two counts is not the same in llama.cpp")
         decoder = self._content["decoder"] or {}
         if decoder.get("type") != "ByteLevel":
             raise self._unsupported(f"has the decoder {decoder.get('type')}", "llama.cpp makes text of bytes")
