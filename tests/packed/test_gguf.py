@@ -294,7 +294,7 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         *((case, "F16", {}) for case in ("llama grouped", "llama biases", "mistral", "qwen2", "qwen3", "qwen3_moe")),
         ("llama tied", "Q8_0", {"intermediate_size": 179}),
-        ("qwen3_moe", "Q8_0", {"moe_intermediate_size": 33, "num_experts_per_tok": 1}),
+        ("qwen3_moe", "Q8_0", {"moe_intermediate_size": 36, "num_experts_per_tok": 1}),
         ("llama", "Q4_0", {"head_dim": 16}),
         ("llama", "F16", {"rope_parameters": {"rope_type": "linear", **rope}}),
         ("llama", "F16", {"rope_parameters": {"rope_type": "llama3", **rope, **bands}}),

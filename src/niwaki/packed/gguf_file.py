@@ -74,16 +74,19 @@ def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list
         notes.append(f"{len(left_out)} tensors that transformers does not use are left out, such as {left_out[0]!r}")
     tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
     check_space(file.parent, checkpoint.size)
-    with new_file(file, lambda there: there.read(4) == b"GGUF") as temporary, np.errstate(all="ignore"):
-        writer = gguf.GGUFWriter(temporary, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)])
+    name = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)]
+    with (
+        new_file(file, lambda there: there.read(4) == b"GGUF") as temporary,
+        contextlib.closing(gguf.GGUFWriter(temporary, name)) as writer,
+        np.errstate(all="ignore"),  # values are looked at before
+    ):
         if not any(name in path.resolve().name.lower() for name in _NAMES):
             writer.add_name(path.resolve().name)
         add_sizes(writer, config, path)
         tokenizer.write(writer)
         writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind}"))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        with contextlib.closing(writer):
-            _write_tensors(gguf, writer, checkpoint, tensors, factors)
+        _write_tensors(gguf, writer, checkpoint, tensors, factors)
     return [note for note in (*notes, *tokenizer.notes) if note]
 
 
