@@ -338,7 +338,7 @@ def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "there is no file" in message(lambda: evaluate_tasks(model, [pipe]), TaskError)
     blank = write(model / "blank.jsonl", [{"context": " ", "choices": ["a", "b"], "answer": 0}])
     assert "a context or a choice has no tokens" in message(lambda: evaluate_tasks(model, blank), TaskError)
-    other = add_tokenizer(save_model(model / "other"))
+    other = add_tokenizer(save_model(model.parent / "other"))
     assert "is it the model's own tokenizer?" in message(lambda: ask(other, limit=1))
     assert "device 'quantum'" in message(lambda: ask(model, compute="quantum"))
     assert "got float8" in message(lambda: ask(model, compute=Compute(dtype="float8")))

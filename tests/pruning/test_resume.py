@@ -29,7 +29,7 @@ from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
 from support import faults
 from support.covering import FULL
-from support.models import message, random_tokens, save_model
+from support.models import message, random_tokens, save_model, sparse_model
 from support.runs import StopAt, files, run, stopped
 
 TESTS = Path(__file__).parent.parent
@@ -329,6 +329,7 @@ def test_another_run_where_only_the_move_was_missing(
 ) -> None:
     """Nothing of the earlier one stays in the output."""
     out, other = tmp_path / "out", save_model(tmp_path / "other", "llama grouped")
+    sparse = sparse_model(tmp_path / "sparse")
     if there:
         out.mkdir()
     unmoved(out)
@@ -336,7 +337,7 @@ def test_another_run_where_only_the_move_was_missing(
         for path in (out / ".partial").glob("model-*"):
             path.rename(out / path.name)
     assert "unfinished run" in message(lambda: run(other, out))
-    assert "unfinished run" in message(lambda: niwaki.pack(other, out))
+    assert "unfinished run" in message(lambda: niwaki.pack(sparse, out))
     run(other, out, restart=True)
     run(other, tmp_path / "whole")
     assert files(out) == files(tmp_path / "whole")
