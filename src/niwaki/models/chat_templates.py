@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import niwaki
 from niwaki.errors import first_line
 
 #: Characters of a template or of what it makes of a conversation, and of what it makes of all.
@@ -60,7 +59,7 @@ def verbatim(text: str) -> str:
 def _rendered(asked: str, count: int, seconds: int) -> tuple[str, ...]:
     """The answers of the other process to ``asked``, which has ``count`` conversations."""
     command = [sys.executable, "-m", __name__]
-    place = Path(niwaki.__file__).parent.parent  # or modules of the present directory would come before all others
+    place = Path(__file__).parents[2]  # or modules of the present directory would come before all others
     patience, ended = _START + 4 * seconds, f"it does not end within {seconds} s"
     try:
         ran = subprocess.run(  # noqa: S603
