@@ -262,6 +262,12 @@ def test_files_of_slow_tokenizers(tmp_path: Path) -> None:
     assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids == expected
 
 
+def test_a_file_of_sentencepiece(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    (source / "tokenizer.json").rename(source / "tokenizer.model")
+    assert "SentencePiece" in refusal(source)
+
+
 def test_where_texts_end(tmp_path: Path) -> None:
     """llama.cpp ends a text at three tokens that a file names."""
     source = save_model_with_tokenizer(tmp_path / "source")

@@ -29,6 +29,7 @@ Kind = Literal["F16", "Q8_0", "Q4_0"]
 _GROUP = 32  # weights that have a scale in Q8_0 and Q4_0
 #: By what the largest weight of a group is divided, which gives the scale.
 _STEPS = {"Q8_0": 127, "Q4_0": 8}
+_LARGEST = 65504.0  # in float16
 #: How far all of a tensor may be from itself in float16, relative to its norm: that is 0.0005 at most where numbers
 #: are not too small for it.
 _FAR = 0.01
@@ -158,23 +159,25 @@ def _read(checkpoint: Checkpoint, tensor: Stored) -> np.ndarray[Any, Any]:
 
 
 def _check_values(key: str, value: np.ndarray[Any, Any], kind: str) -> None:
-    """UnsupportedModelError where weights, or the scales of groups, are too large or too small for float16."""
+    """UnsupportedModelError where weights, or the scales of groups, are too large or too small for float16.
+
+    A weight that is too large for that is so in all forms: llama.cpp has keys, values and what comes into matrices in
+    float16 or less, so that what it makes of an input of 1 would be infinite.
+    """
     if not np.isfinite(value).all():
         raise UnsupportedModelError(f"{key!r} has values beyond float32, which llama.cpp computes in")
     if kind == "F32":
         return
     largest = float(np.abs(value).max(initial=0.0))
-    numbers, what, hint = value, "weights", "; try Q8_0"
-    if kind != "F16":
-        numbers = np.abs(value.reshape(-1, _GROUP)).max(axis=1) / _STEPS[kind]
-        what, hint = "scales of groups", ""
-    half = numbers.astype(np.float16)
-    if not np.isfinite(half).all():
+    if largest > _LARGEST:
         raise UnsupportedModelError(
-            f"{key!r} has a weight of {largest:.6g}, and {kind} has {what} up to 65,504"
-            f"{hint if largest < 65504 * _STEPS['Q8_0'] else ''}"
+            f"{key!r} has a weight of {largest:.6g}, and llama.cpp computes in float16, up to 65,504; scale what comes "
+            "before or after it"
         )
-    wide = numbers.astype(np.float64)
+    numbers, what = value, "weights"
+    if kind != "F16":
+        numbers, what = np.abs(value.reshape(-1, _GROUP)).max(axis=1) / _STEPS[kind], "scales of groups"
+    half, wide = numbers.astype(np.float16), numbers.astype(np.float64)
     if np.linalg.norm(half - wide) > _FAR * np.linalg.norm(wide):
         lost = int(((half == 0) & (numbers != 0)).sum())
         raise UnsupportedModelError(

@@ -49,6 +49,11 @@ class Tokenizer:
 
     def __init__(self, path: Path, size: int, config_end: Any = None) -> None:
         self.path, self.size, self.notes = path, size, list[str]()
+        if (
+            not any((path / name).exists() for name in ("tokenizer.json", "vocab.json"))
+            and (path / "tokenizer.model").exists()
+        ):
+            raise self._unsupported("is tokenizer.model alone, of SentencePiece", "niwaki knows byte-level BPE alone")
         self._tokenizer = load_tokenizer(path)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
