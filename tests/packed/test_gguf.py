@@ -282,7 +282,8 @@ def compare(path: Path, files: list[tuple[Path, Path, float]]) -> None:
         if far > 0.01:
             expected = formulas.File(file).logits(tokens[0].tolist())
         off = distance(answer.logits, expected)[: answer.length]
-        assert off.median() < far, f"{source}: {off}"
+        # Inputs are rounded there, so that a token may go to another expert.
+        assert off.quantile(0.75 if hasattr(model.config, "num_experts") else 1.0) < far, f"{source}: {off}"
 
 
 @pytest.mark.slow
