@@ -117,9 +117,9 @@ class File:
         special = sorted((w for w, kind in zip(words, kinds, strict=True) if kind in (3, 4)), key=len, reverse=True)
         tokens = [self._numbers[part] if known else part for part, known in _partition(text, special)]
         found = [one for part in tokens for one in ([part] if isinstance(part, int) else self._split_plain(part))]
-        if self.keys["tokenizer.ggml.add_bos_token"]:
+        if self.keys.get("tokenizer.ggml.add_bos_token", self.keys["tokenizer.ggml.pre"] == "llama-bpe"):
             found.insert(0, self.keys["tokenizer.ggml.bos_token_id"])
-        if self.keys["tokenizer.ggml.add_eos_token"]:
+        if self.keys.get("tokenizer.ggml.add_eos_token"):
             found.append(self.keys["tokenizer.ggml.eos_token_id"])
         return found
 
