@@ -36,8 +36,8 @@ def bench(
         from niwaki.models.checkpoint.reading import locate_model
         from niwaki.models.output import check_record
 
-        if record is None and (locate_model(model) / "niwaki.json").is_file():
-            record = str(locate_model(model) / SPEED_NAME)
+        if record is None and ((directory := locate_model(model)) / "niwaki.json").is_file():
+            record = str(directory / SPEED_NAME)
         file = None if record is None else check_record(record, "speeds")
         speed = run(model, prompt=prompt, tokens=tokens, repeats=repeats, compute=compute, progress=screen)
     out.print(speed_table(speed))

@@ -57,13 +57,9 @@ def with_answers(
     if not any(calibration.answered):
         return calibration
     length = model.window_length(calibration.length)
-    bos = find_bos(load_tokenizer(model.checkpoint.path)) if calibration.bos else None
+    bos, seed = calibration.bos, calibration.seed
     texts = [
-        dataclasses.replace(
-            _answered(model, str(text), share, length, calibration.seed, budget, world, progress), bos=bos
-        )
-        if answered
-        else text
+        _answered(model, str(text), share, length, bos, seed, budget, world, progress) if answered else text
         for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
     ]
     return dataclasses.replace(calibration, text=texts, answers=None)
@@ -74,12 +70,16 @@ def _answered(
     source: str,
     samples: int,
     length: int,
+    bos: bool,
     seed: int,
     budget: int | None,
     world: World,
     progress: Progress,
 ) -> Windows:
-    """So many windows of conversations that begin with the prompts of ``source``."""
+    """So many windows of conversations that begin with the prompts of ``source``.
+
+    With ``bos`` they say which token texts of the model begin with, if one does.
+    """
     tokenizer = load_tokenizer(model.checkpoint.path)
     asked, answered = read_prompts(source)
     prompts = _templated(asked, tokenizer, source, model.checkpoint.path)
@@ -129,7 +129,10 @@ def _answered(
         if number:
             notes.append(f"{number:,} of the {len(answers):,} answers that the model wrote {what}")
     name = "own answers" if source == OWN_ANSWERS else f"own answers to {source}"
-    return Windows(torch.tensor(windows[:samples], dtype=torch.int64), name, origin=origin, notes=tuple(notes))
+    first = find_bos(tokenizer) if bos else None
+    return Windows(
+        torch.tensor(windows[:samples], dtype=torch.int64), name, origin=origin, notes=tuple(notes), bos=first
+    )
 
 
 @dataclass(frozen=True)

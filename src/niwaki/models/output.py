@@ -41,7 +41,7 @@ def check_output(source: Path, given: str | Path, *read: Path) -> Path:
     if _taken(out, path) and not _finished(path) and not _first_is_done(out):
         raise _exists(out)
     for directory in (source, *read):
-        if directory.resolve() in [out, *out.parents]:
+        if out.is_relative_to(directory.resolve()):
             whose = "the model's own directory" if directory == source else f"{directory}, which the run reads"
             raise UsageError(f"{out} is inside {whose}; choose another place")
     _check_folder(nearest(out), f"{out} cannot be written")

@@ -118,7 +118,8 @@ def read_windows(
     file, needed, which = find_file(source), count or 1, f"{order} windows"
     wanted, first = needed + spare, find_bos(tokenizer) if bos else None
     step = length - (first is not None)  # tokens of the text in a window
-    opened = read_text(source, field, ChatTemplate.of(tokenizer, first))
+    template = ChatTemplate.of(tokenizer, first)
+    opened = read_text(source, field, template)
     notes = opened.notes
     if count is None:
         text = _characters(opened.pieces, _LONGEST + 1)
@@ -140,7 +141,7 @@ def read_windows(
     else:
         ids = _first_tokens(opened.pieces, tokenizer, wanted * step)
     check_known(ids, tokenizer, source)
-    piece = "" if ids or not file else next(read_text(source, field, ChatTemplate.of(tokenizer, first)).pieces, "")
+    piece = "" if ids or not file else next(read_text(source, field, template).pieces, "")
     if piece.strip() and not encode(tokenizer, piece.strip()):
         raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
     available = min(wanted, len(ids) // step)

@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from niwaki.arguments import checked
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.files import check_space, given_path, new_file
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
-from niwaki.models.structure import refusals
+from niwaki.models.structure import read_config, refusals
 from niwaki.packed.gguf_architectures import (
     ARCHITECTURES,
     Stored,
@@ -65,7 +64,7 @@ def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list
             f"{path} ({model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in 16 bits"
         )
     with refusals(path / "config.json"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = read_config(path)
     architecture = ARCHITECTURES[model_type]
     check_configuration(config, architecture, path)
     factors = rope_factors(config, architecture, path)
@@ -98,8 +97,7 @@ def _check_place(out: str | Path, models: list[Path]) -> Path:
         raise UsageError(f"{out} exists; choose another name or remove it")
     if not file.parent.is_dir():
         raise UsageError(f"there is no directory {file.parent}")
-    parents = [file.parent.resolve(), *file.parent.resolve().parents]
-    if any(each.is_dir() and each.resolve() in parents for each in models):
+    if any(file.parent.resolve().is_relative_to(each.resolve()) for each in models):
         raise UsageError(f"{out} is inside the model's own directory; choose another place")
     return file
 
