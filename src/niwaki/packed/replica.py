@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 #: How far the two may be apart in float32, relative to what the block adds to the state and to the state itself.
 _TOLERANCE, _OF_STATE = 2e-5, 5e-7
-#: In bfloat16, how often the native error may be transformers' own.
-_WORSE = 2.0
+#: In bfloat16, how much larger one's error over some tokens may be than the other's: both are rounding alone.
+_APART, _TOKENS = 1.7, 16
 _VALUES = 16  # in a row of a matrix
 _LOUD, _QUIET = 32.0, 1 / 1024  # powers of two, so that weights come back as they were
 #: What every module has.
@@ -40,7 +40,7 @@ _found: dict[Any, bool] = {}
 
 @dataclass(frozen=True)
 class _Setting:
-    """A token."""
+    """A token, of which each position has its own random numbers."""
 
     position: int
     past: int  # positions in the cache
@@ -103,12 +103,15 @@ def _difference(block: nn.Module, dtype: torch.dtype, rotary: int, named: Mappin
                 if not bool((a - b).norm() <= scale):  # which NaN is not
                     return f"another {what} at position {setting.position:,}"
         if dtype != torch.float32:
-            setting = _SETTINGS[2]
-            right, _ = exact.both(setting, rotary, named, cache)
-            theirs, ours = _Replica(block, dtype).both(setting, rotary, named, cache)
-            for what, a, b, c in zip(("state", "keys", "values"), right, theirs, ours, strict=True):
-                if not bool((c - a).norm() <= _WORSE * (b - a).norm()):
-                    return f"another {what} in {dtype}"
+            rounded, errors = _Replica(block, dtype), torch.zeros(2, 3, dtype=torch.float64)
+            for position in range(17, 17 + _TOKENS):
+                setting = _Setting(position, 40, masked=True)
+                right, _ = exact.both(setting, rotary, named, cache)
+                for row, found in zip(errors, rounded.both(setting, rotary, named, cache), strict=True):
+                    row += torch.stack([(a - b).double().square().sum() for a, b in zip(found, right, strict=True)])
+            for what, theirs, ours in zip(("state", "keys", "values"), *errors.sqrt().tolist(), strict=True):
+                if not theirs / _APART <= ours <= _APART * theirs:
+                    return f"another {what} in {dtype}: errors of {theirs:.2g} and {ours:.2g}"
     except Exception as error:  # whatever a class does with numbers that are not its model's
         return f"{type(error).__name__}: {error}"
     return ""
@@ -201,6 +204,12 @@ class _Replica:
         starts = torch.arange(rows + 1, device="cpu") * count
         return PackedMatrix(mask.view(rows, -1), values, columns, self._dtype, starts)
 
+    def _multiply(self, gains: Mapping[str, float]) -> None:
+        for name, gain in gains.items():
+            layer = self._modules[name]
+            for values in (layer.values, *(() if layer.bias is None else (layer.bias,))):
+                values.mul_(gain)
+
     def both(
         self, setting: _Setting, rotary: int, named: Mapping[str, Any], cache: str
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -223,15 +232,13 @@ class _Replica:
         turned = (angles[0].contiguous(), angles[1].contiguous())
         kept = _Kept(past, self._layer)
         given = {**positions, cache: kept, "attention_mask": mask, "position_embeddings": turned}
-        for name, gain in setting.gains.items():
-            self._modules[name].values.mul_(gain)
+        self._multiply(setting.gains)
         try:
             theirs = type(self._block).forward(self._block, x.clone(), **given)
             queries, *new = self._prepared.begin(x, turned)
             ours = self._prepared.end(x, queries, *kept.behind(*new), mask)
         finally:
-            for name, gain in setting.gains.items():
-                self._modules[name].values.div_(gain)
+            self._multiply({name: 1 / gain for name, gain in setting.gains.items()})
         if not isinstance(theirs, Tensor) or theirs.shape != ours.shape or len(kept.seen) != 1:
             raise ValueError("another form of results")
         return [theirs.float() - x.float(), *(t.float() for t in kept.seen[0])], [
