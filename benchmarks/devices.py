@@ -43,7 +43,7 @@ def run(name: str, directory: Path, device: str, arguments: argparse.Namespace) 
         case "admm-grad":
             return prune("2:4", solver="admm-grad")
         case "int8":
-            return prune(0.5, solver="sparsegpt", grid="int8")
+            return prune(0.5, solver="sparsegpt", quantize="int8")
         case "balanced":  # without text of the model's own, for which devices draw other numbers
             return prune(0.5, effort="balanced:synthetic=0")
         case "heal":

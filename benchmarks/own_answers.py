@@ -37,7 +37,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text_sources import read_prompts
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration, Compute, Measurement
-from niwaki.pruning.effort import EFFORTS
+from niwaki.effort import EFFORTS
 
 #: An answer says the same for ever that ends with so many tokens of a cycle of at most LONGEST, twice or more.
 REPEATED, LONGEST = 48, 64

@@ -69,7 +69,7 @@ def main() -> None:
                     out,
                     sparsity,
                     effort=effort,
-                    grid=grid or None,
+                    quantize=grid or None,
                     calibration=Calibration("demo", samples=256, length=256),
                     measurement=Measurement(samples=0),
                 )

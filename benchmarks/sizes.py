@@ -105,7 +105,7 @@ def main() -> None:
                     arguments.model,
                     out,
                     sparsity,
-                    grid=grid or None,
+                    quantize=grid or None,
                     calibration=books,
                     measurement=Measurement(samples=0),
                 )

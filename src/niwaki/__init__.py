@@ -8,10 +8,11 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
-    "niwaki.pruning.effort": ("Effort",),
-    "niwaki.pruning.healing.heal": ("heal",),
-    "niwaki.pruning.prune": ("prune",),
-    "niwaki.pruning.structured.shrink": ("shrink",),
+    "niwaki.effort": ("Effort",),
+    "niwaki.recipes": ("heal", "prune", "run", "shrink"),
+    "niwaki.pruning.healing.heal": ("Heal",),
+    "niwaki.pruning.prune": ("Prune", "Quantize"),
+    "niwaki.pruning.structured.shrink": ("Shrink",),
     "niwaki.evaluation.bench": ("bench",),
     "niwaki.evaluation.compare": ("compare",),
     "niwaki.evaluation.evaluate": ("evaluate",),
@@ -21,7 +22,7 @@ _PUBLIC = {
     "niwaki.packed.compressed_tensors": ("export",),
     "niwaki.packed.gguf_file": ("export_gguf",),
     "niwaki.packed.load": ("load",),
-    "niwaki.packed.pack": ("pack", "unpack"),
+    "niwaki.packed.pack": ("Pack", "pack", "unpack"),
     "niwaki.reports.page": ("report",),
     "niwaki.records.comparison": ("Comparison",),
     "niwaki.records.record": ("Perplexity", "Record"),
@@ -35,6 +36,7 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
+    from niwaki.effort import Effort as Effort
     from niwaki.errors import NiwakiError as NiwakiError
     from niwaki.evaluation.bench import bench as bench
     from niwaki.evaluation.compare import compare as compare
@@ -50,11 +52,11 @@ if TYPE_CHECKING:
     from niwaki.packed.compressed_tensors import export as export
     from niwaki.packed.gguf_file import export_gguf as export_gguf
     from niwaki.packed.load import load as load
-    from niwaki.packed.pack import pack as pack, unpack as unpack
-    from niwaki.pruning.effort import Effort as Effort
-    from niwaki.pruning.healing.heal import heal as heal
-    from niwaki.pruning.prune import prune as prune
-    from niwaki.pruning.structured.shrink import shrink as shrink
+    from niwaki.packed.pack import Pack as Pack, pack as pack, unpack as unpack
+    from niwaki.pruning.healing.heal import Heal as Heal
+    from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
+    from niwaki.pruning.structured.shrink import Shrink as Shrink
+    from niwaki.recipes import heal as heal, prune as prune, run as run, shrink as shrink
     from niwaki.records.comparison import Comparison as Comparison
     from niwaki.records.perplexity import Perplexity as Perplexity
     from niwaki.records.progress import Progress as Progress

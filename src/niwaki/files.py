@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import glob
+import hashlib
 import os
 import secrets
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from niwaki.errors import CheckpointError, OutputError, UsageError, first_line
+
+_PIECE = 1 << 20  # bytes
 
 
 def given_path(given: str | os.PathLike[str], longer: int = 0) -> Path:
@@ -189,3 +192,23 @@ def locked(directory: Path, out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def digests(directory: Path, sync: bool = False) -> dict[str, str]:
+    """SHA-256 of each file below ``directory``, by its path there; with ``sync`` they are on disk at the return."""
+    return {
+        path.relative_to(directory).as_posix(): digest(path, sync)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def digest(path: Path, sync: bool = False) -> str:
+    """SHA-256 of a file; with ``sync`` it is on disk at the return."""
+    value = hashlib.sha256()
+    with path.open("r+b" if sync else "rb") as file:
+        while piece := file.read(_PIECE):
+            value.update(piece)
+        if sync:
+            os.fsync(file.fileno())
+    return value.hexdigest()

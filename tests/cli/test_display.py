@@ -13,7 +13,7 @@ from rich.console import Console
 from niwaki.cli import display as module
 from niwaki.cli.display import Display
 from niwaki.cli.tables import summary
-from niwaki.pruning.effort import EFFORTS, describe
+from niwaki.effort import EFFORTS, describe
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import FitRecord, MatrixRecord, Record

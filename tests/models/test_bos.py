@@ -19,8 +19,8 @@ from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
 from niwaki.models.text import Texts, read_heldout, read_windows
 from niwaki.models.tokens import find_bos, load_tokenizer
-from niwaki.pruning.healing.heal import HealingRequest, _seen
-from niwaki.pruning.healing.run import Run
+from niwaki.pruning.healing.heal import _seen
+from niwaki.pruning.healing.run import HealingRun
 from niwaki.pruning.own_text import synthesize
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -260,8 +260,7 @@ def test_what_pruning_saw_of_the_text_that_heals(model: Path, path: Path, tmp_pa
             model, tmp_path / f"{bos}", 0.5, solver="magnitude", calibration=read, measurement=Measurement(samples=0)
         )
         heals = Calibration(str(path), order="first", bos=bos)
-        request = HealingRequest("x", "y", 9, heals, Measurement(), Compute(), pruning=pruned)
-        assert _seen(request, 32) == (math.ceil(8 * 127 / 31) if bos else 8 * 128 // 32)
+        assert _seen(heals, pruned.calibration, 32) == (math.ceil(8 * 127 / 31) if bos else 8 * 128 // 32)
 
 
 @pytest.mark.parametrize("asked", [None, 0])
@@ -269,7 +268,7 @@ def test_what_runs_have_it_write(model: Path, path: Path, tmp_path: Path, asked:
     """A run that prunes, one that heals: all that they train on begins as the text does."""
     seen: list[Tensor] = []
 
-    def train(_: Run, tokens: Tensor) -> None:
+    def train(_: HealingRun, tokens: Tensor) -> None:
         seen.append(tokens)
         raise KeyboardInterrupt
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.models.carried import find_carried
+from niwaki.runs.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint, locate_model
 from niwaki.models.checkpoint.tensors import new_shard
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify

@@ -206,7 +206,7 @@ def test_packing_keeps_them(tmp_path: Path) -> None:
 def test_the_export_says_that_they_are_not_packed(tmp_path: Path) -> None:
     model, out = save_model(tmp_path / "model", "llama"), tmp_path / "exported"
     more = add(model, mtp("mtp"))
-    prune(model, tmp_path / "out", grid="int4:16")
+    prune(model, tmp_path / "out", quantize="int4:16")
     export(tmp_path / "out", out)
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "lm_head"} == set(settings["ignore"])

@@ -22,7 +22,7 @@ from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute, Measurement
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.models import edit_json, is_pruned, random_model, random_tokens, reference, save_model, save_random
 from support.runs import Untouched, raw, tensors, zeros

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from niwaki.models.model_card import notes, replace_note, top
+from niwaki.runs.model_card import notes, replace_note, top
 from niwaki.records.record import Record
 
 RECORD = Record("", "m", "wanda", {"name": "wanda"}, "2:4", None, {}, "cpu", "float32")

@@ -23,7 +23,7 @@ from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from support.models import message, random_tokens, save_random
 from support.runs import raw, tensors, zeros
 

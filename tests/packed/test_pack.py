@@ -26,7 +26,7 @@ import niwaki
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.checkpoint.tensors import DTYPES
-from niwaki.models.output import Workplace
+from niwaki.runs.workplace import Workplace
 from niwaki.models.scales import FILE as SCALES
 from niwaki.options import Calibration, Measurement
 from niwaki.packed import kernels
@@ -260,7 +260,7 @@ def test_weights_on_a_grid(grid: str, bits: int, tmp_path: Path) -> None:
         0.5,
         solver="magnitude",
         effort="fast",
-        grid=grid,
+        quantize=grid,
         calibration=Calibration("demo", samples=4, length=32),
         measurement=Measurement(samples=0),
         compute="cpu",

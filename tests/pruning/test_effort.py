@@ -13,7 +13,7 @@ from torch import Tensor
 
 from niwaki.errors import UnknownNameError, UsageError
 from niwaki.models.block import DecoderBlock
-from niwaki.pruning.effort import (
+from niwaki.effort import (
     DEFAULT_EFFORT,
     EFFORTS,
     PLAIN_EFFORT,
@@ -23,7 +23,7 @@ from niwaki.pruning.effort import (
     make_effort,
     usual_effort,
 )
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record
 from support.arguments import arguments

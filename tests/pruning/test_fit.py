@@ -20,7 +20,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable, trained_weights
-from niwaki.pruning.effort import Effort
+from niwaki.effort import Effort
 from niwaki.pruning.fit import Fit
 from niwaki.records.record import FitRecord
 from support.models import decoder_blocks, message, random_tokens, reference, save_model

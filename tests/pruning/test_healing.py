@@ -19,7 +19,7 @@ from niwaki.errors import CalibrationError, CheckpointError, OutputError, Unsupp
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import training_dtype
-from niwaki.models.journal import Journal
+from niwaki.runs.journal import Journal
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_windows
@@ -354,7 +354,7 @@ def test_a_damaged_point(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         heal(pruned, tmp_path / "out", dense, progress=Notes(5))
     assert Journal.read(tmp_path / ".out.partial.json").extent.endswith(" tokens")
-    (point,) = (tmp_path / ".out.partial.scratch").glob("point-*")
+    (point,) = (tmp_path / ".out.partial" / "scratch").glob("point-*")
     point.write_bytes(b"\0" + point.read_bytes()[1:])
     text = message(lambda: heal(pruned, tmp_path / "out", dense), OutputError)
     assert "is missing or damaged; start over with --restart" in text
@@ -407,7 +407,7 @@ def test_lessons_that_are_lost_or_damaged(tmp_path: Path) -> None:
     for damage in ("c", "s", ""):
         with pytest.raises(KeyboardInterrupt):
             heal(pruned, tmp_path / "out", dense, progress=Notes(4))
-        scratch = tmp_path / ".out.partial.scratch"
+        scratch = tmp_path / ".out.partial" / "scratch"
         if damage:
             (scratch / damage).unlink()
         else:
@@ -554,7 +554,9 @@ def test_an_unfinished_run_without_healing_is_seen_before_pruning(tmp_path: Path
     with pytest.raises(KeyboardInterrupt):
         prune_and_heal(dense, tmp_path / "out", effort=effort, progress=StopAt(9))
     there = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(UsageError, match="has an unfinished run that was asked for something else"):
+    with pytest.raises(
+        UsageError, match=r"has an unfinished run .* that differs in the stages \(prune there, prune, h"
+    ):
         prune_and_heal(dense, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == there
     assert prune_and_heal(dense, tmp_path / "out", effort=effort).resumed == [1]
@@ -610,9 +612,8 @@ def test_stopped_while_the_pruned_copy_is_removed(tmp_path: Path, monkeypatch: p
 
 
 def _is_last_phase(place: Path) -> bool:
-    """Whether the second part is complete."""
-    journals = [path for path in place.rglob(".*partial.json") if ".first" not in path.name]
-    return any(Journal.read(path).complete for path in journals)
+    """Whether the last stage is complete."""
+    return any(Journal.read(path).complete for path in place.rglob(".*partial.json"))
 
 
 def test_another_run_in_the_way_of_one_that_heals(tmp_path: Path) -> None:
@@ -621,10 +622,7 @@ def test_another_run_in_the_way_of_one_that_heals(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prune_and_heal(dense, tmp_path / "out", progress=Notes(1))
     assert not (tmp_path / ".out.pruned.partial").exists()
-    journal = tmp_path / ".out.partial.json"
-    if journal.exists():
-        journal.unlink()
-    with pytest.raises(UsageError, match="has an unfinished run that was asked for something else"):
+    with pytest.raises(UsageError, match=r"has an unfinished run .* that differs in the stages \(prune, heal there"):
         prune_and_heal(dense, tmp_path / "out", effort=effort)
     prune_and_heal(dense, tmp_path / "out", effort=effort, restart=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
@@ -825,7 +823,7 @@ def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:
     """Weights stay on it, with its scales, and what is measured is what the files say."""
     dense, pruned = save_model(tmp_path / "dense", case), tmp_path / "pruned"
     niwaki.prune(
-        dense, pruned, 0.5, solver="magnitude", grid="int4:8", calibration=TOKENS, measurement=None, compute="cpu"
+        dense, pruned, 0.5, solver="magnitude", quantize="int4:8", calibration=TOKENS, measurement=None, compute="cpu"
     )
     record = heal(pruned, tmp_path / "out", dense, method=method, tokens=3000, rate=rate)
     assert record.healing
@@ -847,7 +845,7 @@ def test_a_grid(tmp_path: Path, case: str, method: str, rate: float) -> None:
 
 def test_a_grid_without_zeros(tmp_path: Path) -> None:
     dense, rounded = save_model(tmp_path / "dense", "llama"), tmp_path / "rounded"
-    niwaki.prune(dense, rounded, 0, grid="int3:8", calibration=TOKENS, measurement=None, compute="cpu")
+    niwaki.prune(dense, rounded, 0, quantize="int3:8", calibration=TOKENS, measurement=None, compute="cpu")
     text = message(lambda: heal(rounded, tmp_path / "out", dense, method="lora"), UnsupportedModelError)
     assert "on a grid, which products of low rank would leave; try the method full or norms" in text
     record = heal(rounded, tmp_path / "out", dense, tokens=2000)

@@ -145,7 +145,7 @@ def test_a_block_that_is_damaged_is_healed_again(tmp_path: Path) -> None:
     heal(pruned, tmp_path / "whole", dense)
     with pytest.raises(KeyboardInterrupt):
         heal(pruned, tmp_path / "out", dense, progress=Blocks(1))
-    file = tmp_path / ".out.partial" / "model.safetensors"
+    file = tmp_path / ".out.partial" / "1" / "model.safetensors"
     matrix = StreamedModel(Checkpoint(pruned), "cpu").matrices(0)[0]
     entry = Checkpoint(pruned).entries[matrix.key]
     content = bytearray(file.read_bytes())
@@ -176,7 +176,7 @@ def test_a_grid(tmp_path: Path, case: str) -> None:
     """Weights stay on it, with its scales, and what is measured is what the files say."""
     dense, pruned = save_model(tmp_path / "dense", case), tmp_path / "pruned"
     niwaki.prune(
-        dense, pruned, 0.5, solver="magnitude", grid="int4:8", calibration=TOKENS, measurement=None, compute="cpu"
+        dense, pruned, 0.5, solver="magnitude", quantize="int4:8", calibration=TOKENS, measurement=None, compute="cpu"
     )
     record = heal(pruned, tmp_path / "out", dense)
     assert record.healing

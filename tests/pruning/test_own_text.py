@@ -16,9 +16,9 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.effort import make_effort
+from niwaki.effort import make_effort
 from niwaki.pruning.own_text import synthesize
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from support.arguments import arguments
 from support.models import each_case, edit_json, message, random_tokens, reference, save_model

@@ -14,9 +14,9 @@ from niwaki.layer.patterns import parse_pattern
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.effort import make_effort
+from niwaki.effort import make_effort
 from niwaki.pruning.plan import Plan, plan
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from niwaki.layer import products as module
 from niwaki.layer.products import has_tf32, onednn_is_faster, products
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
 from support.models import random_tokens, save_model

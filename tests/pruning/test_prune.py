@@ -16,8 +16,8 @@ import niwaki
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.layer.patterns import NM, PerRow
 from niwaki.layer.solvers import SOLVERS, SparseGPT
-from niwaki.pruning.effort import Effort, describe as describe_effort
-from niwaki.pruning.prune import prune
+from niwaki.effort import Effort, describe as describe_effort
+from niwaki.recipes import prune
 from support.models import (
     each_case,
     each_case_and,

@@ -286,7 +286,7 @@ def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) ->
             if matrix.block == 2:
                 raise KeyboardInterrupt
 
-        def stopped(self, done: int, blocks: int) -> None:
+        def stopped(self, done: int, blocks: int, where: str = "") -> None:
             self._note("stopped", done, blocks)
 
     diary = Stop()

@@ -25,9 +25,9 @@ from niwaki.errors import (
 )
 from niwaki.files import write_json
 from niwaki.layer.solvers import MaskThenUpdate
-from niwaki.models.output import check_record
-from niwaki.pruning.prune import prune
-from niwaki.pruning.session import session
+from niwaki.runs.workplace import check_record
+from niwaki.recipes import prune
+from niwaki.runs.session import session
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.models import (

@@ -21,7 +21,7 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.scales import FILE, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.compressed_tensors import export, packed_integers
-from niwaki.pruning.prune import prune
+from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
 from support.models import each_case, is_pruned, message, random_tokens, reference, save_model

@@ -20,11 +20,11 @@ import niwaki
 from niwaki.errors import OutputError
 from niwaki.files import write_json
 from niwaki.layer.solvers import make_solver
-from niwaki.models.carried import MARGIN
+from niwaki.runs.carried import MARGIN
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.tensors import read_header
-from niwaki.models.journal import Journal
-from niwaki.models.output import Workplace, check_record, workplace
+from niwaki.runs.journal import Journal
+from niwaki.runs.workplace import Workplace, check_record, workplace
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
 from support import faults
@@ -151,7 +151,8 @@ def test_how_runs_differ() -> None:
         ({"versions": {"torch": "2"}}, "versions (torch none there, 2 here)"),
         ({"more": 1}, "the command"),
     ):
-        assert Journal(asked).differences({**asked, **changes}) == [said]
+        there, here = ({"stage": "prune", **each} for each in (asked, {**asked, **changes}))
+        assert Journal([there]).differences([here]) == [said]
 
 
 def test_tf32_is_part_of_what_was_asked_where_there_is_any(
@@ -231,7 +232,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 def test_what_is_damaged_is_done_again(tmp_path: Path, model: Path, damage: str) -> None:
     whole = run(model, tmp_path / "whole", **ON_GRID)
     stopped(model, tmp_path / "out", 15, **ON_GRID)
-    partial, plan = tmp_path / ".out.partial", tmp_path / ".out.partial.plan.safetensors"
+    partial, plan = tmp_path / ".out.partial" / "1", tmp_path / ".out.partial" / "plan.safetensors"
     entry, scale = Checkpoint(model).entries[UP], read_header(partial / FILE)[f"{UP}_scale"]
     shard = partial / entry.shard
     match damage:
@@ -304,7 +305,7 @@ def test_only_the_move_was_missing(
     if there:
         out.mkdir()
     unmoved(out)
-    partial = out / ".partial" if there else tmp_path / ".out.partial"
+    partial = (out / ".partial" if there else tmp_path / ".out.partial") / "1"
     if there:  # it had begun
         (partial / "config.json").rename(out / "config.json")
     if damage:
@@ -334,7 +335,7 @@ def test_another_run_where_only_the_move_was_missing(
         out.mkdir()
     unmoved(out)
     if there:
-        for path in (out / ".partial").glob("model-*"):
+        for path in (out / ".partial" / "1").glob("model-*"):
             path.rename(out / path.name)
     assert "unfinished run" in message(lambda: run(other, out))
     assert "unfinished run" in message(lambda: niwaki.pack(sparse, out))
@@ -347,19 +348,18 @@ def test_only_the_journal_was_left(tmp_path: Path, model: Path, unmoved: Callabl
     """Moved, but for the last step; another run for the same place changes nothing."""
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     unmoved(out)
-    shutil.copyfile(tmp_path / ".out.partial.json", tmp_path / "journal")
-    partial.rename(out)
+    (partial / "1").rename(out)
     before = files(out)
-    partial.mkdir()  # of a run that was killed at once
+    shutil.copyfile(tmp_path / ".out.partial.json", tmp_path / "left")
     run(model, out, progress=(progress := StopAt(100)))
     assert progress.left == 100
     for restart in (False, True):
-        shutil.copyfile(tmp_path / "journal", tmp_path / ".out.partial.json")
+        shutil.copyfile(tmp_path / "left", tmp_path / ".out.partial.json")
         said = message(lambda restart=restart: run(model, out, solver="magnitude", restart=restart))  # type: ignore[misc]
         assert "is not an empty directory" in said
         assert files(out) == before
-        assert names(tmp_path) == ["journal", "model", "out"]
-    shutil.copyfile(tmp_path / "journal", tmp_path / ".out.partial.json")
+        assert names(tmp_path) == ["left", "model", "out"]
+    shutil.copyfile(tmp_path / "left", tmp_path / ".out.partial.json")
     shutil.rmtree(out)
     run(model, out)
     assert files(out) == before
@@ -394,7 +394,7 @@ def test_a_name_that_is_too_long(tmp_path: Path, model: Path) -> None:
 
 
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
-    with workplace(tmp_path / "out", {}) as place:
+    with workplace(tmp_path / "out", [{}]) as place:
         assert "another run" in message(lambda: run(model, tmp_path / "out"))
         assert place.directory.exists()
     assert (tmp_path / ".out.partial").exists() is False or run(model, tmp_path / "out")
@@ -463,7 +463,7 @@ def test_a_journal_that_cannot_be_written(
     """What it could not say is done is not."""
 
     class Told(StopAt):
-        def stopped(self, done: int, blocks: int) -> None:
+        def stopped(self, done: int, blocks: int, where: str = "") -> None:
             told.append((done, blocks))
 
     def full(path: Path, text: str, sync: bool = False) -> None:
@@ -475,7 +475,7 @@ def test_a_journal_that_cannot_be_written(
     told: list[tuple[int, int]] = []
     left = [None] * (block + 1)
     with monkeypatch.context() as changed:
-        changed.setattr("niwaki.models.output.write_json", full)
+        changed.setattr("niwaki.runs.workplace.write_json", full)
         message(lambda: run(model, tmp_path / "out", progress=Told(100)), OutputError)
     assert told == ([(1, 3)] if block else [])
     assert names(tmp_path) == [*([".out.partial", ".out.partial.json"] if block else []), "model"]

@@ -205,9 +205,9 @@ def test_what_is_shared_is_damaged(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "zamba2")
     run(model, tmp_path / "whole")
     stopped(model, tmp_path / "out", 24)
-    file = next((tmp_path / ".out.partial").glob("*.safetensors"))
+    file = next((tmp_path / ".out.partial" / "1").glob("*.safetensors"))
     key = "model.layers.1.shared_transformer.self_attn.q_proj.weight"
-    values = tensors(tmp_path / ".out.partial")
+    values = tensors(tmp_path / ".out.partial" / "1")
     at = file.read_bytes().index(raw(values[key]))
     with file.open("r+b") as stream:
         stream.seek(at)

@@ -21,7 +21,7 @@ import niwaki
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.models.output import Workplace
+from niwaki.runs.workplace import Workplace
 from niwaki.options import Measurement
 from niwaki.pruning.structured import shrink as shrinking
 from niwaki.pruning.structured.units import UnitParameter

@@ -16,7 +16,7 @@ def arguments(**flat: Any) -> dict[str, Any]:
 
     ``measure`` is "both", "after" or "none": the models that perplexity is measured of.
     """
-    for name, new in (("sparsity", "pattern"), ("quantize", "grid"), ("sparsities", "patterns"), ("texts", "text")):
+    for name, new in (("sparsity", "pattern"), ("sparsities", "patterns"), ("texts", "text")):
         if flat.get(name) is not None:
             flat[new] = flat[name]
         flat.pop(name, None)

@@ -31,7 +31,9 @@ LAST = 25
 
 
 def run(model: Path, out: Path) -> None:
-    prune(model, out, 0.5, solver="wanda", grid="int4:16", calibration=TOKENS, measurement=TOKENS[:2], compute="cpu")
+    prune(
+        model, out, 0.5, solver="wanda", quantize="int4:16", calibration=TOKENS, measurement=TOKENS[:2], compute="cpu"
+    )
 
 
 def contents(out: Path) -> dict[str, str]:

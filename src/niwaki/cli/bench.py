@@ -34,7 +34,7 @@ def bench(
     with Screen(f"measuring {model}") as screen, in_session():
         from niwaki.evaluation.bench import bench as run
         from niwaki.models.checkpoint.reading import locate_model
-        from niwaki.models.output import check_record
+        from niwaki.runs.workplace import check_record
 
         if record is None and ((directory := locate_model(model)) / "niwaki.json").is_file():
             record = str(directory / SPEED_NAME)

@@ -90,7 +90,7 @@ def quiet_libraries() -> None:
 def in_session(world: World | None = None) -> Iterator[None]:
     """What is done within knows the command line and the processes; first torch and transformers are imported."""
     quiet_libraries()
-    from niwaki.pruning.session import session
+    from niwaki.runs.session import session
 
     with session(shlex.join(["niwaki", *sys.argv[1:]]), world):
         yield

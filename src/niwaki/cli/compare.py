@@ -7,9 +7,9 @@ from typer import Option
 from niwaki.cli.common import in_session, names, written
 from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import Model, RecordFile, spread
+from niwaki.effort import PLAIN_EFFORT
 from niwaki.files import write_json
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, parse_time
-from niwaki.pruning.effort import PLAIN_EFFORT
 from niwaki.records.comparison import METHODS
 
 OUTPUT = Option("-o", "--out", metavar="DIR", help="For the table and all records; what is there is resumed.")
@@ -72,7 +72,7 @@ def demo(
     measurement = Measurement("demo-held", samples=text_samples)
     with TableDisplay("pruning the embedded model by several methods") as display, in_session():
         from niwaki.evaluation.compare import compare as run
-        from niwaki.models.output import check_record
+        from niwaki.runs.workplace import check_record
 
         file = None if record is None else check_record(record, "cells")
         comparison = run("demo", calibration=calibration, measurement=measurement, progress=display)

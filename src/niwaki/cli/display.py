@@ -11,7 +11,7 @@ from rich.console import Console
 from niwaki.cli.common import out
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import perplexity_tables, summary
-from niwaki.pruning.effort import described
+from niwaki.effort import described
 from niwaki.records.comparison import Cell, Comparison, listed
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.record import FitRecord, MatrixRecord, Record
@@ -125,12 +125,12 @@ class Display(Screen):
         self._at = "healing", share, left
         self._draw(f"KL {point.error:.4f}, of {record.points[0].error:.4f}")
 
-    def stopped(self, done: int, blocks: int) -> None:
-        if not blocks:  # of a healing
-            tokens = f"{self._healed.tokens:,} tokens are done and" if self._healed else "what is done is"
-            self.last_words(f"{tokens} kept; repeat the command to resume after them")
-            return
-        self.last_words(f"{done} of {blocks} blocks are done and kept; repeat the command to resume after them")
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        if blocks:
+            kept = f"{done} of {blocks} blocks are done and kept"
+        else:  # of a healing
+            kept = f"{self._healed.tokens:,} tokens are done and kept" if self._healed else "what is done is kept"
+        self.last_words(f"{where}{': ' * bool(where)}{kept}; repeat the command to resume after them")
 
     def lost(self) -> None:
         self.last_words("stopped: nothing of it is kept; repeat the command to start over")
@@ -246,7 +246,7 @@ class TableDisplay(Screen):
     def done(self, cell: Cell) -> None:
         self.line(f"{cell}; {cell.seconds:.1f} s" if cell.pattern else str(cell))
 
-    def stopped(self, done: int, blocks: int) -> None:
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
         self._stopped = f", and {done} of {blocks} blocks of the one that was on its way"
 
     def paused(self, done: int, missing: int) -> None:

@@ -47,9 +47,9 @@ def evaluate(
         raise UsageError("--seqlen, --samples, --field and --no-bos are for --text; --limit is for --tasks")
     measurement = Measurement(text, samples=samples, length=length, bos=bos, field=field)
     with Screen(f"evaluating {model}") as screen, in_session():
-        from niwaki.models.output import check_record
-        from niwaki.pruning.session import current_session
         from niwaki.records.record import versions
+        from niwaki.runs.session import current_session
+        from niwaki.runs.workplace import check_record
 
         file = None if record is None else check_record(record)
         began = time.perf_counter()

@@ -73,7 +73,7 @@ def heal(
     """Train what is left of PRUNED towards the dense model; all zeros stay. Write the result to OUT."""
     with Display(f"healing {pruned}") as display:
         from niwaki.models.processes import world
-        from niwaki.pruning.healing.heal import heal as run
+        from niwaki.recipes import heal as run
 
         with world(compute.device) as (team, device), in_session(team):
             run(

@@ -8,9 +8,9 @@ from typer import Option
 from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import Model, Output, RecordFile, Restart, spread
+from niwaki.effort import usual_effort
 from niwaki.errors import UsageError
 from niwaki.options import DEFAULT_SOLVER, Calibration, Compute, Measurement
-from niwaki.pruning.effort import usual_effort
 
 SOLVER = Option(
     metavar="NAME",
@@ -83,9 +83,9 @@ def prune(
         effort += f":allocation={allocation}"
     with Display(f"pruning {model}") as display:
         from niwaki.layer.solvers import make_solver
-        from niwaki.models.output import check_record
         from niwaki.models.processes import world
-        from niwaki.pruning.prune import prune as run
+        from niwaki.recipes import prune as run
+        from niwaki.runs.workplace import check_record
 
         with world(compute.device) as (team, device), in_session(team):
             file = check_record(record, "matrices") if record is not None and team.first else None
@@ -96,7 +96,7 @@ def prune(
                 solver=make_solver(DEFAULT_SOLVER if solver is None else solver, parameters) if parameters else solver,
                 effort=effort,
                 mask_from=mask_from,
-                grid=quantize,
+                quantize=quantize,
                 keep_format=keep_format,
                 revive=revive_zeros,
                 blocks=blocks,

@@ -42,7 +42,7 @@ def shrink(
     An interrupted run keeps nothing: the same command starts over.
     """
     with Display(f"shrinking {model}") as display, in_session():
-        from niwaki.pruning.structured.shrink import shrink as run
+        from niwaki.recipes import shrink as run
 
         run(
             model,

@@ -23,10 +23,10 @@ from niwaki.packed.decoding import CACHES
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load
 from niwaki.packed.pack import check_packable, pack, unpack
-from niwaki.pruning.session import current_session
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.records.speed import Speed, SpeedRecord
+from niwaki.runs.session import current_session
 
 
 @checked

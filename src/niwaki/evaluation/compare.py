@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niwaki.arguments import checked
+from niwaki.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.answers import with_answers
-from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, fraction
-from niwaki.pruning.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
-from niwaki.pruning.prune import prune
 from niwaki.pruning.request import patterns_of
-from niwaki.pruning.session import current_session
+from niwaki.recipes import prune
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
 from niwaki.records.data import plain
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record, versions
 from niwaki.records.wording import in_words
+from niwaki.runs.carried import find_carried
+from niwaki.runs.session import current_session
 
 #: The end of the name of a model, while its cell is saved and until it is removed.
 _MEASURED = ".measured"

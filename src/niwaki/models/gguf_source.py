@@ -25,13 +25,12 @@ from huggingface_hub import cached_assets_path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line
-from niwaki.files import check_space, output_errors, write_json
+from niwaki.files import check_space, digest, output_errors, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import ORIGIN
 from niwaki.models.gguf_header import Header, Stored, read_header
 from niwaki.models.gguf_keys import follow_keys, stretch
 from niwaki.models.gguf_tokenizer import read_tokenizer
-from niwaki.models.journal import digest
 from niwaki.models.structure import check_sizes, refusals
 from niwaki.records.record import versions
 

@@ -6,7 +6,7 @@ import yaml
 
 from niwaki.errors import UsageError
 from niwaki.files import output_errors
-from niwaki.models.model_card import top
+from niwaki.runs.model_card import top
 
 _DENSE_CARD = "README.dense.md"
 _LIBRARY = "niwaki"  # the library_name of a packed model's card, and of no other

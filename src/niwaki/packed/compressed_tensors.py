@@ -11,15 +11,15 @@ from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid
-from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.extra import ExtraTensors, find_extra
-from niwaki.models.model_card import replace_note
-from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
+from niwaki.runs.carried import find_carried
+from niwaki.runs.model_card import replace_note
+from niwaki.runs.workplace import check_output, new_directory
 
 #: The note that replaces the one that weights are not packed.
 _PACKED = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,18 +16,21 @@ from torch import Tensor
 from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import given_path, input_errors, output_errors, write_json
-from niwaki.models.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model, without_index
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.models.layout import Matrix
-from niwaki.models.output import check_output, new_directory
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import Texts, Windows
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, sha256
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
+from niwaki.records.record import Record
+from niwaki.runs.carried import find_carried
+from niwaki.runs.stage import Run, Stage
+from niwaki.runs.workplace import check_output, new_directory
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)
@@ -90,17 +95,73 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
         if directory:
             carried.copy(directory)
-            config = _text(path / "config.json")
-            index = _text(path / checkpoint.index_name) if checkpoint.index_name else ""
-            shards = packer.write(directory)
-            write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
-            (directory / INDEX_NAME).unlink(missing_ok=True)
-            write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
-            sizes = Sizes.of(PackedCheckpoint(directory))
             # The path of a hub id is a folder of the cache.
             name = (path.resolve() if path == given_path(model) else Path(model)).name
-            card.write(directory, name, str(sizes))
+            sizes = _write(packer, checkpoint, name, directory)
     return sizes or Sizes.of(PackedCheckpoint(target))
+
+
+def _write(packer: _Packer, checkpoint: Checkpoint, name: str, directory: Path) -> Sizes:
+    """Writes the packed form of ``checkpoint`` beside its other files, which are in ``directory``, and checks it."""
+    config = _text(checkpoint.path / "config.json")
+    index = _text(checkpoint.path / checkpoint.index_name) if checkpoint.index_name else ""
+    shards = packer.write(directory)
+    write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
+    (directory / INDEX_NAME).unlink(missing_ok=True)
+    write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
+    sizes = Sizes.of(PackedCheckpoint(directory))
+    card.write(directory, name, str(sizes))
+    return sizes
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Writes the pruned model without its zeros, as :func:`niwaki.pack` does: the last stage of a run."""
+
+    name: ClassVar[str] = "pack"
+    is_format: ClassVar[bool] = True
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        if not any(stage.name in ("prune", "quantize") for stage in before) or any(each.is_format for each in before):
+            raise UsageError("pack comes after prune or quantize, and nothing comes after it")
+
+    def open(self, run: Run) -> Packing:
+        return Packing(run)
+
+    def __str__(self) -> str:
+        return ""
+
+
+class Packing:
+    """:class:`Pack`, opened for a run."""
+
+    texts: ClassVar[Texts | None] = None
+
+    def __init__(self, run: Run) -> None:
+        run.carried(Checkpoint(run.reading))
+
+    def asked(self) -> dict[str, Any]:
+        return {}
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        """It measures nothing."""
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        return 0, 0
+
+    def work(self, run: Run) -> Record:
+        assert run.earlier
+        if run.place:
+            checkpoint, directory = Checkpoint(run.reading), run.place.directory
+            carried = run.carried(checkpoint, keep=SCALES)
+            packer = _Packer(checkpoint, run.progress)
+            packer.check(run.model)
+            run.place.clear([])
+            assert carried
+            carried.copy(directory)
+            _write(packer, checkpoint, Path(run.model).name, directory)
+            run.clock.lap("write")
+        return dataclasses.replace(run.earlier)
 
 
 def check_packable(path: Path, name: str) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from niwaki.effort import Effort
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.training import projected, root_mean_square, smallest_weight, trainable
-from niwaki.pruning.effort import Effort
 from niwaki.records.record import FitRecord
 
 #: One batch in this many is held out, the first one at least, to see whether a fit holds.

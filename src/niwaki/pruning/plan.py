@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from niwaki.effort import Effort
 from niwaki.errors import OutputError, named
 from niwaki.files import output_errors
 from niwaki.layer.patterns import MixedNM, Pattern
@@ -27,7 +28,6 @@ from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.options import TF32
 from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
-from niwaki.pruning.effort import Effort
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities

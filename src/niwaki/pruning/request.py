@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from niwaki.effort import Effort, describe as describe_effort, described
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
 from niwaki.layer.grid import Grid
@@ -23,11 +24,10 @@ from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement
-from niwaki.pruning.effort import Effort, describe as describe_effort, described
-from niwaki.pruning.session import current_session
 from niwaki.records.data import plain
 from niwaki.records.record import Record, versions
 from niwaki.records.wording import counted
+from niwaki.runs.session import current_session
 
 PatternOf = Callable[[Matrix], Pattern]
 

@@ -15,10 +15,8 @@ from niwaki.models.conversations import Samples
 from niwaki.models.device import peak_memory
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.journal import Journal
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix
-from niwaki.models.output import Workplace
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
@@ -33,6 +31,8 @@ from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, Record
+from niwaki.runs.journal import Journal
+from niwaki.runs.workplace import Workplace
 
 #: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
 _FEW_ZEROS = 0.01

@@ -41,8 +41,11 @@ class Progress:
     def solved(self, matrix: MatrixRecord) -> None:
         """A matrix is done."""
 
-    def stopped(self, done: int, blocks: int) -> None:
-        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call resumes after them."""
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        """The run ends early, with ``done`` of the ``blocks`` to prune on disk; the same call resumes after them.
+
+        ``where`` is the stage of a run of several, such as "stage 2 of 3, heal".
+        """
 
     def lost(self) -> None:
         """The run is interrupted, and nothing of it is kept; the same call starts over."""

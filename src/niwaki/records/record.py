@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import platform
@@ -123,6 +124,23 @@ class StructureRecord:
         return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
 
 
+@dataclass(frozen=True)
+class StageRecord:
+    """A stage of a run of several.
+
+    Attributes:
+        name: What was done: "shrink", "prune", "quantize", "heal" and so on.
+        asked: With which parameters, in words.
+        seconds: How long it took.
+        perplexity: Of the model after it, where that was measured.
+    """
+
+    name: Name
+    asked: str
+    seconds: Seconds
+    perplexity: Perplexity | None = None
+
+
 @dataclass
 class LeftDense:
     """Tensors that stay as they are: those that have the same name in all blocks, with * for numbers in it.
@@ -191,6 +209,8 @@ class Record(JsonFile):
             where numbers are stored as they are.
         healing: How the weights were trained after pruning; None where they were not.
         left_dense: The tensors with two dimensions or more in the decoder that are not pruned, without embeddings.
+        stages: Of a run of several stages, each in turn. What else is here is of all of them together: ``matrices``,
+            ``solver``, ``effort`` and ``pattern`` of the last one that pruned.
     """
 
     command: str
@@ -222,6 +242,7 @@ class Record(JsonFile):
     kept_format: str | None = None
     healing: HealingRecord | None = None
     left_dense: Annotated[list[LeftDense], msgspec.Meta(max_length=1000)] = field(default_factory=list)
+    stages: Annotated[list[StageRecord], msgspec.Meta(max_length=100)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_plain(self.solver, "the solver")
@@ -231,6 +252,35 @@ class Record(JsonFile):
         kinds, blocks = ({*map(of, self.matrices)} for of in (lambda one: kind(one.name), lambda one: one.block))
         if len(kinds) * len(blocks) > LARGEST_TABLE:
             raise UsageError(f"the matrices are of {len(kinds):,} kinds in {len(blocks):,} blocks, too many to show")
+
+    def after(self, earlier: Record, only_rounds: bool = False) -> Record:
+        """This record, of one stage, together with that of all stages before it.
+
+        One that ``only_rounds`` weights to a grid leaves it to these what was pruned, and how.
+        """
+        whole = self
+        if self.only_heals:
+            whole = dataclasses.replace(earlier, command=self.command, healing=self.healing, device=self.device)
+        elif only_rounds and earlier.method != "shrink":
+            same = {name: getattr(earlier, name) for name in ("method", "solver", "effort", "pattern", "mask_from")}
+            whole = dataclasses.replace(self, **same)
+        before = earlier.perplexity
+        perplexity = {name: before[name] for name in ("before",) if name in before}
+        if self.only_heals and "after" in before:
+            perplexity["pruned"] = before["after"]
+        peaks = {**earlier.peak_memory, **self.peak_memory}
+        return dataclasses.replace(
+            whole,
+            model=earlier.model,
+            structure=earlier.structure or self.structure,
+            healing=self.healing or earlier.healing,
+            perplexity={**perplexity, **self.perplexity},
+            peak_memory={name: max(of.peak_memory.get(name, 0) for of in (earlier, self)) for name in peaks},
+            notes=[*earlier.notes, *(note for note in self.notes if note not in earlier.notes)],
+            resumed=[*earlier.resumed, *self.resumed],
+            flops=earlier.flops + self.flops,
+            stages=earlier.stages,
+        )
 
     @property
     def mean_error(self) -> float:
@@ -333,8 +383,10 @@ class Clock:
         self._last = now
 
     def add(self, seconds: dict[str, float]) -> None:
-        """Counts the time of an earlier run also."""
+        """Counts the time of an earlier run, or of earlier stages, also."""
         for stage, value in seconds.items():
+            if stage == "total":
+                continue
             self.seconds[stage] += value
             self._began -= value
 

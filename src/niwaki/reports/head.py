@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from niwaki.pruning.effort import described
+from niwaki.effort import described
 from niwaki.records.record import Record
 from niwaki.records.wording import conversations, counted, duration, in_words, short_text, size
 from niwaki.reports.material import Material, Run

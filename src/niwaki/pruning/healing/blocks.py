@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from niwaki.effort import Effort
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import resident
@@ -19,11 +20,10 @@ from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.pruning.effort import Effort
 from niwaki.pruning.fit import Fit, OnGrid, tokens_per_part
 from niwaki.pruning.healing.divergence import divergence
 from niwaki.pruning.healing.method import block_memory
-from niwaki.pruning.healing.run import Run
+from niwaki.pruning.healing.run import HealingRun
 from niwaki.records.healing import HealingPoint, HealingRecord
 
 #: Forward passes that the text takes for each block: of the dense and of the healed one, and four of the fit, of which
@@ -50,7 +50,7 @@ class Streams(NamedTuple):
 
 
 @dataclass
-class BlockRun(Run):
+class BlockRun(HealingRun):
     """Fits the weights that are left in each block to the dense block's outputs, one block after the other.
 
     A block's inputs are those that the healed blocks before it give, its targets what the dense model has after the
@@ -64,10 +64,6 @@ class BlockRun(Run):
     """
 
     _writer: CheckpointWriter | None = field(default=None, init=False)  # of the first process
-
-    @property
-    def done(self) -> tuple[int, int]:
-        return self.place.journal.blocks if self.place else 0, len(self.model.blocks)
 
     @property
     def _kept(self) -> list[str]:

@@ -12,17 +12,13 @@ from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import output_errors
-from niwaki.models.carried import CarriedFiles
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import peak_memory
-from niwaki.models.journal import Journal
-from niwaki.models.output import Workplace, write_config
 from niwaki.models.processes import World
 from niwaki.models.scales import grid_of, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.pruning import card
 from niwaki.pruning.healing import own_text
 from niwaki.pruning.healing.checks import BASE, zeros_of
 from niwaki.pruning.plan import Plan
@@ -30,13 +26,16 @@ from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, Record
+from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.journal import Journal
+from niwaki.runs.workplace import Workplace, write_config
 
 #: The share of a limit of time that writing own text may take.
 _WRITING_TIME = 0.1
 
 
 @dataclass
-class Run(ABC):
+class HealingRun(ABC):
     """A healing of ``model`` towards the ``dense`` one, by one of the methods."""
 
     dense: StreamedModel
@@ -49,7 +48,7 @@ class Run(ABC):
     journal: Journal
     place: Workplace | None  # of the first process
     memory: int | None  # bytes that it may take, by default the device's
-    pruning: Record | None  # how the model was pruned, where that is a part of the same run
+    earlier: Record | None  # of the stages before it in the same run, if there are any
     measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
 
     def __post_init__(self) -> None:
@@ -69,29 +68,24 @@ class Run(ABC):
         """How far an earlier run came, as a number for the record and in words."""
 
     @property
-    def done(self) -> tuple[int, int]:
-        """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""
-        return 0, 0
-
-    @property
     def healing(self) -> HealingRecord:
         """That of the record."""
         assert self.record.healing
         return self.record.healing
 
     def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
-        """Trains, and writes everything; then it only has to be moved into place."""
+        """Trains, writes the model and checks it."""
         place, heldout = self.place, texts.only
         assert place
         self.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
-        if heldout and not self.journal.blocks:
+        if heldout and not self.journal.blocks and not self.earlier:
             self._measure_first(heldout, measure_before)
         place.clear(self._kept)
         carried.copy(place.directory)
         self.train(texts.windows)
         self.note(carried.notes)
-        if self.pruning:
-            self.record = self._record_of_both(self.pruning)
+        if self.earlier:
+            self.record = self.record.after(self.earlier)
         self._check(place.directory)
         self.clock.lap("write")
         if heldout:
@@ -100,9 +94,8 @@ class Run(ABC):
             self.record.peak_memory[where] = max(most, self.record.peak_memory.get(where, 0))
         own, base = place.directory / "niwaki.json", place.directory / BASE
         with output_errors(place.directory):
-            if own.exists() and not base.exists() and not self.pruning:
+            if own.exists() and not base.exists() and not self.earlier:
                 own.replace(base)
-        card.finish(place, self.record, self.clock)
 
     @property
     def _kept(self) -> list[str]:
@@ -191,14 +184,6 @@ class Run(ABC):
         verify(directory, checkpoint, zeros)
         if grid := grid_of(checkpoint):
             verify_grid(directory, matrices, grid)
-
-    def _record_of_both(self, pruning: Record) -> Record:
-        """That of ``pruning`` and of this healing as one run."""
-        healed = self.record
-        self.clock.add({stage: spent for stage, spent in pruning.seconds.items() if stage != "total"})
-        notes = [*pruning.notes, *(note for note in healed.notes if note not in pruning.notes)]
-        same = {name: getattr(healed, name) for name in ("command", "healing", "perplexity")}
-        return replace(pruning, notes=notes, resumed=[*pruning.resumed, *healed.resumed], **same)
 
     def _resume(self) -> None:
         earlier, limit = Record.from_json(self.journal.record), self.healing.limit

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import OutputError
-from niwaki.files import check_space, output_errors
+from niwaki.files import check_space, digest, output_errors
 from niwaki.models.checkpoint.writing import CheckpointWriter
-from niwaki.models.journal import digest
 from niwaki.pruning.healing.objective import Logits
-from niwaki.pruning.healing.run import Run
+from niwaki.pruning.healing.run import HealingRun
 from niwaki.pruning.healing.student import RANK, LowRankStudent, Student
 from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.pruning.healing.training import Training, point_file
@@ -26,7 +25,7 @@ _POINT = 4 + 8 + 4
 
 
 @dataclass
-class WholeRun(Run):
+class WholeRun(HealingRun):
     """Trains the whole model at once, see :class:`.training.Training`."""
 
     logits: Logits = field(kw_only=True)  # of both models

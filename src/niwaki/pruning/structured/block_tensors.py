@@ -23,17 +23,13 @@ class BlockTensors:
 
     def __init__(self, model: StreamedModel, index: int, names: dict[str, str]) -> None:
         self._model, self._index, self._names = model, index, dict(names)
+        self._values: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # by key and index there
         self._changes: dict[str, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
         self._units: dict[str, Callable[[Tensor], Tensor]] = {}  # by parameter, what leaves out units
 
     def replace(self, matrix: Matrix, stored: Tensor) -> None:
-        """``matrix`` becomes ``stored``, which has the layout of the checkpoint."""
-
-        def change(value: Tensor) -> Tensor:
-            (value if matrix.index is None else value[matrix.index]).copy_(stored)
-            return value
-
-        self._changes[matrix.key].append(change)
+        """``matrix`` becomes ``stored``, which has the layout of the checkpoint, with all units."""
+        self._values[matrix.key][matrix.index] = stored
 
     def keep(self, removal: Removal, kept: Tensor) -> None:
         """Only the units in the mask ``kept`` stay, (units,) or for each expert. Experts get numbers without gaps."""
@@ -58,13 +54,15 @@ class BlockTensors:
 
         def read(name: str) -> Tensor:
             value = self._changed(keys[name], checkpoint.read(keys[name]))
-            self._changes.pop(keys[name], None)  # frees the weights that it has
+            self._values.pop(keys[name], None)  # frees them
             return value
 
         shards.write(file, {name: self._changed(key, checkpoint.like(key)) for name, key in keys.items()}, read)
 
     def _changed(self, key: str, value: Tensor) -> Tensor:
         """What ``value``, the tensor under ``key``, becomes, in its own memory if possible."""
+        for index, stored in self._values.get(key, {}).items():
+            (value if index is None else value[index]).copy_(stored)
         for change in self._changes.get(key, ()):
             value = change(value)
         return value

@@ -1,177 +1,203 @@
-"""Structured pruning: fewer blocks, heads, neurons or experts, and a smaller dense model on disk."""
+"""The stage that shrinks: fewer blocks, heads, neurons or experts, and a smaller dense model on disk."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
 
-from niwaki.arguments import checked
+from niwaki.effort import Effort, describe as describe_effort, make_effort
 from niwaki.errors import NumericalError, UnsupportedModelError, UsageError, named
+from niwaki.files import digest, output_errors
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops, remove_units
 from niwaki.models.answers import with_answers
 from niwaki.models.block import DecoderBlock
-from niwaki.models.carried import CarriedFiles, find_carried
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import check_dtypes
-from niwaki.models.output import Workplace, check_output, workplace, write_config
+from niwaki.models.layout import Matrix, check_dtypes
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.options import Calibration, Compute, Measurement, Text, parse_share
-from niwaki.pruning import card
-from niwaki.pruning.prune import USUAL_WINDOWS
+from niwaki.models.training import trained_matrices, trained_weights
+from niwaki.options import parse_share
+from niwaki.pruning.fit import Fit, tokens_per_part
 from niwaki.pruning.request import begin_record
 from niwaki.pruning.structured.block_tensors import BlockTensors, free
 from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
 from niwaki.pruning.structured.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal, fit_expert_neurons
 from niwaki.pruning.structured.experts import ExpertRemoval, choose_experts, expert_removal, fit_experts
 from niwaki.pruning.structured.units import ColumnRemoval, Removal, head_removal, neuron_removal, notes_on
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, MatrixRecord, Record, StructureRecord
+from niwaki.records.record import MatrixRecord, Record, StructureRecord
+from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.workplace import write_config
+
+_ALONE = World()
+_SHARES = ("neurons", "heads", "experts", "expert_neurons")
 
 
-@checked
-def shrink(
-    model: str | Path,
-    out: str | Path,
-    *,
-    blocks: int = 0,
-    neurons: float | str = 0.0,
-    heads: float | str = 0.0,
-    experts: float | str = 0.0,
-    expert_neurons: float | str = 0.0,
-    calibration: Calibration | Text = Calibration(),
-    measurement: Measurement | Text | None = Measurement(),
-    compute: Compute | str = Compute(),
-    restart: bool = False,
-    progress: Progress | None = None,
-) -> Record:
-    """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
+@dataclass(frozen=True)
+class Shrink:
+    """Removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
 
-    First the blocks of lowest influence (:func:`influences`) are removed. Then, block by block with the inputs from the
-    smaller blocks before it, those heads and neurons whose absence costs the outputs of o_proj and down_proj least, and
-    these two are fitted without them (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that contribute
-    least, for which the others are fitted (:func:`niwaki.pruning.structured.experts.fit_experts`). All else stays.
+    blocks: int = 0
+    neurons: float | str = 0.0
+    heads: float | str = 0.0
+    experts: float | str = 0.0
+    expert_neurons: float | str = 0.0
+    effort: str | Effort = "fast"
+    #: A note on what is not done of what was asked for.
+    left_out: str = ""
 
-    Args:
-        model: A directory with config.json and safetensors, or a Hugging Face hub id.
-        out: A directory that does not exist or is empty. It appears when all is written and checked.
-        blocks: How many decoder blocks to remove.
-        neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". Where a block has a
-            multiple of 32, the nearest multiple of 32 stays.
-        heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
-        experts: Fraction of the experts of each block to remove, of a mixture of experts.
-        expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
-        calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
-        measurement: What to measure perplexity on.
-        compute: Where blocks run; ``tf32`` and ``memory`` are not used.
-        restart: Discard what another interrupted run has left for ``out``. One of this function keeps nothing, and
-            starts over.
-        progress: Receives how it goes.
+    name: ClassVar[str] = "shrink"
+    is_format: ClassVar[bool] = False
 
-    Returns:
-        The record, which is also in ``out/niwaki.json``.
+    def __post_init__(self) -> None:
+        shares = self.shares
+        if not (self.blocks or any(shares.values())):
+            raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
+        if shares["experts"] and shares["expert_neurons"]:
+            raise UsageError("experts and their neurons are removed in two runs, one after the other")
 
-    Raises:
-        NiwakiError: see :mod:`niwaki.errors`. Nothing is left then.
-    """
-    clock, progress = Clock(), progress or Progress()
-    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text("shrink")
-    compute.only("shrink", "device", "dtype")
-    given = {"neurons": neurons, "heads": heads, "experts": experts, "expert_neurons": expert_neurons}
-    shares = {name: parse_share(name, value) for name, value in given.items()}
-    neurons, heads, experts, expert_neurons = shares.values()
-    if not (blocks or any(shares.values())):
-        raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
-    if experts and expert_neurons:
-        raise UsageError("experts and their neurons are removed in two runs, one after the other")
-    source = locate_model(str(model))
-    target = check_output(source, out)
-    checkpoint = Checkpoint(source)
-    carried = find_carried(checkpoint, target)
-    streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
-    depth = len(streamed.blocks)
-    if any(matrix.blocks for matrix in streamed.matrices()):
-        raise UnsupportedModelError(
-            f"{source} has blocks that share weights, of which nothing can be removed; prune it"
+    @property
+    def shares(self) -> dict[str, float]:
+        """By kind, the fraction of the units to remove."""
+        return {name: parse_share(name, getattr(self, name)) for name in _SHARES}
+
+    @property
+    def settled_effort(self) -> Effort:
+        """The effort, with the epochs that it has where all matrices are treated alike."""
+        given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
+        return given.for_pattern(shares=False)
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        if before:
+            raise UsageError(
+                f"shrink comes first, not after {before[-1].name}: it fits what is left without regard to zeros"
+            )
+
+    def open(self, run: Run) -> "Shrinking":
+        return Shrinking(self, run)
+
+    def __str__(self) -> str:
+        given = {"blocks": self.blocks, **self.shares}
+        effort = [f"effort {self.effort}"] if self.effort != "fast" else []
+        return ", ".join([f"{name} {value:g}" for name, value in given.items() if value] + effort)
+
+
+class Shrinking:
+    """:class:`Shrink`, opened for a run: the model, what is removed from each of its blocks, and the texts."""
+
+    def __init__(self, stage: Shrink, run: Run) -> None:
+        checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
+        self.carried = run.carried(checkpoint)
+        self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
+        depth, self._blocks, self._effort = len(model.blocks), stage.blocks, stage.settled_effort
+        if any(matrix.blocks for matrix in model.matrices()):
+            raise UnsupportedModelError(
+                f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"
+            )
+        if not 0 <= stage.blocks < depth:
+            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {depth - 1} can be removed")
+        self.columns = [
+            make(model, shares[kind])
+            for kind, make in (("heads", head_removal), ("neurons", neuron_removal))
+            if shares[kind]
+        ]
+        self.mixtures: list[ExpertRemoval | ExpertNeuronRemoval] = []
+        if shares["experts"]:
+            self.mixtures.append(expert_removal(model, shares["experts"]))
+        if shares["expert_neurons"]:
+            self.mixtures.append(expert_neuron_removal(model, shares["expert_neurons"]))
+        if self.mixtures and run.world.size > 1:
+            raise UsageError("experts and their neurons are removed by one process; start niwaki without torchrun")
+        removals = [*self.columns, *self.mixtures]
+        check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
+        run.progress.status("reading the text to calibrate on")
+        written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
+        self.texts = Texts.read(model, written, run.measurement, USUAL_WINDOWS)
+        self._measured = "both" if run.measurement.before else "after"
+        self.record = self._begun(run, stage, removals)
+        run.seen = self.record.calibration
+
+    def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
+        """The record, as far as it is known before the work."""
+        depth, shares = len(self.model.blocks), stage.shares
+        parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
+        effort = describe_effort(self._effort) if self._effort.epochs else {}
+        record = begin_record(
+            run.model,
+            self.model,
+            self.texts,
+            run.calibration,
+            method="shrink",
+            solver={"name": "shrink", "blocks": stage.blocks, **shares, "damping": DAMPING},
+            effort=effort,
+            pattern=", ".join([f"{stage.blocks} of {depth} blocks", *parts] if stage.blocks else parts),
+            mask_from=None,
+            flops=(depth - stage.blocks)
+            * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in self.columns),
         )
-    if not 0 <= blocks < depth:
-        raise UsageError(f"blocks {blocks} of {depth}: from 0 to {depth - 1} can be removed")
-    columns = [make(streamed, share) for make, share in ((head_removal, heads), (neuron_removal, neurons)) if share]
-    mixtures: list[ExpertRemoval | ExpertNeuronRemoval] = []
-    if experts:
-        mixtures.append(expert_removal(streamed, experts))
-    if expert_neurons:
-        mixtures.append(expert_neuron_removal(streamed, expert_neurons))
-    removals = [*columns, *mixtures]
-    check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
-    progress.status("reading the text to calibrate on")
-    written = with_answers(streamed, calibration, compute.budget, World(), progress)
-    texts = Texts.read(streamed, written, measurement, USUAL_WINDOWS)
-    parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
-    record = begin_record(
-        str(model),
-        streamed,
-        texts,
-        calibration,
-        method="shrink",
-        solver={"name": "shrink", "blocks": blocks, **shares, "damping": DAMPING},
-        pattern=", ".join([f"{blocks} of {depth} blocks", *parts] if blocks else parts),
-        mask_from=None,
-        flops=(depth - blocks) * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in columns),
-    )
-    record.notes += notes_of(streamed, is_smaller=True)
-    for each in removals:
-        record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
-    clock.lap("prepare")
-    asked = _fingerprint(streamed, texts, measurement, record)
-    with products(tf32=False), workplace(target, asked, restart) as place:
-        if place.journal.complete:  # it was interrupted just before it was moved into place
-            record = place.finished_record
-        else:
-            run = _Run(streamed, columns, mixtures, record, clock, progress, carried)
-            try:
-                run.write(place, texts, measurement.before, blocks)
-            except KeyboardInterrupt:
-                if not place.journal.complete:
-                    progress.lost()
-                raise
-        place.move()
-    progress.end(record)
-    return record
+        record.notes += [*filter(None, [stage.left_out]), *notes_of(self.model, is_smaller=True)]
+        for each in removals:
+            record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
+        return record
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        self.texts = dataclasses.replace(self.texts, heldout=heldout)
+
+    def asked(self) -> dict[str, Any]:
+        return {
+            "model": self.model.checkpoint.fingerprint(),
+            "solver": self.record.solver,
+            "effort": describe_effort(self._effort),
+            "calibration": self.texts.windows.fingerprint(),
+            "text": self.texts.only and self.texts.only.fingerprint(),
+            "measure": self._measured,
+            "device": self.model.device.type,
+            "dtype": self.record.dtype,
+            "versions": self.record.versions,
+        }
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        return run.journal.blocks, len(self.model.blocks)
+
+    def work(self, run: Run) -> Record:
+        record = self.record
+        if run.journal.blocks:
+            earlier = Record.from_json(run.journal.record)
+            record = dataclasses.replace(earlier, command=record.command, device=record.device)
+            record.resumed.append(run.journal.blocks)
+            run.clock.add(record.seconds)
+            run.progress.note(
+                f"resuming after the first {run.journal.blocks} of {len(self.model.blocks)} blocks, where an earlier "
+                "run was interrupted; these run again for their outputs"
+            )
+        removal = _Removing(self.model, self.columns, self.mixtures, self._effort, record, run)
+        with products(tf32=False):
+            removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
+        return record
 
 
-def _fingerprint(model: StreamedModel, texts: Texts, measurement: Measurement, record: Record) -> dict[str, Any]:
-    """By name, all that has to be the same for a run that was complete to be moved into place."""
-    return {
-        "model": model.checkpoint.fingerprint(),
-        "solver": record.solver,
-        "calibration": texts.windows.fingerprint(),
-        "text": texts.only and texts.only.fingerprint(),
-        **({} if measurement.before else {"measure": "after"}),
-        "device": model.device.type,
-        "dtype": record.dtype,
-        "versions": record.versions,
-    }
-
-
-def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -> list[float]:
+def influences(model: StreamedModel, states: HiddenStates, progress: Progress, world: World = _ALONE) -> list[float]:
     """The influence of each block: 1 - the mean cosine of its input and output over the tokens.
 
     ShortGPT, arXiv 2403.03853, eq. 1; differences: none known. Cost: a forward pass, in which ``states``, the inputs of
-    the first block, become the outputs of the last one. Raises NumericalError where a block's outputs are not finite.
+    the first block, become the outputs of the last one. Each process of ``world`` has a share of the tokens. Raises
+    NumericalError where a block's outputs are not finite.
     """
     influence = []
     for block in model.stream():
@@ -188,6 +214,7 @@ def influences(model: StreamedModel, states: HiddenStates, progress: Progress) -
             states.hidden[i] = after
             states.arguments.hand_on(block.index, i, handed)
             progress.step()
+        total, tokens = (sum(each) for each in zip(*world.collected((total, tokens)), strict=True))
         if not math.isfinite(total):
             raise NumericalError(
                 f"block {block.index}: its outputs are NaN or infinite on the calibration text; try dtype float32"
@@ -202,14 +229,41 @@ def lowest(scores: Sequence[float], count: int) -> list[int]:
 
 
 @dataclass
-class _Run:
+class _Changes:
+    """What shrinking does to a block: which units stay, and the weights of matrices with all of their units."""
+
+    kept: dict[str, Tensor] = field(default_factory=dict)  # by kind: (units,) or for each expert
+    weights: dict[str, Tensor] = field(default_factory=dict)  # by the name of a matrix, as the checkpoint has it
+
+    def save(self, path: Path) -> str:
+        """Writes them, on disk at the return; the SHA-256 of the file."""
+        tensors = {f"kept {name}": value for name, value in self.kept.items()}
+        tensors |= {f"weight {name}": value.contiguous() for name, value in self.weights.items()}
+        with output_errors(path.parent):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(save({name: value.cpu() for name, value in tensors.items()}))
+            return digest(path, sync=True)
+
+    @classmethod
+    def load(cls, path: Path) -> "_Changes":
+        """The inverse of :meth:`save`."""
+        changes = cls()
+        for name, value in load_file(path).items():
+            what, _, own = name.partition(" ")
+            (changes.kept if what == "kept" else changes.weights)[own] = value
+        return changes
+
+
+@dataclass
+class _Removing:
+    """The walk over the blocks: inputs in, units chosen and removed, what is left fitted and written."""
+
     model: StreamedModel
     columns: list[ColumnRemoval]
     mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
+    effort: Effort
     record: Record
-    clock: Clock
-    progress: Progress
-    carried: CarriedFiles
+    run: Run
     #: By kind, for each block that stays, the units that were removed.
     removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": [], "experts": []})
 
@@ -218,33 +272,37 @@ class _Run:
         """All of them."""
         return [*self.columns, *self.mixtures]
 
-    def write(self, place: Workplace, texts: Texts, measure_before: bool, count: int) -> None:
-        """Removes ``count`` blocks and all units, and writes everything; then it only has to be moved into place."""
-        model, record, clock, directory = self.model, self.record, self.clock, place.directory
-        windows, heldout, depth = texts.windows, texts.only, len(self.model.blocks)
+    def write(self, texts: Texts, measure_before: bool, count: int, carried: CarriedFiles | None) -> None:
+        """Removes ``count`` blocks and all units, writes the model, and checks it."""
+        model, record, run, place = self.model, self.record, self.run, self.run.place
+        windows, heldout, depth = texts.windows, texts.only, len(model.blocks)
         mixed = sum(path is not None for mixture in self.mixtures for path in mixture.paths)
-        self.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
-        if heldout and measure_before:
+        run.progress.begin(record, depth, (depth - count) * len(self.columns) + mixed)
+        if heldout and measure_before and "before" not in record.perplexity:
             self._measure("before", model, heldout)
-        influence = influences(model, model.embed(windows.tokens), self.progress) if count else []
-        clock.lap("influence")
-        dropped = lowest(influence, count)
+        influence, dropped = self._chosen(windows, count)
         kept = [index for index in range(depth) if index not in dropped]
         left = [each for each in find_extra(model) if each.follows]
         outside, blocks = tensors_of_blocks(model, left)
-        place.clear([])
-        self.carried.copy(directory)
-        record.notes += self.carried.notes
-        write_config(directory, configuration(model, kept, self.removals, left), record)
+        shards = None
+        if place and carried:
+            place.clear([])
+            carried.copy(place.directory)
+            record.notes += [note for note in carried.notes if note not in record.notes]
+            write_config(place.directory, configuration(model, kept, self.removals, left), record)
+            shards = Shards(place.directory)
+        directory = run.world.received(place.directory if place else None) or Path()
         smaller_modules = smaller_blocks(model, directory, kept, self.removals)
-        shards = Shards(directory)
-        shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
-        clock.lap("write")
+        if shards:
+            shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
+        run.clock.lap("write")
         states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), blocks, shards)
-        shards.finish()
+        if shards:
+            shards.finish()
+        directory = run.world.received(directory)  # when all is written
         smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
         check_outputs(smaller, states)
-        clock.lap("check")
+        run.clock.lap("check")
         if heldout:
             self._measure("after", smaller, heldout)
         of_all = (key for keys in (outside, *blocks) for key in keys)
@@ -254,57 +312,141 @@ class _Run:
         parameters = {"before": before, "after": after}
         record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
-        card.finish(place, record, clock)
+
+    def _chosen(self, windows: Windows, count: int) -> tuple[list[float], list[int]]:
+        """The influence of each block, and the ``count`` blocks to remove; a resumed run has chosen them."""
+        if earlier := self.record.structure:
+            return earlier.influence, earlier.blocks
+        world, influence = self.run.world, list[float]()
+        if count:
+            influence = influences(self.model, self.model.embed(windows.tokens), self.run.progress, world)
+        self.run.clock.lap("influence")
+        dropped, size = lowest(influence, count), _size(self.model.checkpoint, self.model.checkpoint.entries)
+        self.record.structure = StructureRecord({"before": size, "after": size}, 0.0, influence, dropped)
+        return influence, dropped
 
     def _walk(
-        self, windows: Windows, smaller: dict[int, nn.Module], blocks: list[dict[str, str]], shards: Shards
+        self, windows: Windows, smaller: dict[int, nn.Module], blocks: list[dict[str, str]], shards: Shards | None
     ) -> HiddenStates:
         """Removes and writes; the outputs after the last block, with zeros for neurons and heads that were removed.
 
         ``smaller`` are the blocks to be, by the numbers that they had.
         """
-        tokens, kept = windows.tokens, list(smaller)
-        if not self.removals:  # some samples are enough to know what the outputs should be
-            tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
-        states = self.model.embed(tokens)
+        run, kept, fits = self.run, list(smaller), self.effort.epochs > 0
+        states, dense = self._embedded(windows.tokens, fits)
         for block in self.model.stream():
+            if dense:  # the block is still as it was
+                run.progress.stage(block.index, "advance", len(dense.hidden))
+                block.advance(dense, run.progress.step)
+                run.clock.lap("advance")
             if block.index not in kept:
                 continue
             number = kept.index(block.index)
             tensors = BlockTensors(self.model, block.index, blocks[block.index])
-            for removal in self.columns:
-                self._remove(block, removal, states, tensors)
-            for mixture in self.mixtures:
-                if mixture.paths[block.index]:
-                    block = self._remove_experts(block, mixture, smaller[block.index], states, tensors)
-            tensors.write(number, _shard(1 + number, kept), shards)
-            self.clock.lap("write")
-            self.progress.stage(block.index, "advance", len(states.hidden))
-            block.advance(states, self.progress.step)
-            self.clock.lap("advance")
+            block = self._changed(block, smaller[block.index], states, dense, tensors)
+            if shards:
+                tensors.write(number, _shard(1 + number, kept), shards)
+            run.clock.lap("write")
+            run.progress.stage(block.index, "advance", len(states.hidden))
+            block.advance(states, run.progress.step)
+            run.clock.lap("advance")
             free(smaller[block.index])
             if block.index == kept[-1]:
                 break
         return states
 
-    def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, tensors: BlockTensors) -> None:
-        """Removes heads or neurons from ``tensors``, and puts zeros into ``block`` for them."""
-        matrix = removal.matrices[block.index]
-        self.progress.stage(block.index, "capture", len(states.hidden))
-        (inputs,) = block.input_grams(states, self.progress.step, matrices=[matrix])
-        self.clock.lap("capture")
-        self.progress.stage(block.index, "solve", 1)
+    def _embedded(self, tokens: Tensor, fits: bool) -> tuple[HiddenStates, HiddenStates | None]:
+        """The inputs of the first block, and where blocks are fitted those of the dense model."""
+        embed = self.model.embed
+        if not self.removals and not fits:  # some samples are enough to know what the outputs should be
+            tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
+        if not fits:
+            return embed(tokens), None
+        part, some = tokens_per_part(self.effort, self.run.world), tokens
+        if self.effort.epochs < 1:
+            tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
+            some = tokens[: max(1, round(self.effort.epochs * len(tokens)))]
+        return embed(tokens, part), embed(some, part)
+
+    def _changed(
+        self,
+        block: DecoderBlock,
+        smaller: nn.Module,
+        states: HiddenStates,
+        dense: HiddenStates | None,
+        tensors: BlockTensors,
+    ) -> DecoderBlock:
+        """Removes units from ``tensors`` and ``block``, or does again what an earlier run did; the block to go on with.
+
+        That has zeros for heads and neurons that went; of experts it is ``smaller``, in memory instead of it.
+        """
+        place, journal = self.run.place, self.run.journal
+        file = place.scratch / f"block-{block.index}.safetensors" if place else None
+        if block.index < journal.blocks:
+            done = file is None or (file.is_file() and digest(file) == journal.digests[block.index])
+            if self.run.world.received(done):
+                changes = self.run.world.received(_Changes.load(file) if file else None)
+                assert changes
+                return self._applied(block, smaller, changes, tensors)
+            self.run.progress.note(f"block {block.index} of the earlier run is damaged on disk and done again")
+        self.record.matrices = [each for each in self.record.matrices if each.block != block.index]
+        self.record.fits = [each for each in self.record.fits if each.block != block.index]
+        changes = _Changes()
+        for removal in self.columns:
+            self._remove(block, removal, states, changes)
+        for mixture in self.mixtures:
+            if mixture.paths[block.index]:
+                block = self._remove_experts(block, mixture, smaller, states, tensors, changes)
+        if dense and trained_matrices(block):
+            self._fit(block, states, dense, changes)
+        self._keep(block, changes, tensors)
+        if place and file:
+            self.record.seconds = dict(self.run.clock.seconds)
+            place.save_block(block.index, changes.save(file), self.record)
+            self.run.clock.lap("write")
+        return block
+
+    def _applied(
+        self, block: DecoderBlock, smaller: nn.Module, changes: _Changes, tensors: BlockTensors
+    ) -> DecoderBlock:
+        """Does to ``block`` and ``tensors`` what an earlier run did."""
+        for mixture in self.mixtures:
+            if mixture.paths[block.index] and isinstance(mixture, ExpertRemoval):
+                block = tensors.move(block, smaller, mixture, changes.kept[mixture.kind])
+        matrices = {matrix.name: matrix for matrix in block.matrices}
+        for name, stored in changes.weights.items():
+            block.put(matrices[name], stored)
+        self._keep(block, changes, tensors)
+        return block
+
+    def _keep(self, block: DecoderBlock, changes: _Changes, tensors: BlockTensors) -> None:
+        """Puts ``changes`` into ``tensors``, and what was removed into the record's lists."""
+        matrices: dict[str, Matrix] = {matrix.name: matrix for matrix in block.matrices}
+        for name, stored in changes.weights.items():
+            tensors.replace(matrices[name], stored)
+        for removal in self.removals:
+            if removal.kind in changes.kept:
+                kept = changes.kept[removal.kind]
+                tensors.keep(removal, kept)
+                if removal.kind in self.removed:
+                    self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
+
+    def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, changes: _Changes) -> None:
+        """Chooses heads or neurons to remove, and puts zeros into ``block`` for them."""
+        matrix, run = removal.matrices[block.index], self.run
+        run.progress.stage(block.index, "capture", len(states.hidden))
+        (inputs,) = block.input_grams(states, run.progress.step, run.world, matrices=[matrix])
+        run.clock.lap("capture")
+        run.progress.stage(block.index, "solve", 1)
         began = time.perf_counter()
         with named(matrix.label):
             solution = remove_units(
                 LayerProblem(block.weight(matrix), inputs.gram(shared=False)), removal.size, removal.count
             )
             stored = block.stored(matrix, solution.W)
+        stored, mask = run.world.received((stored, solution.mask[0, :: removal.size].cpu()))
         block.put(matrix, stored)
-        tensors.replace(matrix, stored)
-        kept = solution.mask[0, :: removal.size]
-        tensors.keep(removal, kept)
-        self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
+        changes.weights[matrix.name], changes.kept[removal.kind] = stored, mask
         shape = (matrix.shape[0], matrix.shape[1] - removal.size * removal.count)
         seconds, tokens = time.perf_counter() - began, inputs.tokens
         self._record(
@@ -318,40 +460,54 @@ class _Run:
         smaller: nn.Module,
         states: HiddenStates,
         tensors: BlockTensors,
+        changes: _Changes,
     ) -> DecoderBlock:
-        """Removes experts, or neurons of them, from ``tensors``; the block to go on with.
+        """Chooses experts, or neurons of them, to remove; the block to go on with.
 
         That is ``block`` with zeros for neurons, and for experts ``smaller``, in memory instead of it.
         """
-        path = str(removal.paths[block.index])
-        self.progress.stage(block.index, "capture", len(states.hidden))
+        path, run = str(removal.paths[block.index]), self.run
+        run.progress.stage(block.index, "capture", len(states.hidden))
         began = time.perf_counter()
         with named(f"block {block.index}, {path}"):
             if isinstance(removal, ExpertRemoval):
-                chosen = choose_experts(block, removal, states, self.progress)
+                chosen = choose_experts(block, removal, states, run.progress)
                 block = tensors.move(block, smaller, removal, chosen.mask)
                 fit = fit_experts(block, path, chosen)
-                self.removed["experts"].append((~fit.mask).nonzero().squeeze(1).tolist())
             else:
-                fit = fit_expert_neurons(block, removal, states, self.progress)
-        for matrix, stored in fit.weights:
-            tensors.replace(matrix, stored)
-        tensors.keep(removal, fit.mask)
+                fit = fit_expert_neurons(block, removal, states, run.progress)
+        changes.weights |= {matrix.name: stored for matrix, stored in fit.weights}
+        changes.kept[removal.kind] = fit.mask
         seconds, shape = time.perf_counter() - began, removal.matrices[0].shape
         columns = fit.mask.sum().item() if fit.mask.ndim == 2 else shape[1] * len(fit.weights)
         size = (shape[0], int(columns))
         self._record(MatrixRecord(block.index, path, size, 0.0, fit.error, seconds, fit.tokens, fit.stats))
         return block
 
+    def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: _Changes) -> None:
+        """Fits what is left of ``block`` to the outputs of the dense one."""
+        run = self.run
+        fit = Fit(block, states, dense, self.effort, run.world, run.progress.step)
+        run.progress.stage(block.index, "fit", fit.batches)
+        self.record.fits.append(fit.run())
+        changes.weights |= {matrix.name: stored for matrix, stored in trained_weights(block)}
+        run.clock.lap("fit")
+
     def _record(self, record: MatrixRecord) -> None:
         self.record.matrices.append(record)
-        self.progress.solved(record)
-        self.clock.lap("solve")
+        self.run.progress.solved(record)
+        self.run.clock.lap("solve")
 
     def _measure(self, name: str, model: StreamedModel, heldout: Windows) -> None:
-        progress = self.progress
-        self.record.perplexity[name] = model.perplexity(heldout, lambda i, _: progress.stage(i - 1, "perplexity", 1))
-        self.clock.lap("perplexity")
+        """Measures the perplexity of ``model`` on this process's share of ``heldout``, for the record of all."""
+        model.check_head()
+        run, states = self.run, model.embed(heldout.tokens)
+        for block in model.stream():
+            run.progress.stage(block.index, "perplexity", 1)
+            block.advance(states)
+        losses = torch.cat(run.world.collected(model.losses(states)))
+        self.record.perplexity[name] = Perplexity.of(losses, heldout.source, heldout.origin)
+        run.clock.lap("perplexity")
 
 
 def _shard(number: int, kept: Sequence[int]) -> str:

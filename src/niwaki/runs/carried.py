@@ -13,10 +13,10 @@ from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
 from niwaki.models.checkpoint.foreign import PICKLE_SUFFIXES
 from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, Checkpoint
-from niwaki.models.output import Part, unfinished_size
 from niwaki.models.scales import FOLDER
 from niwaki.records.record import FINDINGS
 from niwaki.records.wording import counted, several, size
+from niwaki.runs.workplace import unfinished_size
 
 #: Names of files with other copies of the dense weights. In the output they would be stale, and as large as the model.
 _WEIGHTS = re.compile(
@@ -80,13 +80,11 @@ class CarriedFiles:
                     shutil.copyfileobj(read, write)
 
 
-def find_carried(
-    checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "", part: Part = "whole"
-) -> CarriedFiles:
+def find_carried(checkpoint: Checkpoint, out: Path, weights: int = 0, keep: str = "") -> CarriedFiles:
     """All files of a model but weights (except ``keep``) and measurements.
 
     CheckpointError for a file that cannot be copied, or has a name that niwaki gives to something else; OutputError
-    where ``out`` has no space for them and ``weights`` bytes, but for what the same ``part`` of a run has written.
+    where ``out`` has no space for them and ``weights`` bytes, but for what an earlier run has written of them.
     """
     source = checkpoint.path
     with input_errors(source):
@@ -97,7 +95,7 @@ def find_carried(
         left = _of_weights(found, {checkpoint.index_name, keep}, _modules(source))
         sizes = {name: path.stat().st_size for name, path in found.items()}
     names = sorted(found.keys() - left)
-    check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out, part))
+    check_space(out, MARGIN + weights + sum(sizes[name] for name in names) - unfinished_size(out))
     return CarriedFiles(source, names, left, sum(sizes[name] for name in left))
 
 

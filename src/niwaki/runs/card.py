@@ -5,29 +5,25 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from niwaki.effort import described
 from niwaki.files import output_errors, write_json
-from niwaki.models.model_card import notes, top
-from niwaki.models.output import Workplace
-from niwaki.pruning.effort import described
-from niwaki.records.record import CalibrationRecord, Clock, Record
+from niwaki.records.record import CalibrationRecord, Record
 from niwaki.records.wording import conversations, counted, in_words, markdown
+from niwaki.runs.model_card import notes, top
 
 
-def finish(place: Workplace, record: Record, clock: Clock) -> None:
-    """Writes README.md and niwaki.json; then the directory only has to be moved into place.
+def write(directory: Path, record: Record) -> None:
+    """Writes the card of the model in ``directory``, README.md.
 
     The dense model's card stays as ``README.base.md``. Nothing in the new one depends on the clock: the same run makes
     the same card.
     """
-    readme = place.directory / "README.md"
-    with output_errors(place.directory):
+    readme = directory / "README.md"
+    with output_errors(directory):
         inherited = top(readme)
         if readme.exists():
-            readme.replace(place.directory / "README.base.md")
+            readme.replace(directory / "README.base.md")
     write_json(readme, _text(record, inherited))
-    record.seconds = {**clock.seconds, "total": clock.total()}
-    write_json(place.directory / "niwaki.json", record.to_json())
-    place.finish()
 
 
 def _text(record: Record, inherited: dict[str, Any]) -> str:

@@ -1,0 +1,443 @@
+"""Lists of stages: what pruning, shrinking and healing are made of, and any list of the user's own."""
+
+import dataclasses
+import importlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from torch import Tensor
+
+from niwaki.arguments import checked
+from niwaki.effort import Effort
+from niwaki.errors import UnknownNameError, UsageError, shown
+from niwaki.files import given_path
+from niwaki.layer.grid import Grid
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.solvers import Solver
+from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.conversations import has_images
+from niwaki.models.text import Windows
+from niwaki.options import (
+    HEALING_BATCH,
+    HEALING_TOKENS,
+    OWN_TEXT,
+    Calibration,
+    Compute,
+    HealingMethod,
+    Measurement,
+    Text,
+)
+from niwaki.packed.pack import Pack
+from niwaki.pruning.healing.heal import Heal, refusal
+from niwaki.pruning.prune import Prune, Quantize
+from niwaki.pruning.structured.shrink import Shrink
+from niwaki.records.progress import Progress
+from niwaki.records.record import Record
+from niwaki.runs.execute import check_order, execute
+from niwaki.runs.session import current_session
+from niwaki.runs.stage import Stage
+
+#: By name in recipes and on the command line.
+STAGES: dict[str, Callable[..., Stage]] = {
+    "shrink": Shrink,
+    "prune": Prune,
+    "quantize": Quantize,
+    "heal": Heal,
+    "pack": Pack,
+}
+#: The parameter that may stand without its name.
+_FIRST = {"prune": "pattern", "quantize": "quantize"}
+#: What a recipe has beside its stages.
+_STAGES = "stages"
+
+
+@checked
+def run(
+    model: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage | str],
+    *,
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Does several things to a model, one after the other: shrink, prune, put on a grid, heal, pack.
+
+    For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(time="30m")], calibration="text.txt")``.
+    Everything is checked before the first stage begins. Each stage reads what the one before it wrote; an interrupted
+    run resumes in the stage that was at work, and the result has the same bytes as one that was not interrupted.
+
+    Args:
+        model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
+        out: A directory that does not exist or is empty. It appears when all is written and checked.
+        stages: :class:`~niwaki.Shrink`, which has to be the first, :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`,
+            :class:`~niwaki.Heal`, which trains towards ``model`` and so is not the first, and :class:`~niwaki.Pack`,
+            which has to be the last; or text such as "shrink neurons=0.25" and "prune 2:4".
+        calibration: The text that all stages calibrate and train on, alone or as a
+            :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.
+        measurement: The text that perplexity is measured on after each stage, alone or as a
+            :class:`~niwaki.options.Measurement`; by default 16 windows that no stage has calibrated or trained on.
+        compute: The device, alone or as a :class:`~niwaki.options.Compute`.
+        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
+        progress: Receives how it goes.
+
+    Returns:
+        The record of all stages, which is also in ``out/niwaki.json``; its ``stages`` are each in turn.
+
+    Raises:
+        UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
+        NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
+    """
+    measurement = Measurement.of(measurement)
+    measurement.only_text("run")
+    chosen = [make_stage(stage) if isinstance(stage, str) else stage for stage in stages]
+    check_order(chosen)
+    return _execute(
+        model, out, chosen, Calibration.of(calibration), measurement, Compute.of(compute), restart, progress
+    )
+
+
+@checked
+def prune(
+    model: str | Path,
+    out: str | Path,
+    pattern: float | str | Pattern | None = None,
+    *,
+    solver: str | Solver | None = None,
+    effort: str | Effort | None = None,
+    mask_from: str | Path | None = None,
+    quantize: str | Grid | None = None,
+    keep_format: bool = False,
+    revive: bool = False,
+    blocks: tuple[int, int] | str | None = None,
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Prunes the model in directory ``model`` and writes the result to directory ``out``.
+
+    One decoder block is in memory at a time, with its Gram matrices and the hidden states of the calibration text.
+    Embeddings, norms, biases and the head are copied.
+
+    Args:
+        model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
+        out: A directory that does not exist or is empty. It appears when all is written and checked.
+        pattern: A fraction of zeros, such as 0.6 or "60 %", in the pattern that the solver's paper uses; or a pattern,
+            such as "2:4" or ``PerRow(0.6)``.
+        solver: A name of ``SOLVERS``, with parameters as in "adam:iterations=50", or a solver; by default continuation.
+        effort: A name of ``EFFORTS``, with parameters as in "best:epochs=3", or an effort: what is done for the whole
+            model, and for matrices and blocks to fit together. By default "balanced", and where a solver or a mask is
+            given "fast": methods as they were published.
+        mask_from: The name of another solver, or a pruned model, whose mask is used; a model's is kept as it is,
+            whatever its pattern. With a pattern as well it gets the zeros that it lacks for that, beyond its own, and
+            solvers that refine masks (swaps, dsnot) start from it and stay within the pattern.
+        quantize: A grid for the remaining weights, such as "int4:128": whole numbers of 4 bits, with a scale for each
+            row and 128 inputs; "int8" has one for each row. Kept weights that are 0 there are zeros in addition to the
+            pattern's. Scales are in ``out/quantization/scales.safetensors``.
+        keep_format: Write the pruned matrices of a model in FP8 or MXFP4 in that format again, instead of bfloat16: all
+            that was not pruned keeps its bytes, and zeros are those of the solver. Weights that would round to 0 become
+            the smallest number. UsageError for other models, and together with ``quantize``.
+        revive: Prune as if weights that are 0 in ``model`` were not. By default they stay 0, and count among the zeros
+            that the pattern asks for; where there are more, all stay.
+        blocks: Only those from the first number to before the second one are pruned; (0, 2) or "0:2" are the first two.
+        calibration: The text to calibrate on, alone or as a :class:`~niwaki.options.Calibration`.
+        measurement: The text to measure perplexity on, alone or as a :class:`~niwaki.options.Measurement`; by default
+            16 windows of the calibration text after the calibration windows.
+        compute: The device, alone or as a :class:`~niwaki.options.Compute`.
+        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
+        progress: Receives how it goes.
+
+    Returns:
+        The record, which is also in ``out/niwaki.json``.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
+            resumes after the last block that is done, as it does after an interruption.
+    """
+    measurement = Measurement.of(measurement)
+    measurement.only_text("prune")
+    stage = Prune(pattern, solver, effort, mask_from, quantize, keep_format, revive, blocks)
+    return _execute(
+        model, out, [stage], Calibration.of(calibration), measurement, Compute.of(compute), restart, progress
+    )
+
+
+@checked
+def shrink(
+    model: str | Path,
+    out: str | Path,
+    *,
+    blocks: int = 0,
+    neurons: float | str = 0.0,
+    heads: float | str = 0.0,
+    experts: float | str = 0.0,
+    expert_neurons: float | str = 0.0,
+    effort: str | Effort = "fast",
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
+
+    First the blocks of lowest influence (:func:`niwaki.pruning.structured.shrink.influences`) are removed. Then, block
+    by block with the inputs from the smaller blocks before it, those heads and neurons whose absence costs the outputs
+    of o_proj and down_proj least, and these two are fitted without them
+    (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that contribute least, for which the others are
+    fitted (:func:`niwaki.pruning.structured.experts.fit_experts`). All else stays, unless ``effort`` fits it too.
+
+    Args:
+        model: A directory with config.json and safetensors, or a Hugging Face hub id.
+        out: A directory that does not exist or is empty. It appears when all is written and checked.
+        blocks: How many decoder blocks to remove.
+        neurons: Fraction of the MLP neurons of each block to remove, such as 0.25 or "25 %". Where a block has a
+            multiple of 32, the nearest multiple of 32 stays.
+        heads: Fraction of the attention heads of each block to remove, those that share keys and values together.
+        experts: Fraction of the experts of each block to remove, of a mixture of experts.
+        expert_neurons: Fraction of the neurons of each of them to remove, not at the same time; rounded likewise.
+        effort: A name of ``EFFORTS``, with parameters as in "balanced:epochs=0.5", or an effort, of which the passes
+            over the text count in which what is left of a block is fitted to the outputs of the dense block, and the
+            healing. "fast" fits only the matrices that lose columns.
+        calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
+        measurement: What to measure perplexity on.
+        compute: Where blocks run; ``tf32`` and ``memory`` are not used.
+        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
+        progress: Receives how it goes.
+
+    Returns:
+        The record, which is also in ``out/niwaki.json``.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
+            resumes after the last block that is done.
+    """
+    measurement, compute = Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text("shrink")
+    compute.only("shrink", "device", "dtype")
+    stage = Shrink(blocks, neurons, heads, experts, expert_neurons, effort)
+    return _execute(model, out, [stage], Calibration.of(calibration), measurement, compute, restart, progress)
+
+
+@checked
+def heal(
+    pruned: str | Path,
+    out: str | Path,
+    teacher: str | Path,
+    *,
+    method: HealingMethod = "auto",
+    tokens: int | str = HEALING_TOKENS,
+    time: float | str | None = None,
+    rate: float | None = None,
+    batch: int | str = HEALING_BATCH,
+    own_text: float | str = OWN_TEXT,
+    calibration: Calibration | Text = Calibration(),
+    measurement: Measurement | Text | None = Measurement(),
+    compute: Compute | str = Compute(),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Trains the weights of a pruned model that are not zero, and writes the result to directory ``out``.
+
+    Its predictions of the next token come near those of the dense model (:mod:`niwaki.pruning.healing.training`,
+    :class:`niwaki.pruning.healing.blocks.BlockRun`). For anything that was pruned, by niwaki or others, with
+    zeros or to a smaller shape: all zeros stay. The dense model is asked a block at a time, the pruned one is in memory
+    as a whole where it fits.
+
+    Args:
+        pruned: The pruned model: a directory with config.json and safetensors, or a Hugging Face hub id.
+        out: A directory that does not exist or is empty. It appears when all is written and checked.
+        teacher: The dense model, likewise; one of the same vocabulary will do.
+        method: "full" trains all weights that are left, with three more float32 numbers for each; "lora" adds products
+            of low rank to them, in little more memory than the weights take; "norms" trains norms and biases alone.
+            "blocks" trains one block after the other towards the dense model's, with one of each in memory. "auto" is
+            the first of "full", "lora" and "blocks" that memory is enough for.
+        tokens: How many to train on, such as "2M". Where the text has fewer, it is used again.
+        time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the same
+            bytes, the same time does not.
+        rate: The learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, or 0.01
+            with the method "blocks".
+        batch: Tokens in a step, at least one window; such as "1k".
+        own_text: The share of what is trained on that the dense model writes itself, from 0 to less than 1.
+        calibration: The text to train on, alone or as a :class:`~niwaki.options.Calibration`, whose ``samples`` are
+            not used; by default in windows of 512 tokens.
+        measurement: The text to measure perplexity on, as in :func:`niwaki.prune`.
+        compute: The device; ``tf32`` is not used. Half precision is bfloat16, with weights in float32; "auto" is that
+            also on processors with units for it (AMX or AVX512-BF16), where files are in it.
+        restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
+        progress: Receives how it goes.
+
+    Returns:
+        The record, which is also in ``out/niwaki.json``; that of the pruned model is in ``out/niwaki.base.json``.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
+    """
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text("heal")
+    calibration.only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
+    compute.only("heal", "device", "dtype", "memory")
+    stage = Heal(method, tokens, time, rate, batch, own_text, teacher)
+    return _execute(pruned, out, [stage], calibration, measurement, compute, restart, progress)
+
+
+def _execute(
+    model: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage],
+    calibration: Calibration,
+    measurement: Measurement,
+    compute: Compute,
+    restart: bool,
+    progress: Progress | None,
+) -> Record:
+    """Does ``stages``, with the healing that their efforts ask for as stages too."""
+    whole = list(_with_healing(model, stages, calibration, compute))
+    reads = [locate_model(str(path)) for stage in whole for path in _other_models(stage)]
+    return execute(
+        model, out, whole, calibration, measurement, compute, reads=reads, restart=restart, progress=progress
+    )
+
+
+def _other_models(stage: Stage) -> Iterator[str | Path]:
+    """The models that ``stage`` reads beside the one that it changes."""
+    if isinstance(stage, Heal) and stage.teacher is not None:
+        yield stage.teacher
+    mask = stage.mask_from if isinstance(stage, Prune) else None
+    if mask is not None and ("/" in str(mask) or given_path(mask).is_dir()):
+        yield mask
+
+
+def _with_healing(
+    model: str | Path, stages: Sequence[Stage], calibration: Calibration, compute: Compute
+) -> Iterator[Stage]:
+    """``stages``, each with what its effort heals as a stage behind it.
+
+    What cannot be healed as a whole is left as it is, with a note that says so first.
+    """
+    for stage in stages:
+        times = stage.settled_effort.healing if isinstance(stage, Prune | Shrink) else 0.0
+        if not times or not isinstance(stage, Prune | Shrink):
+            yield stage
+        # The memory that is left may differ between processes.
+        elif why := current_session().world.received(_refusal(model, stage, calibration, compute)):
+            yield dataclasses.replace(stage, left_out=f"what is left is not trained (healing, of the effort): {why}")
+        else:
+            yield stage
+            yield Heal(times=times)
+
+
+def _refusal(model: str | Path, stage: Prune | Shrink, calibration: Calibration, compute: Compute) -> str:
+    """Why what ``stage`` leaves is not to be healed; "" where it is."""
+    if isinstance(stage, Prune) and stage.blocks:
+        return "only some blocks are pruned, and training would change all"
+    if isinstance(stage, Prune) and stage.keep_format:
+        return "the format is kept, which trained weights would leave"
+    if has_images(calibration):
+        return "it is calibrated on images"
+    if _windows(calibration) <= current_session().world.size:
+        return "some text is held out, and there is only one window of it for each process"
+    return refusal(Checkpoint(locate_model(str(model))), compute)
+
+
+def _windows(calibration: Calibration) -> int:
+    """How many there are of the text."""
+    given = [text.tokens if isinstance(text, Windows) else text for text in calibration.texts]
+    return sum(len(text) for text in given if isinstance(text, Tensor)) or calibration.samples
+
+
+def make_stage(text: str) -> Stage:
+    """The stage that ``text`` describes: its name and parameters, such as "prune 2:4 effort=best".
+
+    UsageError where it is not valid; UnknownNameError, which is one, for names.
+    """
+    try:
+        name, *words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no stage: {error or 'it is empty'}; such as 'shrink neurons=0.25'") from None
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            if name not in _FIRST or _FIRST[name] in given:
+                raise UsageError(f"{word!r} of the stage {text!r} has no name; parameters are written NAME=VALUE")
+            key, value = _FIRST[name], word
+        if key in given:
+            raise UsageError(f"the stage {text!r} gives {key} twice")
+        given[key] = value
+    return _made(name, given)
+
+
+def _made(name: str, given: dict[str, Any]) -> Stage:
+    """The stage called ``name`` with parameters as in a recipe, of which text may stand for numbers."""
+    if name not in STAGES:
+        raise UnknownNameError("stage", name, STAGES)
+    kind: Any = STAGES[name]
+    known = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind) if field.init}
+    known.pop("left_out", None)
+    for key, value in given.items():
+        if key not in known:
+            raise UnknownNameError(f"parameter of the stage {name}", key, known)
+        given[key] = _value(f"{key} of the stage {name}", value, known[key])
+    made: Stage = kind(**given)
+    return made
+
+
+def _value(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as a field of type ``hint`` takes it."""
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(value, str) or str in kinds or all(isinstance(kind, str) for kind in kinds):
+        return value
+    for kind, make in ((bool, {"true": True, "false": False}.__getitem__), (int, int), (float, float)):
+        if kind in kinds:
+            try:
+                return make(value)
+            except (ValueError, KeyError):
+                continue
+    raise UsageError(f"{name} cannot be {shown(value)}")
+
+
+def read_recipe(path: str | Path) -> list[Stage]:
+    """The stages of a recipe: a TOML file with a list of tables called ``stages``.
+
+    Each has the ``stage``'s name and its parameters. UsageError, which names the file, where it is not valid.
+    """
+    file = given_path(path)
+    try:
+        values = _toml(file)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{file} is no TOML file: {error}") from error
+    tables = values.pop(_STAGES, None)
+    if values or not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        others = f"; it has {', '.join(map(repr, values))}" if values else ""
+        raise UsageError(
+            f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'{others}"
+        )
+    stages = []
+    for number, table in enumerate(tables, 1):
+        if not isinstance(name := table.pop("stage", None), str):
+            raise UsageError(
+                f"{file}: table {number} of {_STAGES} does not say which stage it is, as in stage = 'prune'"
+            )
+        try:
+            stages.append(_made(name, table))
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from None
+    return stages
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        toml: Any = importlib.import_module("tomllib")
+    except ImportError:  # Python 3.10
+        toml = importlib.import_module("tomli")
+    values: dict[str, Any] = toml.loads(file.read_text(encoding="utf-8"))
+    return values

@@ -1,0 +1,148 @@
+"""Runs a list of stages: each writes a model that the next one reads, and the last one's becomes the output."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from niwaki.errors import UsageError
+from niwaki.files import write_json
+from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.spill import MemoryBudget
+from niwaki.options import Calibration, Compute, Measurement
+from niwaki.records.progress import Progress
+from niwaki.records.record import Clock, Record, StageRecord
+from niwaki.runs import card
+from niwaki.runs.journal import Journal
+from niwaki.runs.session import current_session
+from niwaki.runs.stage import Run, Stage, Task
+from niwaki.runs.workplace import check_output, workplace
+
+
+def execute(
+    model: str | Path,
+    out: str | Path,
+    stages: Sequence[Stage],
+    calibration: Calibration,
+    measurement: Measurement,
+    compute: Compute,
+    *,
+    reads: Sequence[Path] = (),
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Does ``stages`` to ``model``, one after the other, and writes the result to the directory ``out``.
+
+    All of them are opened and checked before anything is written. A run that is interrupted resumes after the last
+    block that is done, of the stage that was at work. ``reads`` are directories of other models that stages read.
+
+    Returns:
+        The record of all stages, which is also in ``out/niwaki.json``.
+
+    Raises:
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    world = current_session().world
+    progress = progress if progress and world.first else Progress()
+    check_order(stages)
+    progress.status(f"reading {model}")
+    source = locate_model(str(model))
+    target = check_output(source, out, *reads) if world.first else Path(out)
+    with contextlib.ExitStack() as stack:
+        budget = stack.enter_context(contextlib.closing(MemoryBudget()))
+        run = Run(
+            *(str(model), source, target, tuple(stages), calibration, measurement, compute, world, progress, budget),
+            reading=source,
+        )
+        tasks = _opened(run)
+        asked = [{"stage": stage.name, **task.asked()} for stage, task in zip(stages, tasks, strict=True)]
+        world.check_same(asked[0] if len(asked) == 1 else {f"stage {i + 1}": each for i, each in enumerate(asked)})
+        run.clock.lap("prepare")
+        place = stack.enter_context(workplace(target, asked, restart)) if world.first else None
+        run.place, journal = place, world.received(place.journal if place else Journal(asked))
+        record = Record.from_json(journal.result) if journal.result else None
+        if journal.done and not journal.complete:
+            progress.note(f"resuming after {journal.done} of {len(asked)} stages, where an earlier run was interrupted")
+        for number in range(journal.done, len(asked)):
+            run.number, run.earlier = number, record
+            run.journal = place.journal if place else dataclasses.replace(journal, done=number)
+            if number:
+                run.reading = world.received(place.source if place else None) or source
+            if number > journal.done:
+                journal, run.clock = Journal(asked), Clock()
+            record = _done(run, tasks[number])
+        assert record
+        if place:
+            place.move()
+    progress.end(record)
+    return record
+
+
+def check_order(stages: Sequence[Stage]) -> None:
+    """UsageError where there are no stages, or one cannot follow those before it."""
+    if not stages:
+        raise UsageError("a run needs at least one stage, such as Prune(0.5)")
+    for number, stage in enumerate(stages):
+        stage.check_order(tuple(stages[:number]))
+
+
+def _opened(run: Run) -> list[Task]:
+    """All stages, opened; what is measured on is the same text for all: that after all windows that any trains on."""
+    tasks = []
+    for number, stage in enumerate(run.stages):
+        run.number = number
+        tasks.append(stage.open(run))
+    texts = [task.texts for task in tasks if task.texts]
+    if len(texts) > 1:
+        most = max(texts, key=lambda each: len(each.samples))
+        for task in tasks:
+            if task.texts:
+                task.measure_on(most.heldout)
+    run.number = 0
+    return tasks
+
+
+def _done(run: Run, task: Task) -> Record:
+    """Does the stage that it is the turn of; the record of all stages so far."""
+    with _report_interruption(run, task):
+        record = task.work(run)
+        if run.place:
+            _finish(run, record)
+    return run.world.received(record)
+
+
+def _finish(run: Run, record: Record) -> None:
+    """Completes the record, writes the last one and its card, and says in the journal that the stage is done."""
+    place, earlier, stage = run.place, run.earlier, run.stages[run.number]
+    assert place
+    if len(run.stages) > 1:
+        others = earlier.stages if earlier else []
+        record.stages = [
+            *others,
+            StageRecord(stage.name, str(stage), run.clock.total(), record.perplexity.get("after")),
+        ]
+    if earlier:
+        run.clock.add(earlier.seconds)
+    record.seconds = {**run.clock.seconds, "total": run.clock.total()}
+    is_format, *after = (each.is_format for each in run.stages[run.number :])
+    if not is_format and all(after):
+        card.write(place.directory, record)
+        write_json(place.directory / "niwaki.json", record.to_json())
+    place.finish_stage(record)
+
+
+@contextlib.contextmanager
+def _report_interruption(run: Run, task: Task) -> Iterator[None]:
+    """Says what stays of a run that ends early, if anything does."""
+    try:
+        yield
+    except BaseException as error:
+        place, count = run.place, len(run.stages)
+        where: tuple[Any, ...] = (f"stage {run.number + 1} of {count}, {run.stages[run.number].name}",) * (count > 1)
+        if place and place.has_more_to_come:
+            run.progress.stopped(*task.extent(run), where)
+        elif isinstance(error, KeyboardInterrupt) and place and not place.journal.complete:
+            run.progress.lost()
+        raise

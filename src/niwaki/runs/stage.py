@@ -1,0 +1,105 @@
+"""What a run is made of: stages, and what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from niwaki.files import check_space
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.processes import World
+from niwaki.models.spill import MemoryBudget
+from niwaki.models.text import Texts, Windows
+from niwaki.options import Calibration, Compute, Measurement
+from niwaki.records.progress import Progress
+from niwaki.records.record import CalibrationRecord, Clock, Record
+from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
+from niwaki.runs.journal import Journal
+from niwaki.runs.workplace import Workplace
+
+#: Windows that perplexity is measured on, where nobody says how many.
+USUAL_WINDOWS = 16
+
+
+@dataclass
+class Run:
+    """What all stages of a run share, and where it is."""
+
+    model: str  # as it was given
+    source: Path  # where that is
+    out: Path
+    stages: tuple[Stage, ...]
+    calibration: Calibration
+    measurement: Measurement
+    compute: Compute
+    world: World
+    progress: Progress
+    budget: MemoryBudget  # for hidden states
+    clock: Clock = field(default_factory=Clock)  # of the stage at work
+    number: int = 0  # of the stage that is opened or at work, from 0
+    reading: Path = Path()  # the model that it reads
+    earlier: Record | None = None  # of all stages before it
+    journal: Journal = field(default_factory=lambda: Journal([{}]))
+    place: Workplace | None = None  # of the first process
+    #: The windows that a stage before has calibrated on, for one that would rather see new text.
+    seen: CalibrationRecord | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage reads the model that was given."""
+        return self.number == 0
+
+    def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "") -> CarriedFiles | None:
+        """The files beside the weights, in the first process, which checks that there is space for them and ``size``.
+
+        Before the run begins a later stage takes the model for the one that it will read, which then is there too.
+        Errors are those of :func:`niwaki.runs.carried.find_carried`.
+        """
+        if not self.world.first:
+            return None
+        carried = find_carried(checkpoint, self.out, size, keep)
+        if not self.is_first and self.place is None:
+            check_space(self.out, MARGIN + 2 * size)
+        return carried
+
+
+class Stage(Protocol):
+    """Something that is done to a model: a value, which knows nothing of directories, journals or processes."""
+
+    name: ClassVar[str]
+    #: Whether it only writes what there is in another form: then the model before it has the card and the record.
+    is_format: ClassVar[bool]
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        """UsageError where it cannot follow these stages."""
+
+    def open(self, run: Run) -> Task:
+        """Reads and checks all that can be before the run begins; nothing is written. NiwakiError where it cannot work.
+
+        Where it is not the first stage, ``run.reading`` is not yet the model that it will read, but the one that was
+        given.
+        """
+
+
+class Task(Protocol):
+    """A stage that was opened for a run."""
+
+    @property
+    def texts(self) -> Texts | None:
+        """What it calibrates and measures on."""
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        """From now on it measures on these texts, by their names, and no others."""
+
+    def asked(self) -> dict[str, Any]:
+        """By name, all that has to be the same for a run to resume, or for processes to share one."""
+
+    def work(self, run: Run) -> Record:
+        """Writes the model to ``run.place.directory``, checks it, and returns the record of all stages so far.
+
+        Resumes after the blocks that ``run.journal`` says are done.
+        """
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        """How many blocks are done and kept, of how many; 0 of 0 where that is not counted in blocks."""

@@ -1,0 +1,356 @@
+"""The directory in which a run works until its output is complete, and from which an interrupted run resumes.
+
+For an output OUT that is ``.OUT.partial`` next to it. If OUT exists already (an empty directory may be a mount point or
+somebody's working directory) it is ``OUT/.partial``. Beside it is ``.OUT.partial.json``, the journal: what was asked
+for, which stages are done, and which blocks of the one at work (:mod:`.journal`). In it are:
+
+* ``1``, ``2`` and so on: the model that each stage writes; the one before it is there as long as it is read;
+* ``plan.safetensors`` and ``scratch``: what the stage at work keeps besides.
+
+The last stage's directory becomes OUT, and then all of this goes, the journal at the very end.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from niwaki import __version__
+from niwaki.errors import OutputError, UsageError
+from niwaki.files import (
+    check_replaced,
+    digests,
+    given_path,
+    locked,
+    nearest,
+    output_errors,
+    set_usual_mode,
+    write_json,
+)
+from niwaki.records.record import Record
+from niwaki.runs.journal import Journal
+
+#: Characters that the name of a workplace, and of a file that is being written, has more than that of the output.
+_LONGER = 32
+#: What only records of pruning, of comparisons and of speed have, one each. Those of `niwaki eval` have none.
+_PARTS = {"matrices", "cells", "speeds"}
+
+
+def check_output(source: Path, given: str | Path, *read: Path) -> Path:
+    """``given`` as an absolute path; UsageError where it is not empty, may not be written, or is inside the model's.
+
+    ``read`` are directories of other models that the run reads, in which it may not be either.
+    """
+    out = given_path(given, _LONGER).resolve()
+    path = _place(out)
+    # What is in it may be our own where a run was stopped while it moved its directory.
+    if _taken(out, path) and not _is_complete(path):
+        raise _exists(out)
+    for directory in (source, *read):
+        if out.is_relative_to(directory.resolve()):
+            whose = "the model's own directory" if directory == source else f"{directory}, which the run reads"
+            raise UsageError(f"{out} is inside {whose}; choose another place")
+    _check_folder(nearest(out), f"{out} cannot be written")
+    return out
+
+
+def check_record(given: str | Path, part: str = "") -> Path:
+    """``given`` as an absolute path; UsageError where it cannot be a file, not be written, or has anything else.
+
+    A record may replace one of the same command: what sets that apart is ``part``, one of ``_PARTS``, or none of them.
+    """
+
+    def ours(file: BinaryIO) -> bool:
+        if file.read(1) != b"{":  # files of weights are large
+            return False
+        file.seek(0)
+        values: dict[str, Any] = json.load(file)
+        return {"command", "model"} <= values.keys() and {part} - {""} == values.keys() & _PARTS
+
+    file = given_path(given, 12).absolute()  # as many more has a temporary file
+    _check_folder(nearest(file.parent), f"{given} cannot be the record's file")
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{given} cannot be the record's file: something else has this name")
+    check_replaced(file, ours, "is not a record that this command wrote")
+    return file
+
+
+def _check_folder(folder: Path, what: str) -> None:
+    """UsageError, which says ``what``, where nothing can be written to ``folder``."""
+    if not folder.is_dir():
+        raise UsageError(f"{what}: {folder} is not a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{what}: {folder} may not be written to")
+
+
+class Workplace:
+    """Where a run for ``out`` works, and the ``journal`` of how far its stages have come that were ``asked`` for."""
+
+    def __init__(self, out: Path, asked: list[dict[str, Any]]) -> None:
+        self.path = _place(out)
+        #: Where what the stage at work decides before its blocks is kept, see :mod:`niwaki.pruning.plan`.
+        self.plan = self.path / "plan.safetensors"
+        #: A folder for what else the stage at work keeps.
+        self.scratch = self.path / "scratch"
+        self._out, self._journal = out, _journal(self.path)
+        self.journal = Journal(asked)
+
+    @property
+    def directory(self) -> Path:
+        """What the stage at work writes to; of a run that is complete, what becomes the output."""
+        return self.path / str(min(self.journal.done + 1, len(self.journal.asked)))
+
+    @property
+    def source(self) -> Path | None:
+        """The model that the stage at work reads, where another stage wrote it."""
+        return self.path / str(self.journal.done) if self.journal.done else None
+
+    def resume(self, restart: bool | None) -> None:
+        """Takes over what an earlier run left, or with ``restart`` discards it; the workplace is there and locked.
+
+        None is for commands that have no such option, which messages name otherwise. UsageError where that run was
+        asked for something else, or OUT has other files.
+        """
+        asked, hint = self.journal.asked, "" if restart is None else "start over with --restart, or "
+        for stray in self.path.parent.glob(f"{glob.escape(self._journal.name)}?*"):
+            stray.unlink()
+        with contextlib.suppress(FileNotFoundError):  # the longest of our names: one that is too long shows now
+            self._journal.with_name(f"{self._journal.name}.tmp12345678").stat()
+        earlier = None
+        with contextlib.suppress(OutputError) if restart else contextlib.nullcontext():
+            earlier = Journal.read(self._journal, hint) if self._journal.exists() else None
+        if earlier and earlier.complete:
+            self._take_back(earlier)
+        differing = earlier.differences(asked) if earlier else []
+        if earlier and earlier.complete and not self._last(earlier).is_dir():  # it was moved
+            if not restart and not differing and digests(self._out) == earlier.files:
+                self.journal = earlier
+                return
+            earlier = None
+        if earlier and not restart:
+            if differing:
+                same = f"ask for the same to resume it, {hint}" if hint else "choose another place, or "
+                raise UsageError(
+                    f"{self._out} has an unfinished run ({earlier.extent} done) that differs in "
+                    f"{'; '.join(differing)}; {same}remove {self._journal}"
+                )
+            self._check(earlier, hint)
+            self.journal = earlier
+            self.journal.asked = asked
+        else:
+            self.clear_all()
+        if _taken(self._out, self.path):
+            raise _exists(self._out)
+        with output_errors(self._out):
+            self.directory.mkdir(exist_ok=True)
+
+    def _check(self, earlier: Journal, hint: str) -> None:
+        """Sees whether what the last stage that is done wrote is still there; the very last one is done again."""
+        if not earlier.done or digests(self.path / str(earlier.done)) == earlier.files:
+            return
+        if not earlier.complete:
+            raise OutputError(f"{self.path / str(earlier.done)} is damaged; {hint}remove {self._journal}")
+        earlier.done -= 1
+
+    def _last(self, journal: Journal) -> Path:
+        return self.path / str(len(journal.asked))
+
+    def _take_back(self, journal: Journal) -> None:
+        """Undoes a move into an existing directory."""
+        names, last = {name.partition("/")[0] for name in journal.files}, self._last(journal)
+        for path in self._out.iterdir() if self._inside and last.is_dir() else ():
+            if path.name in names and not (last / path.name).exists():
+                path.rename(last / path.name)
+
+    @property
+    def _inside(self) -> bool:
+        return self._out == self.path.parent
+
+    def clear(self, kept: list[str]) -> None:
+        """Removes what an earlier run left, except the files ``kept``, which have the blocks that it has done."""
+        keep = {self.directory / name for name in kept} if self.journal.blocks else set()
+        with output_errors(self._out):
+            for path in sorted(self.directory.rglob("*"), reverse=True):  # what is in a folder before the folder
+                if path.is_dir() and not path.is_symlink():
+                    if not any(path.iterdir()):
+                        path.rmdir()
+                elif path not in keep or path.is_symlink() or not path.is_file():
+                    path.unlink()
+
+    def save(self, **changes: Any) -> None:
+        """Writes the journal with these changes: what it says is done has to be on disk before."""
+        journal = dataclasses.replace(self.journal, **changes)
+        write_json(self._journal, journal.to_json(), sync=True)
+        vars(self.journal).update(changes)
+
+    def save_block(self, block: int, digest: str, record: Record) -> None:
+        """Writes the journal with ``block`` done, whose weights on disk have this ``digest``."""
+        digests = [*self.journal.digests, *[""] * (block + 1 - self.journal.blocks)]
+        digests[block] = digest
+        self.save(digests=digests, record=record.to_json())
+
+    def finish_stage(self, record: Record | None = None) -> None:
+        """Says that all of a stage is written and checked; ``record`` is that of all stages so far, if there is one."""
+        done, result = self.journal.done + 1, record.to_json() if record else ""
+        with output_errors(self._out):
+            files = digests(self.directory, sync=True)
+            if done == len(self.journal.asked):
+                self.save(done=done, files=files, result=result)
+                return
+            self.save(done=done, files=files, result=result, digests=[], zeros={}, record="", plan="")
+            self._remove({str(done)})
+            self.directory.mkdir()
+
+    @property
+    def has_more_to_come(self) -> bool:
+        """Whether the same call has something to resume from, and the directory is not in place."""
+        return self.journal.begun and self._journal.exists()
+
+    def move(self) -> None:
+        """Moves the output into place."""
+        last = self.directory
+        with output_errors(self._out):
+            if last.is_dir():
+                if _taken(self._out, self.path):
+                    raise OutputError(f"{self._out} is no longer empty; move what is in it away and repeat the command")
+                if self._inside:
+                    for path in sorted(last.iterdir()):
+                        path.rename(self._out / path.name)
+                    last.rmdir()
+                else:
+                    set_usual_mode(last, 0o777)
+                    last.rename(self._out)
+            self._remove(set())
+            self.path.rmdir()
+            self._journal.unlink(missing_ok=True)
+
+    def clear_all(self) -> None:
+        """Removes all that an earlier run left, the journal last: where that fails, the same command does it again."""
+        self._remove(set())
+        self._journal.unlink(missing_ok=True)
+
+    def _remove(self, kept: set[str]) -> None:
+        for path in self.path.iterdir():
+            if path.name in kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def workplace(out: Path, asked: list[dict[str, Any]], restart: bool | None = None) -> Iterator[Workplace]:
+    """A place to write ``out`` at, with what an earlier run that was ``asked`` for the same left there.
+
+    A run that fails before its first block is done leaves nothing. Later, the same command resumes after the last
+    block that is done. UsageError where there is an unfinished run of something else, or one that is still running.
+    """
+    place = Workplace(out, asked)
+    path = place.path
+    made = [each for each in [path, *path.parents] if not each.exists()]
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        with output_errors(out):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(locked(path, out))
+            place.resume(restart)
+        try:
+            yield place
+        except BaseException:
+            if not place.journal.begun:
+                with contextlib.suppress(OSError):
+                    place.clear_all()
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def new_directory(out: Path, asked: dict[str, Any]) -> Iterator[Path | None]:
+    """An empty directory that becomes ``out`` at the end; after an error nothing is left of it.
+
+    None where an earlier run that was ``asked`` for the same was stopped while it moved a complete directory into
+    place: nothing is left to write. Errors are those of :func:`workplace`.
+    """
+    with workplace(out, [asked]) as place:
+        if place.journal.complete:
+            yield None
+        else:
+            place.clear([])
+            with output_errors(out):
+                yield place.directory
+            place.finish_stage()
+        place.move()
+
+
+def unfinished_size(out: Path) -> int:
+    """Bytes on the disk of what an earlier run for ``out`` was writing, in place of which it is written again."""
+    path = _place(out)
+    with contextlib.suppress(OSError, OutputError):  # the run may be going on
+        journal = Journal.read(_journal(path)) if _journal(path).exists() else Journal([{}])
+        least = journal.done + (not journal.complete)
+        folders = [each for each in path.iterdir() if each.name.isdigit() and int(each.name) >= least]
+        if journal.complete and out.is_dir():  # what is moved already
+            folders += [each for each in out.iterdir() if each != path]
+        return sum(_size(file) for folder in folders for file in (folder, *folder.rglob("*")))
+    return 0
+
+
+def _size(file: Path) -> int:
+    status = file.lstat()
+    return int(getattr(status, "st_blocks", status.st_size // 512) * 512)  # a file may have holes
+
+
+def write_config(directory: Path, values: dict[str, Any], record: Record) -> None:
+    """``config.json``: ``values`` with ``pruning_config``, an extra key that transformers keeps and ignores.
+
+    Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
+    """
+    pruning = {
+        "library": "niwaki",
+        "version": __version__,
+        **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
+        "sparsity": round(record.sparsity, 6),
+        **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
+    }
+    write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")
+
+
+def _place(out: Path) -> Path:
+    """The workplace of a run for ``out``."""
+    beside = out.parent / f".{out.name}.partial"
+    return out / ".partial" if out.is_dir() and not _journal(beside).exists() else beside
+
+
+def _journal(place: Path) -> Path:
+    return place.with_name(f"{place.name}.json")
+
+
+def _taken(out: Path, place: Path) -> bool:
+    """Whether there is anything at ``out`` but the workplace."""
+    if not out.is_dir():
+        return out.exists()
+    return any(not path.name.startswith(place.name) for path in out.iterdir())
+
+
+def _exists(out: Path) -> UsageError:
+    return UsageError(f"{out} exists and is not an empty directory; choose another or remove it")
+
+
+def _is_complete(place: Path) -> bool:
+    """Whether an earlier run only has to move its output."""
+    with contextlib.suppress(OutputError):
+        return _journal(place).exists() and Journal.read(_journal(place)).complete
+    return False
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    """Removes those that are empty: others may have put something there."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
