@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki import prune, shrink
+from niwaki.effort import EFFORTS, Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed
 from niwaki.models.block_arguments import BlockArguments, Handed, same
@@ -22,7 +23,6 @@ from niwaki.models.hidden_states import samples_first, streams_first
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.effort import EFFORTS, Effort
 from niwaki.records.record import Record
 from support.models import decoder_blocks, is_pruned, message, random_model, random_tokens, reference, save_model
 from support.runs import StopAt, files, listing, raw, tensors, zeros

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 import niwaki
-from niwaki import Calibration, Compute, Measurement
+from niwaki import Calibration, Measurement
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World

@@ -13,10 +13,10 @@ import pytest
 
 from niwaki import prune, shrink
 from niwaki.errors import CheckpointError, OutputError
-from niwaki.runs.carried import find_carried
 from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
-from niwaki.runs.workplace import unfinished_size
 from niwaki.packed.pack import pack, unpack
+from niwaki.runs.carried import find_carried
+from niwaki.runs.workplace import unfinished_size
 from support.models import edit_json, message, save_model, sparse_model
 from support.runs import listing, run, stopped
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from niwaki.runs.model_card import notes, replace_note, top
 from niwaki.records.record import Record
+from niwaki.runs.model_card import notes, replace_note, top
 
 RECORD = Record("", "m", "wanda", {"name": "wanda"}, "2:4", None, {}, "cpu", "float32")
 

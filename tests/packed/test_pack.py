@@ -26,7 +26,6 @@ import niwaki
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.models.checkpoint.tensors import DTYPES
-from niwaki.runs.workplace import Workplace
 from niwaki.models.scales import FILE as SCALES
 from niwaki.options import Calibration, Measurement
 from niwaki.packed import kernels
@@ -34,6 +33,7 @@ from niwaki.packed.format import Index, PackedCheckpoint
 from niwaki.packed.linear import SparseLinear
 from niwaki.packed.matrix import PADDING, pack
 from niwaki.records.progress import Progress
+from niwaki.runs.workplace import Workplace
 from support.models import (
     each_case,
     edit_json,

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.errors import UnknownNameError, UsageError
-from niwaki.models.block import DecoderBlock
 from niwaki.effort import (
     DEFAULT_EFFORT,
     EFFORTS,
@@ -23,6 +21,8 @@ from niwaki.effort import (
     make_effort,
     usual_effort,
 )
+from niwaki.errors import UnknownNameError, UsageError
+from niwaki.models.block import DecoderBlock
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record

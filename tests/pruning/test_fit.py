@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from niwaki.effort import Effort
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
@@ -20,7 +21,6 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable, trained_weights
-from niwaki.effort import Effort
 from niwaki.pruning.fit import Fit
 from niwaki.records.record import FitRecord
 from support.models import decoder_blocks, message, random_tokens, reference, save_model

@@ -19,7 +19,6 @@ from niwaki.errors import CalibrationError, CheckpointError, OutputError, Unsupp
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import training_dtype
-from niwaki.runs.journal import Journal
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_windows
@@ -32,6 +31,7 @@ from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.runs.journal import Journal
 from support.healing import LENGTH, TOKENS, divergence, drawn, heal, held, pruned_model, same_tensors, undrawn
 from support.models import COMMON, EACH_CASE, message, reference, save_model, save_model_with_tokenizer
 from support.runs import StopAt, files, tensors, zeros

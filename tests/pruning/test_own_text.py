@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from niwaki.effort import make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.effort import make_effort
 from niwaki.pruning.own_text import synthesize
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress

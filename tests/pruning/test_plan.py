@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from niwaki.effort import make_effort
 from niwaki.errors import OutputError
 from niwaki.layer.patterns import parse_pattern
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.effort import make_effort
 from niwaki.pruning.plan import Plan, plan
-from niwaki.recipes import prune
 from niwaki.pruning.sensitivity import sensitivities
+from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.arguments import arguments

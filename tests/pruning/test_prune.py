@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import niwaki
+from niwaki.effort import Effort, describe as describe_effort
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.layer.patterns import NM, PerRow
 from niwaki.layer.solvers import SOLVERS, SparseGPT
-from niwaki.effort import Effort, describe as describe_effort
 from niwaki.recipes import prune
 from support.models import (
     each_case,

@@ -25,11 +25,11 @@ from niwaki.errors import (
 )
 from niwaki.files import write_json
 from niwaki.layer.solvers import MaskThenUpdate
-from niwaki.runs.workplace import check_record
 from niwaki.recipes import prune
-from niwaki.runs.session import session
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.runs.session import session
+from niwaki.runs.workplace import check_record
 from support.models import (
     linear_inputs,
     message,

@@ -20,13 +20,13 @@ import niwaki
 from niwaki.errors import OutputError
 from niwaki.files import write_json
 from niwaki.layer.solvers import make_solver
-from niwaki.runs.carried import MARGIN
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.tensors import read_header
-from niwaki.runs.journal import Journal
-from niwaki.runs.workplace import Workplace, check_record, workplace
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
+from niwaki.runs.carried import MARGIN
+from niwaki.runs.journal import Journal
+from niwaki.runs.workplace import Workplace, check_record, workplace
 from support import faults
 from support.covering import FULL
 from support.models import message, random_tokens, save_model, sparse_model

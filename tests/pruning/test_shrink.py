@@ -21,11 +21,11 @@ import niwaki
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.runs.workplace import Workplace
 from niwaki.options import Measurement
 from niwaki.pruning.structured import shrink as shrinking
 from niwaki.pruning.structured.units import UnitParameter
 from niwaki.records.record import MatrixRecord, Record
+from niwaki.runs.workplace import Workplace
 from support.arguments import arguments
 from support.command import without_sign_of_life
 from support.models import (
@@ -40,7 +40,7 @@ from support.models import (
     save_model_with_tokenizer,
     weight,
 )
-from support.runs import SMALL
+from support.runs import SMALL, files
 
 RIDGE = 0.01
 CALIBRATION = random_tokens(8, 24)
@@ -649,7 +649,10 @@ def test_a_failure_leaves_nothing_behind(
     monkeypatch.setattr(shrinking, "check_outputs", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "out", **options)
-    assert listing(tmp_path) == before
+    monkeypatch.undo()
+    assert run(source, tmp_path / "out", **options).resumed == [2 if "blocks" in options else 3]
+    run(source, tmp_path / "whole", **options)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_files_have_the_usual_mode(tmp_path: Path) -> None:
@@ -698,9 +701,9 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     source = save_model(tmp_path / "model")
     before = listing(tmp_path)
     for options in ({"heads": 0.5}, {"neurons": 0.5}):
-        said = message(lambda options=options: run(source, tmp_path / "out", **options), OutputError)  # type: ignore[misc]
+        said = message(lambda options=options: run(source, tmp_path / "out", **options, restart=True), OutputError)  # type: ignore[misc]
         assert "hidden states differ" in said
-    assert listing(tmp_path) == before
+    assert not (tmp_path / "out").exists()
 
 
 def test_damaged_weights(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from niwaki.effort import EFFORTS, describe as describe_effort
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
-from niwaki.effort import EFFORTS, describe as describe_effort
 from niwaki.records.comparison import shown
 from niwaki.records.data import from_repr, plain
 from niwaki.records.perplexity import Perplexity

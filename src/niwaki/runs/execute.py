@@ -140,7 +140,7 @@ def _report_interruption(run: Run, task: Task) -> Iterator[None]:
         yield
     except BaseException as error:
         place, count = run.place, len(run.stages)
-        where: tuple[Any, ...] = (f"stage {run.number + 1} of {count}, {run.stages[run.number].name}",) * (count > 1)
+        where = f"stage {run.number + 1} of {count}, {run.stages[run.number].name}" if count > 1 else ""
         if place and place.has_more_to_come:
             run.progress.stopped(*task.extent(run), where)
         elif isinstance(error, KeyboardInterrupt) and place and not place.journal.complete:

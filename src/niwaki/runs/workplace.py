@@ -128,7 +128,7 @@ class Workplace:
             self._take_back(earlier)
         differing = earlier.differences(asked) if earlier else []
         if earlier and earlier.complete and not self._last(earlier).is_dir():  # it was moved
-            if not restart and not differing and digests(self._out) == earlier.files:
+            if not restart and not differing and self._moved() == earlier.files:
                 self.journal = earlier
                 return
             earlier = None
@@ -166,6 +166,11 @@ class Workplace:
         for path in self._out.iterdir() if self._inside and last.is_dir() else ():
             if path.name in names and not (last / path.name).exists():
                 path.rename(last / path.name)
+
+    def _moved(self) -> dict[str, str]:
+        """The digests of what is in OUT, without what is ours."""
+        found = digests(self._out) if self._out.is_dir() else {}
+        return {name: value for name, value in found.items() if not (self._inside and name.startswith(self.path.name))}
 
     @property
     def _inside(self) -> bool:

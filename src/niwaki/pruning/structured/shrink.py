@@ -25,7 +25,7 @@ from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import Matrix, check_dtypes
+from niwaki.models.layout import check_dtypes
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
@@ -238,10 +238,10 @@ class _Changes:
     def save(self, path: Path) -> str:
         """Writes them, on disk at the return; the SHA-256 of the file."""
         tensors = {f"kept {name}": value for name, value in self.kept.items()}
-        tensors |= {f"weight {name}": value.contiguous() for name, value in self.weights.items()}
+        tensors |= {f"weight {name}": value for name, value in self.weights.items()}
         with output_errors(path.parent):
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(save({name: value.cpu() for name, value in tensors.items()}))
+            path.write_bytes(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
             return digest(path, sync=True)
 
     @classmethod
@@ -394,12 +394,16 @@ class _Removing:
         changes = _Changes()
         for removal in self.columns:
             self._remove(block, removal, states, changes)
+            self._leave_out(removal, changes, tensors)
         for mixture in self.mixtures:
             if mixture.paths[block.index]:
                 block = self._remove_experts(block, mixture, smaller, states, tensors, changes)
+                self._leave_out(mixture, changes, tensors)
         if dense and trained_matrices(block):
             self._fit(block, states, dense, changes)
-        self._keep(block, changes, tensors)
+        for matrix in block.matrices:
+            if matrix.name in changes.weights:
+                tensors.replace(matrix, changes.weights[matrix.name])
         if place and file:
             self.record.seconds = dict(self.run.clock.seconds)
             place.save_block(block.index, changes.save(file), self.record)
@@ -410,26 +414,23 @@ class _Removing:
         self, block: DecoderBlock, smaller: nn.Module, changes: _Changes, tensors: BlockTensors
     ) -> DecoderBlock:
         """Does to ``block`` and ``tensors`` what an earlier run did."""
-        for mixture in self.mixtures:
-            if mixture.paths[block.index] and isinstance(mixture, ExpertRemoval):
-                block = tensors.move(block, smaller, mixture, changes.kept[mixture.kind])
-        matrices = {matrix.name: matrix for matrix in block.matrices}
-        for name, stored in changes.weights.items():
-            block.put(matrices[name], stored)
-        self._keep(block, changes, tensors)
-        return block
-
-    def _keep(self, block: DecoderBlock, changes: _Changes, tensors: BlockTensors) -> None:
-        """Puts ``changes`` into ``tensors``, and what was removed into the record's lists."""
-        matrices: dict[str, Matrix] = {matrix.name: matrix for matrix in block.matrices}
-        for name, stored in changes.weights.items():
-            tensors.replace(matrices[name], stored)
         for removal in self.removals:
             if removal.kind in changes.kept:
-                kept = changes.kept[removal.kind]
-                tensors.keep(removal, kept)
-                if removal.kind in self.removed:
-                    self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
+                if isinstance(removal, ExpertRemoval):
+                    block = tensors.move(block, smaller, removal, changes.kept[removal.kind])
+                self._leave_out(removal, changes, tensors)
+        for matrix in block.matrices:
+            if matrix.name in changes.weights:
+                block.put(matrix, changes.weights[matrix.name])
+                tensors.replace(matrix, changes.weights[matrix.name])
+        return block
+
+    def _leave_out(self, removal: Removal, changes: _Changes, tensors: BlockTensors) -> None:
+        """Leaves the units that go out of ``tensors``, and puts them into the record's lists."""
+        kept = changes.kept[removal.kind]
+        tensors.keep(removal, kept)
+        if removal.kind in self.removed:
+            self.removed[removal.kind].append((~kept).nonzero().squeeze(1).tolist())
 
     def _remove(self, block: DecoderBlock, removal: ColumnRemoval, states: HiddenStates, changes: _Changes) -> None:
         """Chooses heads or neurons to remove, and puts zeros into ``block`` for them."""
