@@ -17,9 +17,10 @@ from niwaki.packed import decoding, kernels
 from support.caches import CACHE
 from support.covering import FULL
 from support.decoding import (
+    BY_THEMSELVES,
     FAMILIES,
     NOT_TRIED,
-    PARTS,
+    blocks_of,
     by_transformers,
     classes_with_the_parts,
     counting,
@@ -36,8 +37,6 @@ DEVIATE = ("smollm3", "exaone_moe", "helium", "ernie4_5", "ministral3", "granite
 EACH = [kind for kind in FAMILIES if FULL or kind in NATIVE + DEVIATE]  # the campaign has all of them too
 #: Of two experts that are nearly as good, rounding decides; where all are asked, there is nothing to choose.
 ALL_EXPERTS = dict.fromkeys(("num_experts_per_tok", "moe_k"), 2)
-#: Those that do not take positions, because theirs have axes, or bytes for tokens.
-BY_THEMSELVES = {kind for kind, options in FAMILIES.items() if "mrope_section" in str(options)} | {"blt"}
 
 
 def both(model: PreTrainedModel, tokens: Tensor, given: int, start: int | None = None) -> tuple[Tensor, Tensor, int]:
@@ -105,9 +104,8 @@ def test_every_family_is_tried() -> None:
     """What transformers has of this structure, by the text of its modules."""
     tried: dict[str, set[str]] = {}
     for kind in FAMILIES:
-        for module in packed_model(kind).modules():
-            if {name for name, _ in module.named_children()} == PARTS:
-                tried.setdefault(type(module).__module__.split(".")[2], set()).add(type(module).__name__)
+        for block in blocks_of(kind):
+            tried.setdefault(block.__module__.split(".")[2], set()).add(block.__name__)
     there = classes_with_the_parts()
     assert there.keys() >= {*NATIVE, *DEVIATE}
     missing = {
