@@ -177,6 +177,12 @@ def config_of(kind: str, **others: Any) -> tuple[Any, Any]:
     return config, auto.from_config
 
 
+def all_experts(kind: str) -> dict[str, Any]:
+    """Of two experts that are nearly as good, rounding decides; where all are asked, there is nothing to choose."""
+    has_any = any("expert" in key for key in FAMILIES[kind])
+    return dict.fromkeys(("num_experts_per_tok", "moe_k"), 2) if has_any else {}
+
+
 def is_block(module: nn.Module) -> bool:
     return {name for name, _ in module.named_children()} == PARTS
 
@@ -273,6 +279,16 @@ def by_transformers() -> Iterator[None]:
     """Leaves all blocks to transformers."""
     with patch.object(decoding.NativeBlock, "_prepared_for", lambda *_: None):
         yield
+
+
+def both(
+    model: PreTrainedModel, tokens: Tensor, given: int, start: int | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """What is decoded, what transformers alone decodes, and how many native steps there were."""
+    with counting() as steps:
+        found = decoded(model, tokens, given, start, mask)
+    with by_transformers():
+        return found, decoded(model, tokens, given, start, mask), len(steps)
 
 
 def classes_with_the_parts() -> dict[str, set[str]]:
