@@ -1,6 +1,7 @@
 """Random models of every family whose blocks have LLaMA's parts, decoded natively and by transformers.
 
-Both have to give the same, at positions up to 100,000: what is native is right, or it is left to transformers.
+Both have to give the same, at positions up to 100,000: what is native is right, or it is left to transformers. In
+bfloat16 both have to be as far from float32.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from typing import Any
 
 import torch
 
-from support.decoding import FAMILIES, by_transformers, counting, decoded, packed_model
+from support.decoding import BY_THEMSELVES, FAMILIES, all_experts, both, by_transformers, decoded, packed_model
 
 #: The families that are native, which are half of the cases, and what their configurations may have.
 _USUAL = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "ernie4_5")
-#: Those that do not take positions, because theirs have axes, or bytes for tokens.
-_BY_THEMSELVES = {kind for kind, options in FAMILIES.items() if "mrope_section" in str(options)} | {"blt"}
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
@@ -28,6 +27,9 @@ _ROPES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 #: How far two results in float32 may be apart, relative to the largest number.
 _NOISE = 2e-5
+#: In bfloat16, how much larger one's error may be than the other's over this many tokens: in the mean over tokens, and
+#: all in all, where few tokens decide. Both are rounding alone: of 181 native models, 0.77 to 1.17 and 0.66 to 1.38.
+_APART, _ALL_APART, _TOKENS = 1.4, 2.0, 48
 
 
 def prepare(place: Path) -> None:
@@ -35,26 +37,39 @@ def prepare(place: Path) -> None:
 
 
 def case(chance: random.Random, place: Path) -> str:
-    """One model, and a text of a few tokens."""
-    usual = chance.random() < 0.5
+    """One model, and a text of which a few tokens, or some hundreds, are given at once."""
+    usual, rounded, long = chance.random() < 0.5, chance.random() < 0.5, chance.random() < 0.2
     kind = chance.choice(_USUAL if usual else sorted(FAMILIES))
-    model = packed_model(kind, seed=chance.randrange(1000), sparsity=chance.choice((0.0, 0.3, 0.5, 0.9)), **(
-        _options(chance, kind) if usual else {}
-    ))  # fmt: skip
-    tokens = torch.tensor([[chance.randrange(64) for _ in range(chance.randrange(6, 14))]])
-    given = chance.choice((1, 1, 2, 5))
-    start = None if kind in _BY_THEMSELVES else chance.choice((None, 0, 1, 17, chance.randrange(100_000)))
+    options = {
+        "seed": chance.randrange(1000),
+        "sparsity": chance.choice((0.0, 0.3, 0.5, 0.9)),
+        **(_options(chance, kind) if usual else {}),
+        **(all_experts(kind) if rounded else {}),
+    }
+    model = packed_model(kind, torch.bfloat16 if rounded else torch.float32, **options)
+    given = chance.randrange(200, 500) if long else chance.choice((1, 1, 2, 5))
+    behind = _TOKENS if rounded else chance.randrange(5, 13)
+    tokens = torch.tensor([[chance.randrange(64) for _ in range(given + behind)]])
+    start = None if kind in BY_THEMSELVES else chance.choice((None, 0, 1, 17, chance.randrange(100_000)))
     mask = None
     if usual and chance.random() < 0.3:
         mask = torch.ones_like(tokens)
         mask[:, 1 : chance.randrange(2, 5)] = 0
-    with counting() as steps:
-        found = decoded(model, tokens, given, start, mask)
-    with by_transformers():
-        right = decoded(model, tokens, given, start, mask)
-    far = float((found - right).abs().max() / right.abs().max())
-    assert far <= _NOISE, f"{kind}: {far:.1e} apart, {len(steps)} native steps, from {start}, {given} given"
-    return "native" if steps else "left to transformers"
+    found, theirs, steps = both(model, tokens, given, start, mask)
+    about = f"{kind}: {steps} native steps, from {start}, {given} given"
+    if rounded:
+        with by_transformers():
+            right = decoded(packed_model(kind, **options), tokens, given, start, mask)
+        errors, their_errors = ((each - right).norm(dim=1) for each in (found, theirs))
+        apart = float((errors / their_errors).log().mean().exp())
+        all_apart = float(errors.norm() / their_errors.norm())
+        assert 1 / _APART <= apart <= _APART, f"{about}: errors {apart:.2f} times transformers'"
+        assert 1 / _ALL_APART <= all_apart <= _ALL_APART, f"{about}: errors {all_apart:.2f} times transformers' in all"
+    else:
+        far = float((found - theirs).abs().max() / theirs.abs().max())
+        assert far <= _NOISE, f"{about}: {far:.1e} apart"
+    cache = "long" if long else "short"
+    return f"{'native' if steps else 'left to transformers'} in {model.dtype} behind a {cache} cache"
 
 
 def _options(chance: random.Random, kind: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
@@ -17,9 +16,12 @@ from niwaki.packed import decoding, kernels
 from support.caches import CACHE
 from support.covering import FULL
 from support.decoding import (
+    BY_THEMSELVES,
     FAMILIES,
     NOT_TRIED,
-    PARTS,
+    all_experts,
+    blocks_of,
+    both,
     by_transformers,
     classes_with_the_parts,
     counting,
@@ -34,18 +36,6 @@ NATIVE = ("llama", "mistral", "qwen2", "qwen3")
 #: Layers without rotary positions, neighbours that are turned, queries scaled by position, a multiplier, a limit.
 DEVIATE = ("smollm3", "exaone_moe", "helium", "ernie4_5", "ministral3", "granite", "olmo")
 EACH = [kind for kind in FAMILIES if FULL or kind in NATIVE + DEVIATE]  # the campaign has all of them too
-#: Of two experts that are nearly as good, rounding decides; where all are asked, there is nothing to choose.
-ALL_EXPERTS = dict.fromkeys(("num_experts_per_tok", "moe_k"), 2)
-#: Those that do not take positions, because theirs have axes, or bytes for tokens.
-BY_THEMSELVES = {kind for kind, options in FAMILIES.items() if "mrope_section" in str(options)} | {"blt"}
-
-
-def both(model: PreTrainedModel, tokens: Tensor, given: int, start: int | None = None) -> tuple[Tensor, Tensor, int]:
-    """What is decoded, what transformers alone decodes, and how many native steps there were."""
-    with counting() as steps:
-        found = decoded(model, tokens, given, start)
-    with by_transformers():
-        return found, decoded(model, tokens, given, start), len(steps)
 
 
 def native_tokens(tokens: int, given: int) -> int:
@@ -68,8 +58,7 @@ def test_as_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", EACH)
 def test_in_bfloat16(kind: str) -> None:
     """As far from float32 as transformers is, in both directions."""
-    experts = ALL_EXPERTS if any("expert" in key for key in FAMILIES[kind]) else {}
-    model, exact = (packed_model(kind, dtype, **experts) for dtype in (torch.bfloat16, torch.float32))
+    model, exact = (packed_model(kind, dtype, **all_experts(kind)) for dtype in (torch.bfloat16, torch.float32))
     tokens, start = random_tokens(1, 24), None if kind in BY_THEMSELVES else 40
     found, theirs, steps = both(model, tokens, 1, start)
     with by_transformers():
@@ -105,9 +94,8 @@ def test_every_family_is_tried() -> None:
     """What transformers has of this structure, by the text of its modules."""
     tried: dict[str, set[str]] = {}
     for kind in FAMILIES:
-        for module in packed_model(kind).modules():
-            if {name for name, _ in module.named_children()} == PARTS:
-                tried.setdefault(type(module).__module__.split(".")[2], set()).add(type(module).__name__)
+        for block in blocks_of(kind):
+            tried.setdefault(block.__module__.split(".")[2], set()).add(block.__name__)
     there = classes_with_the_parts()
     assert there.keys() >= {*NATIVE, *DEVIATE}
     missing = {

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from niwaki.packed import decoding
 from niwaki.packed.linear import SparseLinear
@@ -60,27 +60,54 @@ _BYTES: dict[str, Any] = {
     "encoder_hash_byte_group_size": [3],
     "encoder_hash_byte_group_vocab": 30,
 }
+_LATENT: dict[str, Any] = {  # queries, keys and values of few numbers
+    **dict.fromkeys(("num_key_value_heads", "swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
+    "swa_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "shared_experts_intermediate_size": 8,
+}
+_CHAMELEON: dict[str, Any] = {
+    "class": "ChameleonModel",
+    "vq_config": {"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1], "embed_dim": 8},
+    "vocabulary_map": {"<image>": 3},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
-#: By model_type, what shows how a family differs from LLaMA.
+#: By model_type, what shows how a family differs from LLaMA. Those ``by_states`` embed no tokens.
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria_text": _EXPERTS,
     "blt": {**_BYTES, **dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), _BYTES)},
+    "chameleon": _CHAMELEON,
+    "chameleon with swin_norm": {**_CHAMELEON, "kind": "chameleon", "swin_norm": True},
+    "csm": {"class": "CsmBackboneModel", "num_codebooks": 2, "by_states": True},
+    "csm_depth_decoder_model": {"class": "CsmDepthDecoderModel", "backbone_hidden_size": 64, "by_states": True},
     "cwm": {"layer_types": [_SLIDING, _FULL, _SLIDING]},
     "deepseek_ocr2_text": {**_EXPERTS, "class": "DeepseekOcr2TextModel"},
     "dots1": {**_EXPERTS, "n_shared_experts": 1, "layer_types": [_SLIDING, _FULL, _FULL]},
+    "dots3_note_text": {**_EXPERTS, **_LATENT, "layer_types": [_FULL, _SLIDING, _FULL]},
     "ernie4_5": {},
     "ernie4_5_moe": _EXPERTS,
+    "ernie4_5_vl_moe_text": {
+        **_EXPERTS,
+        **_by_axes(3, 3, 2),
+        "moe_intermediate_size": [8, 8],
+        "class": "Ernie4_5_VLMoeTextModel",
+    },
     "exaone_moe": {**_EXPERTS, "layer_types": [_SLIDING, _FULL, _FULL]},
     "flint": {**_EXPERTS, "layer_types": [_SLIDING, _FULL, _FULL]},
     "gemma": {},
     "glm4_moe": {**_EXPERTS, "use_qk_norm": True},
     "glm4v_moe_text": {**_EXPERTS, **_by_axes(1, 1, 2)},
     "granite": {"residual_multiplier": 0.98},
+    "granite4_vision_text": {"residual_multiplier": 0.98, "class": "Granite4VisionTextModel"},
     "granite_docling_text": {},
     "granite_swa": {"layer_types": [_SLIDING, _FULL, _FULL]},
     "helium": {},
+    "hunyuan_vl_text": {**_by_axes(2, 3, 3), "class": "HunYuanVLTextModel"},
     "hy_v3": _EXPERTS,
     "internlm3": {},
     "iquestcoder": {},
@@ -101,38 +128,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS,
     "qwen2_vl_text": _by_axes(2, 3, 3),
     "qwen3": {},
-    "qwen3_5_text": {"layer_types": [_FULL, _LINEAR, _FULL]},
-    "qwen3_5_moe_text": {**_EXPERTS, "layer_types": [_FULL, _LINEAR, _FULL]},
+    "qwen3_5_text": {**_by_axes(1, 1, 0), "layer_types": [_FULL, _LINEAR, _FULL]},
+    "qwen3_5_moe_text": {**_EXPERTS, **_by_axes(1, 1, 0), "layer_types": [_FULL, _LINEAR, _FULL]},
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_EXPERTS, "layer_types": [_FULL, _LINEAR, _FULL]},
+    "qwen3_omni_moe_talker_code_predictor": {"class": "Qwen3OmniMoeTalkerCodePredictorModel", "by_states": True},
+    "qwen3_omni_moe_talker_text": {
+        **_EXPERTS,
+        **_by_axes(2, 3, 3),
+        "class": "Qwen3OmniMoeTalkerModel",
+        "by_states": True,
+    },
     "qwen3_omni_moe_text": {**_EXPERTS, **_by_axes(2, 3, 3), "class": "Qwen3OmniMoeThinkerTextModel"},
-    "qwen3_vl_moe_text": _EXPERTS,
-    "qwen3_vl_text": {},
+    "qwen3_vl_moe_text": {**_EXPERTS, **_by_axes(2, 3, 3)},
+    "qwen3_vl_text": _by_axes(2, 3, 3),
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "solar_open": _EXPERTS,
     "unlimited_ocr_text": {**_EXPERTS, "class": "UnlimitedOcrTextModel"},
 }
-#: By folder, blocks with the same names for their parts that are not tried, because they see all tokens at once, or
-#: because their model is not made from a configuration of text alone.
+#: Those whose positions are of bytes or of codebooks, which nobody else can say.
+BY_THEMSELVES = {"blt", "csm_depth_decoder_model"}
+#: By folder, blocks with the same names for their parts that never decode token by token, because each of their tokens
+#: sees those behind it: encoders, and what removes the noise from several tokens at once.
 NOT_TRIED = {
     "deepseek_ocr2": {"DeepseekOcr2VisionEncoderLayer"},
     "esmc": {"EsmcLayer"},
     "eurobert": {"EuroBertDecoderLayer"},
     "mllama": {"MllamaVisionEncoderLayer"},
     "moonshine_streaming": {"MoonshineStreamingEncoderLayer"},
+    "muse_glimmer_assistant": {"MuseGlimmerAssistantDecoderLayer"},
     "pe_audio": {"PeAudioEncoderLayer"},
     "pe_audio_video": {"PeAudioVideoEncoderLayer"},
     "pe_video": {"PeVideoEncoderLayer"},
     "ultrabert": {"UltrabertDecoderLayer"},
-    "chameleon": {"ChameleonDecoderLayer", "ChameleonSwinDecoderLayer"},
-    "csm": {"CsmDecoderLayer"},
-    "dots3_note": {"Dots3NoteTextDecoderLayer"},
-    "ernie4_5_vl_moe": {"Ernie4_5_VLMoeDecoderLayer"},
-    "granite4_vision": {"Granite4VisionTextDecoderLayer"},
-    "hunyuan_vl": {"HunYuanVLDenseV1DecoderLayer"},
-    "muse_glimmer_assistant": {"MuseGlimmerAssistantDecoderLayer"},
-    "qwen3_omni_moe": {"Qwen3OmniMoeTalkerDecoderLayer", "Qwen3OmniMoeTalkerCodePredictorDecoderLayer"},
 }
 PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -140,12 +169,29 @@ PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 def config_of(kind: str, **others: Any) -> tuple[Any, Any]:
     """A configuration, and the class of its model."""
     options = {**SIZES, **FAMILIES[kind], **others}
-    name = options.pop("class", None)
-    config = AutoConfig.for_model(kind, **options)
+    name, _ = options.pop("class", None), options.pop("by_states", None)
+    config = AutoConfig.for_model(options.pop("kind", kind), **options)
     if name is not None:
         return config, getattr(transformers, name)._from_config
     auto: Any = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
     return config, auto.from_config
+
+
+def all_experts(kind: str) -> dict[str, Any]:
+    """Of two experts that are nearly as good, rounding decides; where all are asked, there is nothing to choose."""
+    has_any = any("expert" in key for key in FAMILIES[kind])
+    return dict.fromkeys(("num_experts_per_tok", "moe_k"), 2) if has_any else {}
+
+
+def is_block(module: nn.Module) -> bool:
+    return {name for name, _ in module.named_children()} == PARTS
+
+
+def blocks_of(kind: str) -> set[type[nn.Module]]:
+    """The classes of a model's blocks; nothing of it is filled with numbers."""
+    config, build = config_of(kind)
+    with torch.device("meta"):
+        return {type(module) for module in build(config).modules() if is_block(module)}
 
 
 def packed_model(
@@ -158,7 +204,7 @@ def packed_model(
     config, build = config_of(kind, **others)
     model: PreTrainedModel = build(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    blocks = [module for module in model.modules() if {name for name, _ in module.named_children()} == PARTS]
+    blocks = [module for module in model.modules() if is_block(module)]
     with torch.no_grad():
         for name, value in model.named_parameters():
             random = torch.randn(value.shape, generator=generator)
@@ -183,17 +229,34 @@ def decoded(
     The first is at the position ``start``; None leaves that to the model.
     """
     run: Any = model
-    found, cache = [], None
-    for first, last in [(0, given), *((i, i + 1) for i in range(given, tokens.shape[1]))]:
+    found, cache, count = [], DynamicCache(config=model.config), tokens.shape[1]
+    inputs = _inputs(model, tokens)
+    positions = None if start is None else _positions(model, start, count)
+    for first, last in [(0, given), *((i, i + 1) for i in range(given, count))]:
         options: dict[str, Any] = {} if mask is None else {"attention_mask": mask[:, :last]}
-        if start is not None:
-            options["position_ids"] = torch.arange(start + first, start + last).unsqueeze(0)
-        if cache is not None:
-            options[CACHE] = cache
-        out = run(input_ids=tokens[:, first:last], use_cache=True, **options)
+        options |= {name: value[:, first:last] for name, value in inputs.items()}
+        if positions is not None:
+            options["position_ids"] = positions[..., first:last]
+        out = run(use_cache=True, **options, **{CACHE: cache})
         cache = out[CACHE]
         found.append(out["logits" if "logits" in out else "last_hidden_state"][:, -1])
     return torch.cat(found[1:])
+
+
+def _inputs(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
+    """The tokens, or in their place states for a model that embeds none."""
+    if not FAMILIES[model.config.model_type].get("by_states"):
+        return {"input_ids": tokens}
+    table = torch.randn(64, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    return {"inputs_embeds": table.to(torch.bfloat16).to(model.dtype)[tokens]}
+
+
+def _positions(model: PreTrainedModel, start: int, count: int) -> Tensor:
+    """(1, count), or (3, 1, count) where positions have axes, each of which goes on at its own pace."""
+    positions = torch.arange(start, start + count).unsqueeze(0)
+    if "mrope_section" not in str(FAMILIES[model.config.model_type]):
+        return positions
+    return torch.stack((positions, positions // 2, positions // 3))
 
 
 @contextlib.contextmanager
@@ -216,6 +279,16 @@ def by_transformers() -> Iterator[None]:
     """Leaves all blocks to transformers."""
     with patch.object(decoding.NativeBlock, "_prepared_for", lambda *_: None):
         yield
+
+
+def both(
+    model: PreTrainedModel, tokens: Tensor, given: int, start: int | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """What is decoded, what transformers alone decodes, and how many native steps there were."""
+    with counting() as steps:
+        found = decoded(model, tokens, given, start, mask)
+    with by_transformers():
+        return found, decoded(model, tokens, given, start, mask), len(steps)
 
 
 def classes_with_the_parts() -> dict[str, set[str]]:
