@@ -216,7 +216,7 @@ def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
 
 
 def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
-    """As SmolLM2's are; all other ways are in test_gguf_tokenizer.py."""
+    """As SmolLM2's are; all other ways are in test_gguf_source_tokenizer.py."""
     source = tmp_path / "source"
     random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(source)
     steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}]

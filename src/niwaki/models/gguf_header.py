@@ -23,7 +23,7 @@ _FIELD, _TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True)
-class Stored:
+class GgufTensor:
     """A tensor: its type by ggml's number, its shape as torch has it, and ``offset`` of its bytes in the file."""
 
     name: str
@@ -43,7 +43,7 @@ class Header:
     """All that a file says: values by key, arrays as lists, and its tensors in their order."""
 
     fields: Mapping[str, Any]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[GgufTensor, ...]
 
 
 def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
@@ -91,9 +91,9 @@ def _placed(
     alignment: int,
     end: int,
     sizes: Mapping[int, tuple[int, int]],
-) -> tuple[Stored, ...]:
+) -> tuple[GgufTensor, ...]:
     """The tensors of a file of ``end`` bytes, which lie one after the other from ``start`` on."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, GgufTensor] = {}
     free = 0
     for name, kind, shape, offset in described:
         if name in tensors:
@@ -106,7 +106,7 @@ def _placed(
         size = math.prod(shape) // elements * size
         if offset != free or start + offset + size > end:
             raise ValueError(f"the tensor {name!r}, {shape}, is not in its place or not in the file")
-        tensors[name] = Stored(name, kind, shape, start + offset, size)
+        tensors[name] = GgufTensor(name, kind, shape, start + offset, size)
         free += size + -size % alignment
     return tuple(tensors.values())
 

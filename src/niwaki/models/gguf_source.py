@@ -28,9 +28,9 @@ from niwaki.errors import CheckpointError, UnsupportedModelError, one_line
 from niwaki.files import check_space, output_errors, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import ORIGIN
-from niwaki.models.gguf_header import Header, Stored, read_header
+from niwaki.models.gguf_header import GgufTensor, Header, read_header
 from niwaki.models.gguf_keys import follow_keys, stretch
-from niwaki.models.gguf_tokenizer import read_tokenizer
+from niwaki.models.gguf_source_tokenizer import read_tokenizer
 from niwaki.models.journal import digest
 from niwaki.models.structure import check_sizes, refusals
 from niwaki.records.record import versions
@@ -146,7 +146,7 @@ def _check(file: Path, header: Header) -> None:
         raise CheckpointError(f"{file} has tensors of {len(blocks):,} blocks, and says that it has {said!r}")
 
 
-def _factors(file: Path, tensor: Stored) -> torch.Tensor:
+def _factors(file: Path, tensor: GgufTensor) -> torch.Tensor:
     """The numbers of a tensor in float32."""
     if tensor.size != 4 * tensor.count:
         raise CheckpointError(f"{file}: {tensor.name!r} is not in float32")

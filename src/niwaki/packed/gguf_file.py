@@ -14,14 +14,14 @@ from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.structure import read_config, refusals
 from niwaki.packed.gguf_architectures import (
     ARCHITECTURES,
-    Stored,
+    ExportedTensor,
     add_sizes,
     check_configuration,
     context_length,
     find_tensors,
     rope_factors,
 )
-from niwaki.packed.gguf_tokenizer import Tokenizer
+from niwaki.packed.gguf_file_tokenizer import Tokenizer
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
 
@@ -102,7 +102,7 @@ def _check_place(out: str | Path, models: list[Path]) -> Path:
     return file
 
 
-def _choose_kinds(tensors: list[Stored], kind: Kind) -> list[str]:
+def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
     """Gives matrices the form they are stored in; what there is to say of it."""
     odd = []
     for tensor in tensors:
@@ -122,7 +122,7 @@ def _choose_kinds(tensors: list[Stored], kind: Kind) -> list[str]:
 
 
 def _write_tensors(
-    gguf: Any, writer: Any, checkpoint: Checkpoint, tensors: list[Stored], factors: np.ndarray[Any, Any] | None
+    gguf: Any, writer: Any, checkpoint: Checkpoint, tensors: list[ExportedTensor], factors: np.ndarray[Any, Any] | None
 ) -> None:
     """Writes the header, and then the tensors one after the other."""
     if factors is not None:
@@ -143,7 +143,7 @@ def _write_tensors(
         writer.write_tensor_data(gguf.quants.quantize(_read(checkpoint, tensor), stored))
 
 
-def _read(checkpoint: Checkpoint, tensor: Stored) -> np.ndarray[Any, Any]:
+def _read(checkpoint: Checkpoint, tensor: ExportedTensor) -> np.ndarray[Any, Any]:
     """float32, in the order that llama.cpp has; UnsupportedModelError for values that its form cannot hold."""
     parts = []
     for key in tensor.keys:
