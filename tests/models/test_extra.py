@@ -152,6 +152,23 @@ def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Pat
     assert extra_tensors(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("uses", [True, False, None])
+def test_smaller_models_do_not_generate_with_draft_layers(tmp_path: Path, uses: bool | None) -> None:
+    """What is said of generating goes with the layers; all else of it stays, and so does all where none goes."""
+    deepseek(tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    edit_json(file, top_k=7, **({} if uses is None else {"use_mtp": uses}))
+    before = file.read_text()
+    record = shrink(tmp_path / "model", tmp_path / "out", blocks=1)
+    after = (tmp_path / "out" / "generation_config.json").read_text()
+    said = "and generation_config.json not to use them (use_mtp false)"
+    assert any(said in note for note in record.notes) == bool(uses)
+    assert json.loads(after) == json.loads(before) | ({"use_mtp": False} if uses else {})
+    assert uses or after == before
+    prune(tmp_path / "model", tmp_path / "pruned")
+    assert (tmp_path / "pruned" / "generation_config.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("more", "name", "what"),
     [

@@ -21,7 +21,7 @@ from niwaki.models.carried import CarriedFiles, find_carried
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
-from niwaki.models.extra import find_extra, notes_of
+from niwaki.models.extra import find_extra, generation_without_drafts, notes_of
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import check_dtypes
 from niwaki.models.output import Workplace, check_output, workplace, write_config
@@ -235,6 +235,8 @@ class _Run:
         place.clear([])
         self.carried.copy(directory)
         record.notes += self.carried.notes
+        if any(each.is_draft for each in left):
+            generation_without_drafts(directory)
         write_config(directory, configuration(model, kept, self.removals, left), record)
         smaller_modules = smaller_blocks(model, directory, kept, self.removals)
         shards = Shards(directory)
