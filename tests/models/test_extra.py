@@ -20,7 +20,7 @@ from niwaki.packed.compressed_tensors import export
 from niwaki.packed.pack import pack, unpack
 from niwaki.records.record import Record
 from support.command import Command
-from support.models import edit_json, random_tokens, save_model, save_random
+from support.models import edit_json, random_tokens, save_model, save_model_with_tokenizer, save_random
 from support.runs import raw, tensors
 
 TOKENS = random_tokens(8, 16)
@@ -229,6 +229,18 @@ def test_the_export_says_that_they_are_not_packed(tmp_path: Path) -> None:
     assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "lm_head"} == set(settings["ignore"])
     assert all(raw(tensors(out)[key]) == raw(value) for key, value in more.items())
     AutoModelForCausalLM.from_pretrained(out)  # it has no modules of these names, and does not mind
+
+
+def test_files_for_llama_cpp_are_without_them(tmp_path: Path) -> None:
+    """They are named as everywhere, and what transformers computes is not."""
+    pytest.importorskip("gguf")
+    model = save_model_with_tokenizer(tmp_path / "model")
+    add(model, mtp("mtp") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    (note,) = niwaki.export_gguf(model, tmp_path / "model.gguf", "F16")
+    (found,) = extra_tensors(model)
+    assert note == f"left out, as not in transformers' model either: {found}"
+    assert "inv_freq" not in note
+    assert DRAFTS in note
 
 
 def test_healing_keeps_them(tmp_path: Path) -> None:

@@ -184,10 +184,8 @@ def sizes(config: PreTrainedConfig) -> dict[str, int]:
     }
 
 
-def find_tensors(
-    checkpoint: Checkpoint, config: PreTrainedConfig, architecture: Architecture
-) -> tuple[list[ExportedTensor], list[str]]:
-    """(what the file has, keys that are left out as transformers has no place for them either).
+def find_tensors(checkpoint: Checkpoint, config: PreTrainedConfig, architecture: Architecture) -> list[ExportedTensor]:
+    """What the file has.
 
     CheckpointError where a tensor is missing or has another shape than config.json says.
     """
@@ -216,8 +214,7 @@ def find_tensors(
                 raise CheckpointError(
                     f"{checkpoint.path}: {key!r} has the shape {there}, by config.json it is {stored.shape}"
                 )
-    used = {key for stored in found for key in stored.keys}
-    return found, [key for key in checkpoint.entries if key not in used and not key.endswith("rotary_emb.inv_freq")]
+    return found
 
 
 def context_length(config: PreTrainedConfig) -> tuple[int, str]:

@@ -11,6 +11,8 @@ from niwaki.arguments import checked
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.files import check_space, given_path, new_file
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.extra import find_extra
+from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.packed.gguf_architectures import (
     ARCHITECTURES,
@@ -22,6 +24,7 @@ from niwaki.packed.gguf_architectures import (
     rope_factors,
 )
 from niwaki.packed.gguf_file_tokenizer import Tokenizer
+from niwaki.records.wording import several
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
 
@@ -68,10 +71,10 @@ def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list
     architecture = ARCHITECTURES[model_type]
     check_configuration(config, architecture, path)
     factors = rope_factors(config, architecture, path)
-    tensors, left_out = find_tensors(checkpoint, config, architecture)
+    tensors = find_tensors(checkpoint, config, architecture)
     notes = [context_length(config)[1], *_choose_kinds(tensors, kind)]
-    if left_out:
-        notes.append(f"{len(left_out)} tensors that transformers does not use are left out, such as {left_out[0]!r}")
+    if extra := find_extra(StreamedModel(checkpoint, "cpu", "float32")):
+        notes.append(f"left out, as not in transformers' model either: {several(list(map(str, extra)))}")
     tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
     check_space(file.parent, checkpoint.size)
     name = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)]
