@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,13 @@ for module in pkgutil.walk_packages(niwaki.__path__, "niwaki."):
 look()
 """
     modules_after(code)
+
+
+def test_names_of_files_and_formats_are_of_one_thing_each() -> None:
+    """What reads GGUF files and what writes them, and tensors of one format and of another, are told apart by name."""
+    paths = [*(ROOT / "models").rglob("*.py"), *(ROOT / "packed").rglob("*.py")]
+    modules = Counter(path.name for path in paths if path.name.startswith("gguf_"))
+    classes = Counter(
+        node.name for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in (modules | classes).items() if count > 1] == []

@@ -20,7 +20,7 @@ from niwaki.packed.compressed_tensors import export
 from niwaki.packed.pack import pack, unpack
 from niwaki.records.record import Record
 from support.command import Command
-from support.models import edit_json, random_tokens, save_model, save_random
+from support.models import edit_json, random_tokens, save_model, save_model_with_tokenizer, save_random
 from support.runs import raw, tensors
 
 TOKENS = random_tokens(8, 16)
@@ -152,6 +152,23 @@ def test_smaller_models_have_no_draft_layers(tmp_path: Path, drafting: tuple[Pat
     assert extra_tensors(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("uses", [True, False, None])
+def test_smaller_models_do_not_generate_with_draft_layers(tmp_path: Path, uses: bool | None) -> None:
+    """What is said of generating goes with the layers; all else of it stays, and so does all where none goes."""
+    deepseek(tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    edit_json(file, top_k=7, **({} if uses is None else {"use_mtp": uses}))
+    before = file.read_text()
+    record = shrink(tmp_path / "model", tmp_path / "out", blocks=1)
+    after = (tmp_path / "out" / "generation_config.json").read_text()
+    said = "and generation_config.json not to use them (use_mtp false)"
+    assert any(said in note for note in record.notes) == bool(uses)
+    assert json.loads(after) == json.loads(before) | ({"use_mtp": False} if uses else {})
+    assert uses or after == before
+    prune(tmp_path / "model", tmp_path / "pruned")
+    assert (tmp_path / "pruned" / "generation_config.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("more", "name", "what"),
     [
@@ -212,6 +229,18 @@ def test_the_export_says_that_they_are_not_packed(tmp_path: Path) -> None:
     assert {"mtp.fc", "mtp.layers.0.self_attn.q_proj", "lm_head"} == set(settings["ignore"])
     assert all(raw(tensors(out)[key]) == raw(value) for key, value in more.items())
     AutoModelForCausalLM.from_pretrained(out)  # it has no modules of these names, and does not mind
+
+
+def test_files_for_llama_cpp_are_without_them(tmp_path: Path) -> None:
+    """They are named as everywhere, and what transformers computes is not."""
+    pytest.importorskip("gguf")
+    model = save_model_with_tokenizer(tmp_path / "model")
+    add(model, mtp("mtp") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    (note,) = niwaki.export_gguf(model, tmp_path / "model.gguf", "F16")
+    (found,) = extra_tensors(model)
+    assert note == f"left out, as not in transformers' model either: {found}"
+    assert "inv_freq" not in note
+    assert DRAFTS in note
 
 
 def test_healing_keeps_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import shutil
@@ -21,7 +22,7 @@ from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models import gguf_source
 from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME, locate_model
 from niwaki.models.gguf_keys import follow_keys
-from support.gguf_files import changed
+from support.gguf_files import changed, header, tensor
 from support.models import EMBEDDED_VOCABULARY, add_tokenizer, edit_json, message, random_model, random_tokens
 from support.runs import StopAt, files, raw, tensors
 
@@ -178,7 +179,12 @@ def test_damaged_files(cache: Path, file: Path, size: int) -> None:
             UnsupportedModelError,
             r"stretched rotary positions (yarn)",
         ),
-        (lambda _, kept: kept.pop("blk.1.ffn_up.weight"), CheckpointError, "lacks 'model.layers.1.mlp.up_proj.weight'"),
+        (
+            lambda _, kept: kept.pop("blk.1.ffn_up.weight"),
+            CheckpointError,
+            "lacks the tensor that transformers calls 'model.layers.1.mlp.up_proj.weight', which",
+        ),
+        (lambda fields, _: fields.update({"general.type": ("mmproj", [TYPES.STRING])}), CheckpointError, "'mmproj'"),
         (
             lambda _, kept: kept.update({"blk.0.attn_q.bias": kept["blk.0.attn_norm.weight"]}),
             UnsupportedModelError,
@@ -189,7 +195,27 @@ def test_damaged_files(cache: Path, file: Path, size: int) -> None:
 )
 def test_what_would_be_left_out(file: Path, change: Any, error: Any, said: str) -> None:
     changed(file, change)
-    assert said in message(lambda: locate_model(str(file)), error)
+    answer = message(lambda: locate_model(str(file)), error)
+    assert answer.startswith(str(file))
+    assert said in answer
+    if said != "mamba2":  # what transformers says
+        assert answer.rpartition("; ")[2].startswith(
+            ("prune the model", "get another file", "join them", "give the file")
+        )
+
+
+def test_no_architecture(file: Path) -> None:
+    file.write_bytes(header([], [tensor()]) + bytes(64))
+    said = message(lambda: locate_model(str(file)), CheckpointError)
+    assert said.startswith(f"{file} has no field general.architecture, which says what model it is; get another file")
+
+
+def test_a_file_that_may_not_be_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(gguf_source, "read_header", locked)
+    assert message(lambda: locate_model(str(file)), CheckpointError) == f"{file} cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +242,7 @@ def test_stretched_positions(tmp_path: Path, stretch: dict[str, Any]) -> None:
 
 
 def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
-    """As SmolLM2's are; all other ways are in test_gguf_tokenizer.py."""
+    """As SmolLM2's are; all other ways are in test_gguf_source_tokenizer.py."""
     source = tmp_path / "source"
     random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(source)
     steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}]
@@ -269,10 +295,19 @@ def test_keys_that_change_nothing(small: tuple[Path, bytes], file: Path) -> None
     torch.testing.assert_close(logits(locate_model(str(file))), logits(small[0]), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "attention.head_count", "context_length"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("attention.layer_norm_rms_epsilon", "attention.head_count", "context_length", "feed_forward_length"),
+        *("tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.merges"),
+    ],
+)
 def test_keys_that_are_missing(file: Path, key: str) -> None:
-    changed(file, lambda fields, _: fields.pop(f"llama.{key}"))
-    assert f"lacks the field llama.{key}" in message(lambda: locate_model(str(file)), CheckpointError)
+    name = key if key.startswith("tokenizer") else f"llama.{key}"
+    changed(file, lambda fields, _: fields.pop(name))
+    said = message(lambda: locate_model(str(file)), CheckpointError)
+    assert said.startswith(f"{file} lacks the field {name}")
+    assert "; get another file of the model, or prune the model that the file was made from" in said
 
 
 def test_keys_that_the_configuration_is_made_to_say(file: Path) -> None:
@@ -284,6 +319,7 @@ def test_keys_that_the_configuration_is_made_to_say(file: Path) -> None:
         "block_count": 46,
         "context_length": 64,
         "embedding_length": 64,
+        "feed_forward_length": 64,
         "attention.head_count": 4,
     }
     always |= {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 20000.0, "attention.key_length": 8}

@@ -183,6 +183,11 @@ def test_a_data_set_of_the_library(tmp_path: Path, tokenizer: PreTrainedTokenize
         ("a.json", b"[[]]", "entry 1: not an object"),
         ("a.json", b'["x\xff"]', "cannot be read as UTF-8 text"),
         ("a.csv", b"name,size\nx,y\n", "line 2: no column 'text', and none that is known, only 'name', 'size'"),
+        (
+            "a.csv",
+            b",body,n\n0,x,y\n",
+            "line 2: no column 'text', and none that is known, only a column without a name, 'body', 'n'; choose",
+        ),
         ("a.csv", b"text\nsome prose, and more\n", "line 2: more fields"),
         ("a.csv", b'text\n"never closed\n', "not CSV"),
         ("a.csv", b"text,id\nx\n\n", None),
@@ -212,6 +217,19 @@ def test_what_is_no_table_of_texts(tmp_path: Path, name: str, content: bytes, sa
         line = refused(lambda: text_of(source))
         assert said in line
         assert source in line
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+    body = "".join(f"{n},{n / 7:.3f},a text of {n} words,{n if n < 40 else 'seven'}\n" for n in range(50))
+    table = written(tmp_path / "a.csv", f"n,share,body,late\n{body}".encode())
+    for column, first in (("n", "0"), ("share", "0.000")):
+        said = refused(lambda column=column: text_of(table, field=column))  # type: ignore[misc]
+        assert f"a.csv, line 2: the column '{column}' has numbers alone, such as {first}, which are no text" in said
+        assert "of 'n', 'share', 'body', 'late', choose one of texts with --field" in said
+    assert text_of(table, field="body").startswith("a text of 0 words\n\na text of 1 words")
+    assert text_of(table, field="late").endswith("39\n\nseven" + "\n\nseven" * 9)
+    lines = written(tmp_path / "a.jsonl", [{"text": ""}, {"text": "-1,200.5"}, {"text": "1e-3"}])
+    assert "the column 'text' has numbers alone, such as -1,200.5" in refused(lambda: text_of(lines))
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.parquet"])
@@ -259,9 +277,10 @@ def test_columns_of_all_texts_of_a_run(tmp_path: Path) -> None:
     assert texts.windows.tokens.shape == (2, 32)
     with pytest.raises(UsageError, match="'text'"):
         Texts.read(model, Calibration("demo", 2, 32, field="text"), Measurement(samples=0))
-    measured = Texts.read(model, Calibration("demo", 2, 32), Measurement(source, samples=1, field="id"))
+    other = written(tmp_path / "b.csv", ("title,text\n" + "the title,7\n" * 50).encode())
+    measured = Texts.read(model, Calibration("demo", 2, 32), Measurement(other, samples=1, field="title"))
     assert measured.only is not None
-    assert "of the column 'id'" in measured.only.origin
+    assert "of the column 'title'" in measured.only.origin
 
 
 def test_named_data_sets_have_their_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,24 @@ def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert said.removesuffix(", as --revive-zeros allows") in unasked.notes  # whoever did it
 
 
+@pytest.mark.parametrize("solver", ["exact", "continuation", "wanda"])
+def test_kept_zeros_that_stay(tmp_path: Path, solver: str) -> None:
+    """More zeros than the pattern asks for are in rows that lose nothing: their weights are the best ones already."""
+    model = sparse_model(tmp_path / "model", sparsity=0.5)
+    options: dict[str, Any] = {"sparsity": None, "pattern": "2:4", "measure": "none", "revive": True}
+    record = run(model, tmp_path / "out", solver=solver, **options)
+    before, after = pruned(model), pruned(tmp_path / "out")
+    more = sum(zeros(value) - value.numel() // 2 for value in after.values())
+    assert more == sum(int(matrix.stats.get("kept_at_zero", 0)) for matrix in record.matrices) > 0
+    for key, value in after.items():
+        rows = (value == 0).sum(dim=1) > value.shape[1] // 2
+        if solver != "wanda":  # which gives no weight another value
+            torch.testing.assert_close(value[rows], before[key][rows], atol=1e-6, rtol=1e-6)
+    (said,) = [note for note in record.notes if note.startswith(f"{more:,} weights that the pattern keeps were zero")]
+    assert "nothing to make up for" in said
+    assert said in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_grid_that_revives(model: Path, tmp_path: Path) -> None:
     """What is said of rounding is a share of the weights that there were, and never below 0."""
     options: dict[str, Any] = {"sparsity": 0, "quantize": "int4:16", "measure": "none"}

@@ -1,8 +1,13 @@
 """Tensors that files have and transformers' model has not: draft layers, blocks too many, and what is unknown."""
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from niwaki.files import write_json
+from niwaki.models.checkpoint.tensors import read_json
 from niwaki.models.families import is_draft, is_in_tower
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.wording import counted, kind, several, size
@@ -14,6 +19,8 @@ DRAFT_COUNTS = (
     *("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules"),
     *("num_mtp", "n_mtp_layers", "nextn_predict_layers", "num_draft_layers"),
 )
+#: The file that says how models write text, and its entry for doing so with draft layers.
+GENERATION, _USES_DRAFTS = "generation_config.json", "use_mtp"
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,30 @@ def _described(model: StreamedModel, name: str, keys: list[str], size: int) -> E
     return ExtraTensors(name, what, tuple(keys), size, follows, drafting)
 
 
+def drafts_in_generation(directory: Path) -> dict[str, Any]:
+    """What ``generation_config.json`` says, if that is to use draft layers; else nothing."""
+    file = directory / GENERATION
+    values = read_json(file) if file.is_file() else {}
+    return values if values.get(_USES_DRAFTS) else {}
+
+
+def generation_without_drafts(directory: Path) -> None:
+    """Makes ``generation_config.json`` say that draft layers are not used, where it says that they are."""
+    if values := drafts_in_generation(directory):
+        write_json(directory / GENERATION, json.dumps({**values, _USES_DRAFTS: False}, indent=2) + "\n")
+
+
 def notes_of(model: StreamedModel, is_smaller: bool = False) -> list[str]:
     """What the record is to say of them; the files of a model that ``is_smaller`` are without those that follow."""
     extra = find_extra(model)
     left = [each for each in extra if each.follows and is_smaller]
     notes = []
     if left:
-        none = "; config.json says that there are no draft layers" * any(each.is_draft for each in left)
+        none = ""
+        if any(each.is_draft for each in left):
+            none = "; config.json says that there are no draft layers"
+            if drafts_in_generation(model.checkpoint.path):
+                none += f", and {GENERATION} not to use them ({_USES_DRAFTS} false)"
         notes.append(f"left out, because they only fit the model that was given: {several(list(map(str, left)))}{none}")
     if stay := [str(each) for each in extra if each not in left]:
         notes.append(f"not in transformers' model, and stay in the files as they are: {several(stay)}")

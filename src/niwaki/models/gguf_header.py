@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+#: What to try where a file is not as it should be, or has what niwaki cannot take; what is cut off may be a download.
+ORIGINAL = "prune the model that the file was made from"
+ANOTHER = f"get another file of the model, or {ORIGINAL}"
 #: By their numbers, struct's letters for the types of values that have one size.
 _SCALARS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
@@ -22,8 +25,12 @@ _LONGEST, _MOST_ELEMENTS = 1 << 28, 1 << 22
 _FIELD, _TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
 
+class CutOffError(ValueError):
+    """More should be in a file than there is."""
+
+
 @dataclass(frozen=True)
-class Stored:
+class GgufTensor:
     """A tensor: its type by ggml's number, its shape as torch has it, and ``offset`` of its bytes in the file."""
 
     name: str
@@ -43,7 +50,7 @@ class Header:
     """All that a file says: values by key, arrays as lists, and its tensors in their order."""
 
     fields: Mapping[str, Any]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[GgufTensor, ...]
 
 
 def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
@@ -56,15 +63,17 @@ def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
         if reader.take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = reader.number("I")
+        if not version & 0xFFFF:
+            raise ValueError("its numbers are in the order of bytes of other machines (big-endian)")
         if version not in _VERSIONS:
-            raise ValueError(f"it has version {version} of the format, or another order of bytes")
+            raise ValueError(f"it has version {version} of the format, and niwaki reads 2 and 3")
         tensor_count, field_count = (reader.number("Q") for _ in range(2))
         if _TENSOR * tensor_count + _FIELD * field_count > reader.left:
-            raise ValueError(f"it says that it has {tensor_count:,} tensors and {field_count:,} fields, more than fit")
+            raise CutOffError(f"it says that it has {tensor_count:,} tensors and {field_count:,} fields, more than fit")
         fields: dict[str, Any] = {}
         alignment = 32
         for _ in range(field_count):
-            key, kind = reader.text(), reader.number("I")
+            key, kind = reader.text("the name of a field"), reader.number("I")
             if key in fields:
                 raise ValueError(f"it has the field {key!r} twice")
             fields[key] = reader.value(kind, key)
@@ -78,7 +87,7 @@ def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
 
 def _described(reader: "_Reader") -> tuple[str, int, tuple[int, ...], int]:
     """(name, type, shape, offset behind the header) of the next tensor."""
-    name, dimensions = reader.text(), reader.number("I")
+    name, dimensions = reader.text("the name of a tensor"), reader.number("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
     shape = tuple(reversed([reader.number("Q") for _ in range(dimensions)]))
@@ -91,9 +100,9 @@ def _placed(
     alignment: int,
     end: int,
     sizes: Mapping[int, tuple[int, int]],
-) -> tuple[Stored, ...]:
+) -> tuple[GgufTensor, ...]:
     """The tensors of a file of ``end`` bytes, which lie one after the other from ``start`` on."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, GgufTensor] = {}
     free = 0
     for name, kind, shape, offset in described:
         if name in tensors:
@@ -104,9 +113,11 @@ def _placed(
         if 0 in shape or shape[-1] % elements:
             raise ValueError(f"the tensor {name!r} cannot have the shape {shape}")
         size = math.prod(shape) // elements * size
-        if offset != free or start + offset + size > end:
-            raise ValueError(f"the tensor {name!r}, {shape}, is not in its place or not in the file")
-        tensors[name] = Stored(name, kind, shape, start + offset, size)
+        if offset != free:
+            raise ValueError(f"the tensor {name!r}, {shape}, is not in its place")
+        if start + offset + size > end:
+            raise CutOffError(f"the tensor {name!r}, {shape}, is not in the file, which ends at byte {end:,}")
+        tensors[name] = GgufTensor(name, kind, shape, start + offset, size)
         free += size + -size % alignment
     return tuple(tensors.values())
 
@@ -126,26 +137,31 @@ class _Reader:
     def take(self, size: int) -> bytes:
         """The next bytes."""
         if size > self.left:
-            what = "the file ends" if self.left + self.at == self.size else "its header has too many bytes"
-            raise ValueError(f"{what} at byte {self.at:,}, where {size:,} more should be")
+            if self.left + self.at == self.size:
+                raise CutOffError(f"the file ends at byte {self.size:,}, and should have {size:,} from {self.at:,} on")
+            raise ValueError(f"its header has too many bytes: {size:,} more at {self.at:,}")
         self.at += size
         data = self._file.read(size)
         if len(data) < size:
-            raise ValueError("it became shorter")
+            raise CutOffError("it became shorter")
         return data
 
     def number(self, letter: str) -> Any:
         """The next value of one size."""
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))[0]
 
-    def text(self) -> str:
-        """The next string."""
-        return self.take(self.number("Q")).decode()
+    def text(self, what: str) -> str:
+        """The next string, which is ``what``."""
+        size, at = self.number("Q"), self.at
+        try:
+            return self.take(size).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{what}, at byte {at:,}, is not in UTF-8 ({error.reason})") from error
 
     def value(self, kind: int, key: str) -> Any:
         """The next value of the type ``kind``, of the field ``key``."""
         if kind == _STRING:
-            return self.text()
+            return self.text(f"the field {key!r}")
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind != _ARRAY:
@@ -157,6 +173,6 @@ class _Reader:
         if self._elements > _MOST_ELEMENTS:
             raise ValueError(f"the field {key!r} has {count:,} elements, more than any model")
         if inner == _STRING:
-            return [self.text() for _ in range(count)]
+            return [self.text(f"an element of the field {key!r}") for _ in range(count)]
         letter = _SCALARS[inner]
         return list(struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}"))))

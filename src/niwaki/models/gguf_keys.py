@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from niwaki.errors import CheckpointError, UnsupportedModelError, shown
+from niwaki.models.gguf_header import ANOTHER, ORIGINAL
 
 #: By key, the names that configurations have for it.
 _SAME: Mapping[str, tuple[str, ...]] = {
@@ -60,9 +61,12 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     **dict.fromkeys(["attention.head_count", "attention.head_count_kv", "nextn_predict_layers"], (0,)),
     **dict.fromkeys(["attention.causal", "expert_gating_func", "rope.scaling.attn_factor"], (1,)),
 }
-#: What every file has; of the last two one.
-_ALWAYS = ("block_count", "context_length", "embedding_length", "attention.head_count")
-_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+#: What every file has, each time one of these.
+_ALWAYS = (
+    *(("block_count",), ("context_length",), ("embedding_length",), ("attention.head_count",)),
+    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+    ("feed_forward_length", "expert_feed_forward_length"),
+)
 #: The base of rotary positions of files that have none.
 _BASE = 10_000.0
 #: What :func:`stretch` reads.
@@ -87,11 +91,10 @@ def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any])
     """
     architecture = f"{fields['general.architecture']}."
     own = {key.removeprefix(architecture): value for key, value in fields.items() if key.startswith(architecture)}
-    missing = [key for key in _ALWAYS if key not in own]
-    missing += [] if any(key in own for key in _EPSILONS) else _EPSILONS[:1]
+    missing = [keys[0] for keys in _ALWAYS if not any(key in own for key in keys)]
     missing += [] if "rope.freq_base" in own or _rope(config).get("rope_theta", _BASE) == _BASE else ["rope.freq_base"]
     if missing:
-        raise CheckpointError(f"{file} lacks the field {architecture}{missing[0]}")
+        raise CheckpointError(f"{file} lacks the field {architecture}{missing[0]}; {ANOTHER}")
     if config.model_type == "mistral":  # its default is the first Mistral's, and the file says it of none
         config.sliding_window = None
     for key, names in _GIVEN.items():
@@ -104,8 +107,7 @@ def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any])
     for key, value in own.items():
         if key not in _FITTING | _STRETCHES and not _says(config, key, value, own):
             raise UnsupportedModelError(
-                f"{file} has {architecture}{key} {shown(value)}, which transformers' reader leaves out; prune the "
-                "model that the file was made from"
+                f"{file} has {architecture}{key} {shown(value)}, which transformers' reader leaves out; {ORIGINAL}"
             )
 
 
@@ -194,5 +196,5 @@ def stretch(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any], ten
             return
     raise UnsupportedModelError(
         f"{file} has stretched rotary positions ({kind or ', '.join(tensors)}) that transformers' reader leaves out; "
-        "prune the model that the file was made from"
+        f"{ORIGINAL}"
     )

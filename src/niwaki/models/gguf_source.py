@@ -24,13 +24,13 @@ from accelerate import init_empty_weights
 from huggingface_hub import cached_assets_path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from niwaki.errors import CheckpointError, UnsupportedModelError, one_line
-from niwaki.files import check_space, digest, output_errors, write_json
+from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, shown
+from niwaki.files import check_space, digest, input_errors, output_errors, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import ORIGIN
-from niwaki.models.gguf_header import Header, Stored, read_header
+from niwaki.models.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
 from niwaki.models.gguf_keys import follow_keys, stretch
-from niwaki.models.gguf_tokenizer import read_tokenizer
+from niwaki.models.gguf_source_tokenizer import read_tokenizer
 from niwaki.models.structure import check_sizes, refusals
 from niwaki.records.record import versions
 
@@ -58,7 +58,7 @@ def as_directory(file: Path) -> Path:
     except ImportError as error:
         hint = "pip install '.[gguf]' in niwaki's checkout"
         raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
-    with output_errors(file), _damage(file):
+    with input_errors(file), _damage(file):
         header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
@@ -97,12 +97,14 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 @contextlib.contextmanager
 def _damage(file: Path) -> Iterator[None]:
-    """CheckpointError for whatever reading a header of ``file`` fails with."""
+    """CheckpointError for whatever reading a header of ``file`` fails with, but for the system's errors."""
     try:
         yield
+    except OSError:
+        raise
     except Exception as error:
-        reason = one_line(error)
-        raise CheckpointError(f"{file} cannot be read as GGUF ({reason}); is the download complete?") from error
+        hint = "is the download complete?" if isinstance(error, CutOffError) else ANOTHER
+        raise CheckpointError(f"{file} cannot be read as GGUF: {one_line(error)}; {hint}") from error
 
 
 def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path) -> None:
@@ -124,8 +126,8 @@ def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path
         factors = {t.name: _factors(file, t) for t in header.tensors if t.name.startswith(_ROPE)}
         stretch(config, file, fields, factors)
         follow_keys(config, file, fields)
-        model = _read(config, file, alone, dtype, sizes.total())
         tokenizer = read_tokenizer(file, alone, fields)
+        model = _read(config, file, alone, dtype, sizes.total())
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
@@ -133,8 +135,13 @@ def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path
 def _check(file: Path, header: Header) -> None:
     """Refuses what is no model, or one that would take for ever to make."""
     architecture, kind = header.fields.get("general.architecture"), header.fields.get("general.type", "model")
-    if not isinstance(architecture, str) or kind != "model":
-        raise CheckpointError(f"{file} is no model (general.architecture {architecture!r}, general.type {kind!r})")
+    if kind != "model":
+        raise CheckpointError(
+            f"{file} is no model: its general.type is {shown(kind)}; give the file of the model that it belongs to"
+        )
+    if not isinstance(architecture, str):
+        was = "no field" if architecture is None else f"{shown(architecture)} as its"
+        raise CheckpointError(f"{file} has {was} general.architecture, which says what model it is; {ANOTHER}")
     if (parts := header.fields.get("split.count", 1)) > 1:
         raise UnsupportedModelError(
             f"{file} is one of {parts} files of a model; join them first (llama-gguf-split --merge)"
@@ -142,13 +149,16 @@ def _check(file: Path, header: Header) -> None:
     blocks = {found[1] for tensor in header.tensors if (found := re.match(r"blk\.(\d+)\.", tensor.name))}
     said = header.fields.get(f"{architecture}.block_count")
     if said is not None and said != len(blocks):
-        raise CheckpointError(f"{file} has tensors of {len(blocks):,} blocks, and says that it has {said!r}")
+        raise CheckpointError(
+            f"{file} has tensors of {len(blocks):,} blocks, and says that it has {said!r} "
+            f"({architecture}.block_count); {ANOTHER}"
+        )
 
 
-def _factors(file: Path, tensor: Stored) -> torch.Tensor:
+def _factors(file: Path, tensor: GgufTensor) -> torch.Tensor:
     """The numbers of a tensor in float32."""
     if tensor.size != 4 * tensor.count:
-        raise CheckpointError(f"{file}: {tensor.name!r} is not in float32")
+        raise CheckpointError(f"{file}: {tensor.name!r} is not in float32, as llama.cpp has it; {ANOTHER}")
     with file.open("rb") as opened:
         opened.seek(tensor.offset)
         return torch.from_numpy(np.frombuffer(opened.read(tensor.size), np.float32).copy())
@@ -163,19 +173,23 @@ def _read(config: PreTrainedConfig, file: Path, alone: Path, dtype: torch.dtype,
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     # A tensor that is missing is named below; here, what memory is taken for is looked at first.
     if (count := sum(value.numel() for value in model.parameters())) > 2 * size + config.vocab_size:
-        raise CheckpointError(f"{file} has {size:,} weights, of the {count:,} that its sizes ask for")
+        raise CheckpointError(f"{file} has {size:,} weights, of the {count:,} that its sizes ask for; {ANOTHER}")
     auto: Any = AutoModelForCausalLM  # whose annotations do not know that there are two answers
     read, said = auto.from_pretrained(alone.parent, output_loading_info=True, trust_remote_code=False, **options)
     if said["missing_keys"]:
-        raise CheckpointError(f"{file} lacks {min(said['missing_keys'])!r}, which its architecture asks for")
+        raise CheckpointError(
+            f"{file} lacks the tensor that transformers calls {min(said['missing_keys'])!r}, which its architecture "
+            f"asks for; {ANOTHER}"
+        )
     if (count := sum(value.numel() for value in read.parameters())) != size:
         raise UnsupportedModelError(
-            f"{file} has {size:,} weights, of which transformers' reader makes a model of {count:,}; prune the model "
-            "that the file was made from"
+            f"{file} has {size:,} weights, of which transformers' reader makes a model of {count:,}; {ORIGINAL}"
         )
     for name, value in read.state_dict().items():
         if value.is_floating_point() and not is_finite(value):
-            raise CheckpointError(f"{file}: {name!r} has NaN or infinite values in {dtype}")
+            raise CheckpointError(
+                f"{file}: the tensor that transformers calls {name!r} has NaN or infinite values in {dtype}; {ANOTHER}"
+            )
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     return model

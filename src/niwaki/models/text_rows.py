@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 _FIRST, _MOST = 512, 8192
 #: Names of columns in an error.
 _NAMED = 12
+#: What is no text alone: a number, as tables have them.
+_NUMBER = re.compile(r"\s*[-+]?[\d.,]*\d(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,26 @@ def as_texts(rows: Rows, field: str | None, template: ChatTemplate | None) -> tu
     if first is None:
         return Column(field or TEXT), iter(())
     form = form_of(first[1], first[0], field, template)
-    return form, form.texts(itertools.chain([first], rows))
+    rows = itertools.chain([first], rows)
+    return form, form.texts(_not_of_numbers(rows, form.name) if isinstance(form, Column) and form.name else rows)
+
+
+def _not_of_numbers(rows: Rows, column: str) -> Rows:
+    """``rows``; CalibrationError where the first ones have numbers alone in ``column``, as another one than meant."""
+    seen, numbers = list[tuple[str, Any]](), list[str]()
+    for where, row in itertools.islice(rows, _FIRST):
+        seen.append((where, row))
+        value = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(value, str) or (value.strip() and not _NUMBER.fullmatch(value)):
+            break
+        numbers += [value.strip()] * bool(value.strip())
+    else:
+        if numbers:
+            raise CalibrationError(
+                f"{seen[0][0]}: the column {column!r} has numbers alone, such as {numbers[0]}, which are no text; of "
+                f"{_names(seen[0][1])}, choose one of texts with --field"
+            )
+    return itertools.chain(seen, rows)
 
 
 def _task(columns: Sequence[str], row: Any, where: str) -> tuple[str, str]:
@@ -221,7 +243,7 @@ def _is_talk(value: Any) -> bool:
 
 def _names(row: dict[Any, Any]) -> str:
     """The columns of a row, as many as an error can have."""
-    names = [shown(name) for name in row]
+    names = [shown(name) if name else "a column without a name" for name in row]
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 

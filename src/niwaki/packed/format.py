@@ -29,7 +29,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
 @dataclass(frozen=True)
-class Stored:
+class PackedTensor:
     """A tensor of the dense checkpoint, as the packed one has it."""
 
     file: str
@@ -95,7 +95,7 @@ class Shard:
     keys: list[str]  # in the order of their bytes
     sha256: str
 
-    def check(self, tensors: dict[str, Stored]) -> None:
+    def check(self, tensors: dict[str, PackedTensor]) -> None:
         """Raises ValueError unless its header is that of its tensors, one after the other."""
         header = parse(self.header)
         msgspec.convert(header.pop("__metadata__", None), dict[str, str] | None)
@@ -118,7 +118,7 @@ class Index:
     config: str
     index: str  # empty if there is none
     shards: list[Shard]
-    tensors: dict[str, Stored]
+    tensors: dict[str, PackedTensor]
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -235,7 +235,7 @@ class PackedCheckpoint(Checkpoint):
         return sha256([self.index.to_json().encode()])
 
     def components(self, key: str) -> list[Tensor]:
-        """The tensors of :meth:`Stored.components`; CheckpointError if damaged."""
+        """The tensors of :meth:`PackedTensor.components`; CheckpointError if damaged."""
         stored = self.index.tensors[key]
         file = self.path / stored.file
         tensors = [read_tensor(file, name, self._components[name]) for name in stored.components(key)]
@@ -254,7 +254,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return PackedCheckpoint(path) if (path / INDEX).exists() else Checkpoint(path)
 
 
-def dense(W: PackedMatrix, stored: Stored) -> Tensor:
+def dense(W: PackedMatrix, stored: PackedTensor) -> Tensor:
     """The tensor as the dense checkpoint has it."""
     value = expand(W).view(stored.untransposed)
     return value.transpose(-1, -2).contiguous() if stored.transposed else value

@@ -126,7 +126,7 @@ _MOST = 512  # layers, and experts, that llama.cpp has room for
 
 
 @dataclass
-class Stored:
+class ExportedTensor:
     """A tensor of the file, made of one of the model, or of one for each expert."""
 
     name: str
@@ -184,26 +184,24 @@ def sizes(config: PreTrainedConfig) -> dict[str, int]:
     }
 
 
-def find_tensors(
-    checkpoint: Checkpoint, config: PreTrainedConfig, architecture: Architecture
-) -> tuple[list[Stored], list[str]]:
-    """(what the file has, keys that are left out as transformers has no place for them either).
+def find_tensors(checkpoint: Checkpoint, config: PreTrainedConfig, architecture: Architecture) -> list[ExportedTensor]:
+    """What the file has.
 
     CheckpointError where a tensor is missing or has another shape than config.json says.
     """
-    size, found = sizes(config), list[Stored]()
+    size, found = sizes(config), list[ExportedTensor]()
     rows = dict(architecture.block)
     for key, more in architecture.optional.items():
         rows |= more if getattr(config, key) else {}
     tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.entries
     for key, (name, shape) in _WHOLE.items():
         if name != "output.weight" or not tied:
-            found.append(Stored(name, [key], tuple(size[one] for one in shape)))
+            found.append(ExportedTensor(name, [key], tuple(size[one] for one in shape)))
     for layer in range(config.num_hidden_layers):
         for key, (name, shape) in rows.items():
             count = size["experts"] if "*" in key else 1
             keys = [f"model.layers.{layer}.{key}".replace("*", str(expert)) for expert in range(count)]
-            stored = Stored(f"blk.{layer}.{name}", keys, tuple(size[one] for one in shape))
+            stored = ExportedTensor(f"blk.{layer}.{name}", keys, tuple(size[one] for one in shape))
             if architecture.neighbours and shape[0] in ("queries", "keys") and ".attn_v." not in stored.name:
                 stored.heads = stored.shape[0] // size["head"]
             found.append(stored)
@@ -216,8 +214,7 @@ def find_tensors(
                 raise CheckpointError(
                     f"{checkpoint.path}: {key!r} has the shape {there}, by config.json it is {stored.shape}"
                 )
-    used = {key for stored in found for key in stored.keys}
-    return found, [key for key in checkpoint.entries if key not in used and not key.endswith("rotary_emb.inv_freq")]
+    return found
 
 
 def context_length(config: PreTrainedConfig) -> tuple[int, str]:

@@ -11,17 +11,20 @@ from niwaki.arguments import checked
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.files import check_space, given_path, new_file
 from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.extra import find_extra
+from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.packed.gguf_architectures import (
     ARCHITECTURES,
-    Stored,
+    ExportedTensor,
     add_sizes,
     check_configuration,
     context_length,
     find_tensors,
     rope_factors,
 )
-from niwaki.packed.gguf_tokenizer import Tokenizer
+from niwaki.packed.gguf_file_tokenizer import Tokenizer
+from niwaki.records.wording import several
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
 
@@ -68,10 +71,10 @@ def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list
     architecture = ARCHITECTURES[model_type]
     check_configuration(config, architecture, path)
     factors = rope_factors(config, architecture, path)
-    tensors, left_out = find_tensors(checkpoint, config, architecture)
+    tensors = find_tensors(checkpoint, config, architecture)
     notes = [context_length(config)[1], *_choose_kinds(tensors, kind)]
-    if left_out:
-        notes.append(f"{len(left_out)} tensors that transformers does not use are left out, such as {left_out[0]!r}")
+    if extra := find_extra(StreamedModel(checkpoint, "cpu", "float32")):
+        notes.append(f"left out, as not in transformers' model either: {several(list(map(str, extra)))}")
     tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
     check_space(file.parent, checkpoint.size)
     name = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)]
@@ -102,7 +105,7 @@ def _check_place(out: str | Path, models: list[Path]) -> Path:
     return file
 
 
-def _choose_kinds(tensors: list[Stored], kind: Kind) -> list[str]:
+def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
     """Gives matrices the form they are stored in; what there is to say of it."""
     odd = []
     for tensor in tensors:
@@ -122,7 +125,7 @@ def _choose_kinds(tensors: list[Stored], kind: Kind) -> list[str]:
 
 
 def _write_tensors(
-    gguf: Any, writer: Any, checkpoint: Checkpoint, tensors: list[Stored], factors: np.ndarray[Any, Any] | None
+    gguf: Any, writer: Any, checkpoint: Checkpoint, tensors: list[ExportedTensor], factors: np.ndarray[Any, Any] | None
 ) -> None:
     """Writes the header, and then the tensors one after the other."""
     if factors is not None:
@@ -143,7 +146,7 @@ def _write_tensors(
         writer.write_tensor_data(gguf.quants.quantize(_read(checkpoint, tensor), stored))
 
 
-def _read(checkpoint: Checkpoint, tensor: Stored) -> np.ndarray[Any, Any]:
+def _read(checkpoint: Checkpoint, tensor: ExportedTensor) -> np.ndarray[Any, Any]:
     """float32, in the order that llama.cpp has; UnsupportedModelError for values that its form cannot hold."""
     parts = []
     for key in tensor.keys:

@@ -24,7 +24,7 @@ from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.packed import card
-from niwaki.packed.format import INDEX, Index, PackedCheckpoint, Shard, Stored, dense, marked, sha256
+from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -224,7 +224,7 @@ class _Packer:
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         if checkpoint.is_encoded:
             raise UnsupportedModelError(f"{checkpoint.path} is in FP8 or MXFP4; prune it first, and pack the result")
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, PackedTensor] = {}
         self._names: set[str] = set()
         self._checkpoint, self._path, self._progress = checkpoint, checkpoint.path, progress
         self._headers = {shard: read_header(checkpoint.path / shard) for shard in checkpoint.shards}
@@ -291,7 +291,7 @@ class _Packer:
             if W.scales is not None:
                 bits, groups = (4 if W.values.dtype == torch.uint8 else 8), W.scales.shape[1]
         digest = sha256(map(raw_bytes, tensors))
-        stored = Stored(file, entry.dtype, entry.shape, W is not None, transposed, count, bits, groups, digest)
+        stored = PackedTensor(file, entry.dtype, entry.shape, W is not None, transposed, count, bits, groups, digest)
         self.tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):
@@ -327,7 +327,7 @@ class _Packer:
 
 
 def _written(W: PackedMatrix) -> list[Tensor]:
-    """The tensors of ``W`` that are written, in the order of :meth:`Stored.components`."""
+    """The tensors of ``W`` that are written, in the order of :meth:`PackedTensor.components`."""
     scales = [] if W.scales is None else [W.scales.to(W.dtype)]  # as they were read
     return [W.mask, *scales, W.values]
 

@@ -138,6 +138,8 @@ class BlockSolver:
             if weights is not None:
                 problem = LayerProblem(problem.W.div_(weights), gram)
                 solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
+            if places is not None and (idle := rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))):
+                solution = replace(solution, stats={**solution.stats, "kept_at_zero": idle})
             # The weights themselves are rounded, not what importance makes of them.
             solution, scales, error = self._rounded(matrix, block.stored_dtype(matrix), problem, solution, rows)
             stored = block.stored(matrix, rows.joined(solution.W))

@@ -301,8 +301,9 @@ class Walk:
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
         model, record = self.model, self.record
-        if said := _zeros_before(record, self.request.revive):
-            self._note(said)
+        for said in (_zeros_before(record, self.request.revive), _kept_at_zero(record)):
+            if said:
+                self._note(said)
         record.sparsity = sum(self.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
@@ -329,6 +330,17 @@ def _zeros_before(record: Record, revive: bool) -> str:
     return (
         f"{zeros:,} weights ({100 * zeros / weights:.3g} %) were zero in the model that was given, and stay zero; "
         "--revive-zeros prunes as if they were not"
+    )
+
+
+def _kept_at_zero(record: Record) -> str:
+    """What to note of zeros that a pattern would keep as weights; else ""."""
+    count = sum(int(matrix.stats.get("kept_at_zero", 0)) for matrix in record.matrices)
+    if not count:
+        return ""
+    return (
+        f"{count:,} weights that the pattern keeps were zero in the model and still are: they have nothing to make up "
+        "for where a row loses no other weight or their input is always 0, and some solvers only choose"
     )
 
 

@@ -56,7 +56,8 @@ class MatrixRecord:
             solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not, and, if
             any, "revived_by_rounding", the number of those that were 0 and are not on the grid; in a format that was
             kept the first, and "raised_from_zero", the number of those that became its smallest number. Where the model
-            had zeros, "zeros_before" is their number, and "revived" of how many other weights were made.
+            had zeros, "zeros_before" is their number, and "revived" of how many other weights were made,
+            and, if any, "kept_at_zero", the number of those that the pattern keeps and the solver gave no other value.
     """
 
     block: Count

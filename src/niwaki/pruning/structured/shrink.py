@@ -23,7 +23,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
-from niwaki.models.extra import find_extra, notes_of
+from niwaki.models.extra import find_extra, generation_without_drafts, notes_of
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import check_dtypes
 from niwaki.models.processes import World
@@ -289,6 +289,8 @@ class _Removing:
             place.clear([])
             carried.copy(place.directory)
             record.notes += [note for note in carried.notes if note not in record.notes]
+            if any(each.is_draft for each in left):
+                generation_without_drafts(place.directory)
             write_config(place.directory, configuration(model, kept, self.removals, left), record)
             shards = Shards(place.directory)
         directory = run.world.received(place.directory if place else None) or Path()

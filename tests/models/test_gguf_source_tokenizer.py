@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import niwaki
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.gguf_header import read_header
-from niwaki.models.gguf_tokenizer import SPLITTINGS, read_tokenizer
+from niwaki.models.gguf_source_tokenizer import SPLITTINGS, read_tokenizer
 from support.gguf_files import changed
 from support.models import EMBEDDED_VOCABULARY, add_tokenizer, message, random_model
 
@@ -143,6 +143,35 @@ def test_what_is_unknown(file: Path, tmp_path: Path) -> None:
         assert f"in the way {said} (tokenizer.ggml.pre)" in text
     other = renamed(file, tmp_path / "model.gguf", "gpt-2", bos_token_id=EMBEDDED_VOCABULARY)
     assert "says that token 4096 is its bos token" in message(lambda: read(other), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "types", "said"),
+    [
+        ("merges", None, [], "lacks the field tokenizer.ggml.merges, without which there is no tokenizer; get another"),
+        ("merges", ["a b c"], [TYPES.ARRAY, TYPES.STRING], "merges 'a b c', which are not two tokens"),
+        ("merges", 5, [TYPES.UINT32], "has tokenizer.ggml.merges 5, no list of texts; get another"),
+        ("tokens", None, [], "lacks the field tokenizer.ggml.tokens"),
+        ("tokens", ["a"] * EMBEDDED_VOCABULARY, [TYPES.ARRAY, TYPES.STRING], "has some of its tokens twice"),
+        ("token_type", [1], [TYPES.ARRAY, TYPES.INT32], "has 4,096 tokens, and 1 in tokenizer.ggml.token_type"),
+        ("model", None, [], "lacks the field tokenizer.ggml.model"),
+        ("model", "llama", [TYPES.STRING], "lacks the field tokenizer.ggml.scores"),
+    ],
+)
+def test_parts_that_are_missing_or_do_not_fit(
+    file: Path, tmp_path: Path, name: str, value: Any, types: list[Any], said: str
+) -> None:
+    def change(fields: Any, _: Any) -> None:
+        fields[f"tokenizer.ggml.{name}"] = (value, types)
+        if value is None:
+            del fields[f"tokenizer.ggml.{name}"]
+        if value == "llama":
+            del fields["tokenizer.ggml.merges"]
+
+    other = changed(file, change, tmp_path / "model.gguf")
+    answer = message(lambda: read(other), CheckpointError)
+    assert f"{other} {said}" in answer
+    assert "prune the model that the file was made from" in answer
 
 
 @pytest.mark.slow

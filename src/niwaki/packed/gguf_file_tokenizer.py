@@ -10,7 +10,7 @@ from typing import Any
 
 from niwaki.errors import CheckpointError, UnsupportedModelError
 from niwaki.models.checkpoint.tensors import read_json
-from niwaki.models.gguf_tokenizer import SPLITTINGS
+from niwaki.models.gguf_source_tokenizer import SPLITTINGS
 from niwaki.models.tokens import load_tokenizer
 
 #: llama.cpp's names for ways of splitting that have been tried there with what is exported. It knows more.

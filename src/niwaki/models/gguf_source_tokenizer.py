@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from niwaki.errors import CheckpointError, UnsupportedModelError, shown
+from niwaki.models.gguf_header import ANOTHER, ORIGINAL
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,6 +83,15 @@ SPLITTINGS: Mapping[str, _Splitting] = {
 #: Kinds of tokens.
 _CONTROL, _USER = 3, 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+#: What fields of tokenizers begin with; by kinds of tokenizers one of the fields that it has to have; what are lists.
+_FIELDS = "tokenizer.ggml."
+_MADE_OF = {"gpt2": ("merges",), "llama": ("scores", "merges"), "t5": ("scores",)}
+_LISTS: Mapping[str, tuple[type, str]] = {
+    "tokens": (str, "texts"),
+    "merges": (str, "texts"),
+    "scores": (float, "numbers"),
+    "token_type": (int, "whole numbers"),
+}
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -91,6 +101,7 @@ def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTra
     UnsupportedModelError where how it splits text is unknown here, CheckpointError where its parts do not fit.
     """
     kind = fields.get("tokenizer.ggml.model")
+    _check_parts(file, fields, kind)
     if kind == "gpt2":
         return _of_bytes(file, fields)
     read = AutoTokenizer.from_pretrained(alone.parent, gguf_file=alone.name, trust_remote_code=False)
@@ -108,23 +119,51 @@ def read_tokenizer(file: Path, alone: Path, fields: Mapping[str, Any]) -> PreTra
     return _finished(file, fields, backend, begins)
 
 
+def _check_parts(file: Path, fields: Mapping[str, Any], kind: Any) -> None:
+    """CheckpointError unless what the tokenizer is made of is there, in lists that fit, and so are special tokens."""
+    own = {key.removeprefix(_FIELDS): value for key, value in fields.items() if key.startswith(_FIELDS)}
+    for names in (("model",), ("tokens",), _MADE_OF.get(str(kind), ())):
+        if names and not any(name in own for name in names):
+            raise CheckpointError(
+                f"{file} lacks the field {_FIELDS}{names[0]}, without which there is no tokenizer; {ANOTHER}, with its "
+                "tokenizer beside its weights"
+            )
+    count = len(own["tokens"]) if isinstance(own["tokens"], list) else 0
+    for name, (of, what) in _LISTS.items():
+        values = own.get(name, [])
+        if not isinstance(values, list) or not all(isinstance(value, of) for value in values):
+            raise CheckpointError(f"{file} has {_FIELDS}{name} {shown(values)}, no list of {what}; {ANOTHER}")
+        if name in own and name != "merges" and len(values) != count:
+            raise CheckpointError(f"{file} has {count:,} tokens, and {len(values):,} in {_FIELDS}{name}; {ANOTHER}")
+    for short in _SPECIAL.values():
+        number = own.get(f"{short}_token_id", 0)
+        if type(number) is not int or not 0 <= number < count:
+            raise CheckpointError(
+                f"{file} says that token {shown(number)} is its {short} token ({_FIELDS}{short}_token_id), and has "
+                f"{count:,}; {ANOTHER}"
+            )
+
+
 def _of_bytes(file: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """One whose tokens are of bytes, as GPT-2's are."""
     name = fields.get("tokenizer.ggml.pre")
     splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
     if splitting is None:
         raise UnsupportedModelError(
-            f"{file} splits text in the way {shown(name)} (tokenizer.ggml.pre), unknown here; prune the model that the "
-            "file was made from"
+            f"{file} splits text in the way {shown(name)} (tokenizer.ggml.pre), unknown here; {ORIGINAL}"
         )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if len({*tokens}) < len(tokens) or len(kinds) != len(tokens):
-        raise CheckpointError(
-            f"{file} has {len(tokens):,} tokens, of which some are the same, and {len(kinds):,} kinds"
-        )
+    if len({*tokens}) < len(tokens):
+        raise CheckpointError(f"{file} has some of its tokens twice (tokenizer.ggml.tokens); {ANOTHER}")
     pairs = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
+    for pair in pairs:
+        if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}:
+            raise CheckpointError(
+                f"{file} merges {shown(' '.join(pair))}, which are not two tokens and make none "
+                f"(tokenizer.ggml.merges); {ANOTHER}"
+            )
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole))
     splitting.into(backend)
     backend.decoder = decoders.ByteLevel()
@@ -145,10 +184,7 @@ def _finished(file: Path, fields: Mapping[str, Any], backend: Tokenizer, begins:
     tokens = fields["tokenizer.ggml.tokens"]
     special: dict[str, str] = {}
     for name, short in _SPECIAL.items():
-        number = fields.get(f"tokenizer.ggml.{short}_token_id")
-        if number is not None:
-            if type(number) is not int or not 0 <= number < len(tokens):
-                raise CheckpointError(f"{file} says that token {number} is its {short} token, and has {len(tokens):,}")
+        if (number := fields.get(f"tokenizer.ggml.{short}_token_id")) is not None:
             special[name] = tokens[number]
     ends = fields.get("tokenizer.ggml.add_eos_token", False)
     around = [special.get("bos_token") if begins else None, special.get("eos_token") if ends else None]
