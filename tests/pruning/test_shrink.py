@@ -699,7 +699,6 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(UnitParameter, "without", wrong)
     source = save_model(tmp_path / "model")
-    before = listing(tmp_path)
     for options in ({"heads": 0.5}, {"neurons": 0.5}):
         said = message(lambda options=options: run(source, tmp_path / "out", **options, restart=True), OutputError)  # type: ignore[misc]
         assert "hidden states differ" in said

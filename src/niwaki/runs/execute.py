@@ -70,6 +70,10 @@ def execute(
             run.journal = place.journal if place else dataclasses.replace(journal, done=number)
             if number:
                 run.reading = world.received(place.source if place else None) or source
+            if len(asked) > 1:
+                progress.turn(
+                    number + 1, len(asked), ", ".join(filter(None, [stages[number].name, str(stages[number])]))
+                )
             if number > journal.done:
                 journal, run.clock = Journal(asked), Clock()
             record = _done(run, tasks[number])
