@@ -296,7 +296,7 @@ class Record(JsonFile):
     @property
     def only_shrinks(self) -> bool:
         """Whether parts were removed, and no weights became zero."""
-        return self.structure is not None and self.method == "shrink"
+        return self.structure is not None and self.sparsity == 0
 
     def costs(self) -> list[tuple[StageRecord, Difference | None]]:
         """The stages, each with what it cost: by how many nats a token the loss is above that before it."""

@@ -89,6 +89,8 @@ def check_order(stages: Sequence[Stage]) -> None:
     if not stages:
         raise UsageError("a run needs at least one stage, such as Prune(0.5)")
     for number, stage in enumerate(stages):
+        if number and stages[number - 1].is_format:
+            raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
         stage.check_order(tuple(stages[:number]))
 
 

@@ -24,12 +24,13 @@ class BlockTensors:
     def __init__(self, model: StreamedModel, index: int, names: dict[str, str]) -> None:
         self._model, self._index, self._names = model, index, dict(names)
         self._values: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # by key and index there
+        self._smaller: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # likewise, when units are left out
         self._changes: dict[str, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
         self._units: dict[str, Callable[[Tensor], Tensor]] = {}  # by parameter, what leaves out units
 
-    def replace(self, matrix: Matrix, stored: Tensor) -> None:
-        """``matrix`` becomes ``stored``, which has the layout of the checkpoint, with all units."""
-        self._values[matrix.key][matrix.index] = stored
+    def replace(self, matrix: Matrix, stored: Tensor, is_smaller: bool = False) -> None:
+        """``matrix`` becomes ``stored``, in the layout of the checkpoint: with all units, or as it ``is_smaller``."""
+        (self._smaller if is_smaller else self._values)[matrix.key][matrix.index] = stored
 
     def keep(self, removal: Removal, kept: Tensor) -> None:
         """Only the units in the mask ``kept`` stay, (units,) or for each expert. Experts get numbers without gaps."""
@@ -54,7 +55,8 @@ class BlockTensors:
 
         def read(name: str) -> Tensor:
             value = self._changed(keys[name], checkpoint.read(keys[name]))
-            self._values.pop(keys[name], None)  # frees them
+            for values in (self._values, self._smaller):
+                values.pop(keys[name], None)  # frees them
             return value
 
         shards.write(file, {name: self._changed(key, checkpoint.like(key)) for name, key in keys.items()}, read)
@@ -65,6 +67,8 @@ class BlockTensors:
             (value if index is None else value[index]).copy_(stored)
         for change in self._changes.get(key, ()):
             value = change(value)
+        for index, stored in self._smaller.get(key, {}).items():
+            (value if index is None else value[index]).copy_(stored)
         return value
 
     def move(self, block: DecoderBlock, smaller: nn.Module, removal: Removal, kept: Tensor) -> DecoderBlock:
