@@ -84,7 +84,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
                 [(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(len(codes))
             ]
             # Without what the first process says before it has read anything.
-            said = [(out, re.sub(r"\A(pruning|healing) .*\n", "", err)) for out, err in printed]
+            said = [(out, re.sub(r"\A(pruning|healing|shrinking|running) .*\n", "", err)) for out, err in printed]
             return [Result(code, out, err) for code, (out, err) in zip(codes, said, strict=True)]
 
         yield run
@@ -756,6 +756,49 @@ def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 # As users start them
+
+
+def with_text(arguments: list[str], text: Path) -> list[str]:
+    options = ["--calibration", str(text), "--samples", "5", "--seqlen", str(LENGTH), "--text-samples", "3"]
+    return [*arguments, *options, "--device", "cpu"]
+
+
+@pytest.mark.parametrize("options", [("--blocks", "1"), ("--neurons", "0.25", "--effort", "fast:epochs=1")])
+def test_shrunk(start: Team, model: Path, text: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """As by one process but for rounding; the same bytes each time, and after an end."""
+    arguments = {
+        name: with_text(["shrink", str(model), str(tmp_path / name), *options], text)
+        for name in ("alone", "two", "ended")
+    }
+    alone, two = prune(start, 1, arguments["alone"]), prune(start, 2, arguments["two"])
+    assert alone.structure
+    assert two.structure
+    assert two.structure.neurons == alone.structure.neurons
+    assert two.structure.blocks == alone.structure.blocks
+    assert two.structure.influence == pytest.approx(alone.structure.influence, rel=1e-4)
+    assert [m.error for m in two.matrices] == pytest.approx([m.error for m in alone.matrices], rel=1e-2)
+    assert [fit.after for fit in two.fits] == pytest.approx([fit.after for fit in alone.fits], rel=0.2)
+    assert two.perplexity["before"].value == pytest.approx(alone.perplexity["before"].value, rel=1e-5)
+    assert two.perplexity["after"].value == pytest.approx(alone.perplexity["after"].value, rel=1e-2)
+    if "--neurons" in options:
+        start(*[arguments["ended"]] * 2, hook={"rank": 1, "block": 2, "how": "kill"})
+        assert prune(start, 2, arguments["ended"]).resumed == [2]
+        assert files(tmp_path / "ended") == files(tmp_path / "two")
+
+
+def test_stages(start: Team, model: Path, text: Path, tmp_path: Path) -> None:
+    """The same bytes each time, also where a process ends in the second stage."""
+    stages = ("shrink neurons=0.25", "prune 2:4 effort=fast", "heal tokens=2k own_text=0 batch=200")
+    arguments = {
+        name: with_text(["run", str(model), str(tmp_path / name), *(x for s in stages for x in ("--stage", s))], text)
+        for name in ("whole", "ended")
+    }
+    record = prune(start, 2, arguments["whole"])
+    assert [stage.name for stage in record.stages] == ["shrink", "prune", "heal"]
+    results = start(*[arguments["ended"]] * 2, hook={"rank": 1, "block": 2, "matrix": "mlp.gate_proj", "how": "kill"})
+    assert "stage 2 of 3, prune: 2 of 3 blocks are done and kept" in results[0].err
+    assert prune(start, 2, arguments["ended"]).resumed == [2]
+    assert files(tmp_path / "ended") == files(tmp_path / "whole")
 
 
 def test_torchrun(start: Team, model: Path, text: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -63,19 +62,19 @@ def execute(
         place = stack.enter_context(workplace(target, asked, restart)) if world.first else None
         run.place, journal = place, world.received(place.journal if place else Journal(asked))
         record = Record.from_json(journal.result) if journal.result else None
-        if journal.done and not journal.complete:
-            progress.note(f"resuming after {journal.done} of {len(asked)} stages, where an earlier run was interrupted")
-        for number in range(journal.done, len(asked)):
-            run.number, run.earlier = number, record
-            run.journal = place.journal if place else dataclasses.replace(journal, done=number)
+        done = journal.done
+        if 0 < done < len(asked):
+            progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run was interrupted")
+        for number in range(done, len(asked)):
+            run.number, run.earlier, run.journal = number, record, journal
+            if number > done:
+                run.clock, run.journal = Clock(), place.journal if place else Journal(asked, done=number)
             if number:
                 run.reading = world.received(place.source if place else None) or source
             if len(asked) > 1:
                 progress.turn(
                     number + 1, len(asked), ", ".join(filter(None, [stages[number].name, str(stages[number])]))
                 )
-            if number > journal.done:
-                journal, run.clock = Journal(asked), Clock()
             record = _done(run, tasks[number])
         assert record
         if place:
