@@ -22,6 +22,7 @@ from campaign import (
     packed,
     records,
     solvers,
+    stages,
     texts,
 )
 from support import faults
@@ -40,4 +41,4 @@ KINDS: dict[str, ModuleType] = {
     "texts": texts,
 }
 if faults.POSSIBLE:
-    KINDS |= {"disk": disk, "kills": kills}
+    KINDS |= {"disk": disk, "kills": kills, "stages": stages}

@@ -24,9 +24,14 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "a block": (*_PRUNE, "--sparsity", "0.5", "--blocks", "1:2", "--effort", "balanced"),
     "shrink": ("shrink", "model", "out", "--neurons", "0.25", "--blocks", "1", *SMALL),
     "heal": ("heal", "pruned", "out", "--teacher", "TEACHER", *HEALING),
+    "stages": (
+        *("run", "model", "out", "--stage", "shrink neurons=0.25", "--stage", "prune 2:4 solver=wanda"),
+        *("--stage", "heal tokens=512 batch=64", *SMALL),
+    ),
     "pack": ("pack", "pruned", "out"),
     "unpack": ("unpack", "packed", "out"),
     "export": ("export", "on grid", "out"),
+    "gguf": ("export", "pruned", "model.gguf", "--gguf", "F16"),
     "compare": (
         *("compare", "model", "-o", "out", "--solvers", "wanda,magnitude", "--sparsity", "0.5"),
         *("--text", "demo-held", *SMALL),
@@ -75,6 +80,28 @@ class Result(NamedTuple):
     calls: int
 
 
+def contents_of(place: Path, compares: bool = False) -> dict[str, str]:
+    """All below ``place``: digests of files, without what times are in; of a command that ``compares`` no models."""
+    found = {}
+    for path in sorted(place.rglob("*")):
+        name = str(path.relative_to(place))
+        if compares and name.startswith("out/models"):
+            continue  # a model stays where a comparison is killed after its cell is done and before it is removed
+        if path.is_dir():
+            found[name] = "a folder"
+        elif path.suffix in (".csv", ".md") and compares:
+            found[name] = "a table"
+        elif ".partial" in name:  # half of a file, perhaps
+            found[name] = "unfinished"
+        elif path.suffix == ".json" and (
+            path.stem in ("niwaki", "compare", "eval") or path.parent.name in ("records", "runs")
+        ):
+            found[name] = json.dumps(_without_times(json.loads(path.read_text())), sort_keys=True)
+        else:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
 @dataclass(frozen=True)
 class Run:
     """One of them, in an empty directory."""
@@ -104,25 +131,8 @@ class Run:
         return self.runs.result(self.name, self.there).contents
 
     def contents(self) -> dict[str, str]:
-        """All below its directory: digests of files, without what times are in."""
-        found = {}
-        for path in sorted(self.place.rglob("*")):
-            name = str(path.relative_to(self.place))
-            if self.name == "compare" and name.startswith("out/models"):
-                continue  # a model stays where a comparison is killed after its cell is done and before it is removed
-            if path.is_dir():
-                found[name] = "a folder"
-            elif path.suffix in (".csv", ".md") and self.name == "compare":
-                found[name] = "a table"
-            elif ".partial" in name:  # half of a file, perhaps
-                found[name] = "unfinished"
-            elif path.suffix == ".json" and (
-                path.stem in ("niwaki", "compare", "eval") or path.parent.name in ("records", "runs")
-            ):
-                found[name] = json.dumps(_without_times(json.loads(path.read_text())), sort_keys=True)
-            else:
-                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return found
+        """All below its directory."""
+        return contents_of(self.place, self.name == "compare")
 
     def check(self) -> None:
         """AssertionError unless all is there as it should be, and nothing else."""

@@ -76,7 +76,7 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     niwaki.prune(tmp_path / "2", tmp_path / "3", 0.0, effort="fast", quantize="int4:4", **options)
     niwaki.heal(tmp_path / "3", tmp_path / "4", model, tokens=400, rate=0.01, batch=64, own_text=0.0, **options)
     told = StopAfter()
-    stages = [NEURONS, Prune("2:4", effort="fast"), Quantize("int4:4", effort="fast"), HEAL]
+    stages: list[Stage | str] = [NEURONS, Prune("2:4", effort="fast"), Quantize("int4:4", effort="fast"), HEAL]
     record = work(model, tmp_path / "out", *stages, progress=told)
     assert same_tensors(tmp_path / "out", tmp_path / "4")
     for name in ("quantization/scales.safetensors", "generation_config.json"):
@@ -213,6 +213,7 @@ def test_blocks_that_shrink_are_fitted(tmp_path: Path) -> None:
         ([], "at least one stage"),
         ([HEAL], "nothing to heal yet"),
         ([Prune(0.5), NEURONS], "shrink comes first, not after prune"),
+        ([Shrink(blocks=1), Heal("blocks")], "leaves fewer of them"),
         ([Pack()], "pack comes after prune"),
         ([Prune(0.5), Pack(), HEAL], "nothing comes after pack"),
         ([Prune(0.5), Pack(), Pack()], "nothing comes after pack"),
@@ -286,7 +287,10 @@ def test_a_stage_that_was_damaged(tmp_path: Path) -> None:
         work(model, tmp_path / "out", NEURONS, Prune(0.5, effort="fast"), progress=Turned())
     assert [path.name for path in (tmp_path / ".out.partial").iterdir()] in (["1", "2"], ["2", "1"])
     edit_json(tmp_path / ".out.partial" / "1" / "config.json", vocab_size=3)
-    again = lambda **how: work(model, tmp_path / "out", NEURONS, Prune(0.5, effort="fast"), **how)  # noqa: E731
+
+    def again(**how: Any) -> Record:
+        return work(model, tmp_path / "out", NEURONS, Prune(0.5, effort="fast"), **how)
+
     assert "is damaged; start over with --restart" in message(again, OutputError)
     again(restart=True)
     work(model, tmp_path / "whole", NEURONS, Prune(0.5, effort="fast"))
@@ -301,7 +305,10 @@ def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
     from niwaki.runs.journal import _digest
 
     journal.write_text(json.dumps({**values, "sha256": _digest(values)}))
-    again = lambda **how: work(model, tmp_path / "out", Prune(0.5, effort="fast"), **how)  # noqa: E731
+
+    def again(**how: Any) -> Record:
+        return work(model, tmp_path / "out", Prune(0.5, effort="fast"), **how)
+
     said = message(again, OutputError)
     assert said.startswith(f"{journal} is of an earlier version of niwaki")
     assert "--restart" in said

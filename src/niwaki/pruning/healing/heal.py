@@ -97,6 +97,10 @@ class Heal:
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if not before and self.teacher is None:
             raise UsageError("there is nothing to heal yet: prune or shrink first, or name the dense model as teacher")
+        if self.method == "blocks" and any(getattr(stage, "blocks", 0) for stage in before if stage.name == "shrink"):
+            raise UsageError(
+                "the method blocks trains each block towards the dense one, and shrink leaves fewer of them"
+            )
 
     def open(self, run: Run) -> "Healing":
         return Healing(self, run)
@@ -111,7 +115,7 @@ class Healing:
     """:class:`Heal`, opened for a run: both models as far as they are known, and the text to train on."""
 
     def __init__(self, stage: Heal, run: Run) -> None:
-        self.stage, compute = stage, run.compute
+        self.stage, self.method, compute = stage, stage.method, run.compute
         self.teacher = run.model if stage.teacher is None else str(stage.teacher)
         knowing = Checkpoint(run.source if stage.teacher is None else locate_model(self.teacher))
         dtype = training_dtype(compute.dtype, compute.device, knowing)
@@ -188,7 +192,7 @@ class Healing:
         }
 
     def extent(self, run: Run) -> tuple[int, int]:
-        return (run.journal.blocks, len(self.student.blocks)) if self.method == "blocks" else (0, 0)
+        return (run.journal.blocks, len(self.dense.blocks)) if self.method == "blocks" else (0, 0)
 
     def work(self, run: Run) -> Record:
         begun = Record.from_json(run.journal.record).healing if run.journal.blocks else None
