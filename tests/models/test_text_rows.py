@@ -138,6 +138,23 @@ def test_plain_text_in_zstandard(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     assert read_windows(source, tokenizer, 32).tokens.flatten().tolist() == ids[: len(ids) // 32 * 32]
 
 
+@pytest.mark.parametrize("packed", [".gz", ".xz", ".bz2", ".zst"])
+def test_several_compressed_streams(tmp_path: Path, packed: str) -> None:
+    """As parallel packers write them: one that is damaged is no end of the text."""
+    first, second = "the first stream " * 9, "and the second " * 9_999
+    one, two = (PACKERS[packed](text.encode()) for text in (first, second))
+    assert text_of(written(tmp_path / f"a.txt{packed}", one + two)) == first + second
+    damaged = [one + two[:-5], one + two[:9], one + b"\xff" + two[1:], one + two[:2] + b"\xff" + two[3:], one + b"x"]
+    middle = len(two) // 2
+    damaged.append(one + two[:middle] + bytes(value ^ 0xFF for value in two[middle : middle + 9]) + two[middle + 9 :])
+    for number, content in enumerate(damaged):
+        source = written(tmp_path / f"{number}.txt{packed}", content)
+        assert "cannot be read as UTF-8 text" in refused(lambda source=source: text_of(source))  # type: ignore[misc]
+    if packed == ".xz":
+        padded = one + bytes(4) + two + bytes(8 + (1 << 20))
+        assert text_of(written(tmp_path / "padded.txt.xz", padded)) == first + second
+
+
 @pytest.mark.parametrize("piece", [1, 2, 7, 50])
 def test_lists_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(text_files, "_PIECE", piece)

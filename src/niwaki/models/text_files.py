@@ -43,10 +43,51 @@ def _open_zstd(path: Path, _: str) -> IO[bytes]:
     return stream
 
 
+class _Streams(io.RawIOBase):
+    """The content of compressed streams in a file, one after the other, between and after which zeros may be.
+
+    ``lzma.open`` and ``bz2.open`` take a damaged stream for the end of the file if it is not the first one.
+    """
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]) -> None:
+        self._file, self._begin, self._stream = file, begin, begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            raw = b""
+            if self._stream.eof:
+                raw = self._stream.unused_data
+                while not (raw := raw.lstrip(b"\0")):
+                    if not (raw := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                        return 0
+                self._stream = self._begin()
+            elif self._stream.needs_input and not (raw := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                raise EOFError("it ends in the middle of a compressed stream")
+            data = self._stream.decompress(raw, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open_xz(path: Path, _: str) -> IO[bytes]:
+    return io.BufferedReader(_Streams(path.open("rb"), lzma.LZMADecompressor))
+
+
+def _open_bz2(path: Path, _: str) -> IO[bytes]:
+    return io.BufferedReader(_Streams(path.open("rb"), bz2.BZ2Decompressor))
+
+
 _COMPRESSED: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
-    ".xz": lzma.open,
-    ".bz2": bz2.open,
+    ".xz": _open_xz,
+    ".bz2": _open_bz2,
     ".zst": _open_zstd,
 }
 #: Suffixes of files, none of which is a data set's name.
