@@ -247,9 +247,11 @@ def _listed(text: str) -> Iterator[Any]:
 def _table(text: str, kind: str) -> Iterator[Any]:
     """The rows of a table, up to its first mistake."""
     first = text.partition("\n")[0]
-    mark = "\t" if kind == ".tsv" else max(",;\t", key=first.count)
+    mark = "\t" if kind == ".tsv" else max(",;\t", key="".join(first.split('"')[::2]).count)
     rows = csv.reader(io.StringIO(text.partition("\0")[0]), delimiter=mark, strict=True)
     names = next(rows, [])
+    if len(set(named := [*filter(None, names)])) < len(named):
+        raise ValueError(names)
     for row in filter(None, rows):
         if len(row) > len(names):
             raise ValueError(row)
