@@ -244,6 +244,16 @@ def test_what_is_no_table_of_texts(tmp_path: Path, name: str, content: bytes, sa
         assert source in line
 
 
+@pytest.mark.parametrize("more", [0, False, [], {}, 5])
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_more_about_a_task_is_text_or_nothing(tmp_path: Path, column: str, more: Any) -> None:
+    answer = "output" if column == "input" else "response"
+    rows = [{"instruction": "Say it.", column: each, answer: "it"} for each in ("", None, more)]
+    assert text_of(written(tmp_path / "a.jsonl", rows[:2])) == "\n\n".join(["Say it.", "it"] * 2)
+    said = refused(lambda: text_of(written(tmp_path / "b.jsonl", rows)))
+    assert f"b.jsonl, line 5: not all of instruction, {column} and {answer} are text" in said
+
+
 def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
     body = "".join(f"{n},{n / 7:.3f},a text of {n} words,{n if n < 40 else 'seven'}\n" for n in range(50))
     table = written(tmp_path / "a.csv", f"n,share,body,late\n{body}".encode())
