@@ -85,7 +85,7 @@ def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
     ("name", "options", "said"),
     [
         ("prune", {"solver": 3}, "solver must be text, a Solver or None; got 3"),
-        ("prune", {"grid": 4}, "grid must be text, a Grid or None; got 4"),
+        ("prune", {"quantize": 4}, "quantize must be text, a Grid or None; got 4"),
         ("prune", {"blocks": (0,)}, "blocks must be (a whole number, a whole number), text or None; got (0,)"),
         (
             "prune",

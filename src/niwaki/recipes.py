@@ -48,7 +48,7 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "pack": Pack,
 }
 #: The parameter that may stand without its name.
-_FIRST = {"prune": "pattern", "quantize": "quantize"}
+_FIRST = {"prune": "pattern", "quantize": "grid"}
 #: What a recipe has beside its stages.
 _STAGES = "stages"
 
@@ -322,8 +322,8 @@ def _with_healing(
     What cannot be healed as a whole is left as it is, with a note that says so first.
     """
     for stage in stages:
-        times = stage.settled_effort.healing if isinstance(stage, Prune | Shrink) else 0.0
-        if not times or not isinstance(stage, Prune | Shrink):
+        times = stage.settled_effort.healing if isinstance(stage, Prune | Quantize | Shrink) else 0.0
+        if not times or not isinstance(stage, Prune | Quantize | Shrink):
             yield stage
         # The memory that is left may differ between processes.
         elif why := current_session().world.received(_refusal(model, stage, calibration, compute)):
@@ -333,7 +333,7 @@ def _with_healing(
             yield Heal(times=times)
 
 
-def _refusal(model: str | Path, stage: Prune | Shrink, calibration: Calibration, compute: Compute) -> str:
+def _refusal(model: str | Path, stage: Prune | Quantize | Shrink, calibration: Calibration, compute: Compute) -> str:
     """Why what ``stage`` leaves is not to be healed; "" where it is."""
     if isinstance(stage, Prune) and stage.blocks:
         return "only some blocks are pruned, and training would change all"
@@ -361,6 +361,8 @@ def make_stage(text: str) -> Stage:
         name, *words = shlex.split(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is no stage: {error or 'it is empty'}; such as 'shrink neurons=0.25'") from None
+    if name not in STAGES:
+        raise UnknownNameError("stage", name, STAGES)
     given: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")

@@ -25,7 +25,9 @@ Command = Callable[..., Result]
 def without_sign_of_life(err: str) -> str:
     """Without the first line, which says what is being done, and has tests of its own (test_screen.py)."""
     return re.sub(
-        r"\A(comparing|drawing|evaluating|exporting|healing|loading|measuring|(un)?pack|prun|read|shrink).*\n", "", err
+        r"\A(comparing|drawing|evaluating|exporting|healing|loading|measuring|(un)?pack|prun|read|runn|shrink).*\n",
+        "",
+        err,
     )
 
 

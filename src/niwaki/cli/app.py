@@ -15,6 +15,7 @@ from niwaki.cli.inspect import inspect
 from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
 from niwaki.cli.report import report
+from niwaki.cli.run import run
 from niwaki.cli.shrink import shrink
 from niwaki.cli.solvers import solvers
 
@@ -30,6 +31,7 @@ _COMMANDS = (
     prune,
     shrink,
     heal,
+    run,
     evaluate,
     export,
     pack,

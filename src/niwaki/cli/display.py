@@ -59,6 +59,12 @@ class Display(Screen):
         super().__exit__()
         self._bar.live.stop()
 
+    def turn(self, number: int, count: int, stage: str) -> None:
+        self._close_stage()
+        self._close_block()
+        self._at, self._names = None, []
+        self.line(f"stage {number} of {count}: {stage}", style="bold")
+
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         self._close_stage()  # of an earlier part
         self._close_block()

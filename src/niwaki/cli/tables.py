@@ -13,7 +13,7 @@ from rich.text import Text
 from niwaki.records.comparison import CAPTION, Comparison
 from niwaki.records.record import LeftDense, Record
 from niwaki.records.speed import SpeedRecord
-from niwaki.records.wording import counted, kind, short, size
+from niwaki.records.wording import counted, duration, kind, short, size
 
 if TYPE_CHECKING:
     from niwaki.evaluation.inspect import MatrixSummary
@@ -38,9 +38,10 @@ def summary(record: Record) -> Table:
     low, high = min(sparsities), max(sparsities)
     between = f", {low:.1f} to {high:.1f} % in one" if high - low > 0.1 else ""
     if record.structure:
-        table.add_row("removed", record.pattern)
+        if record.only_shrinks:
+            table.add_row("removed", record.pattern)
         table.add_row("parameters", str(record.structure))
-    else:
+    if not record.only_shrinks:
         number = counted(len(record.matrices), "matrix", "matrices") if record.matrices else "the matrices"
         table.add_row("zeros", f"{100 * record.sparsity:.2f} % of {number}{between}")
     if record.stays and not record.structure:
@@ -61,6 +62,8 @@ def summary(record: Record) -> Table:
     for when, measured in record.perplexity.items():
         if when != "after" and "after" in record.perplexity:
             table.add_row(f"above {when}", f"{record.perplexity['after'].above(measured)} nats a token")
+    for stage, cost in record.costs():
+        table.add_row(stage.name, Text(f"{f'{cost} nats a token, ' if cost else ''}{duration(stage.seconds)}"))
     stages = {name: seconds for name, seconds in record.seconds.items() if name != "total" and seconds >= 0.05}
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stages.items())
     table.add_row("seconds", f"{record.seconds['total']:.1f} ({parts})")

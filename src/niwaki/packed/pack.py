@@ -122,8 +122,8 @@ class Pack:
     is_format: ClassVar[bool] = True
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
-        if not any(stage.name in ("prune", "quantize") for stage in before) or any(each.is_format for each in before):
-            raise UsageError("pack comes after prune or quantize, and nothing comes after it")
+        if not any(stage.name in ("prune", "quantize") for stage in before):
+            raise UsageError("pack comes after prune or quantize: there are no zeros to leave out yet")
 
     def open(self, run: Run) -> Packing:
         return Packing(run)

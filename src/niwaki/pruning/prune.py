@@ -93,21 +93,41 @@ _SAID = ("solver", "effort", "mask_from", "quantize", "keep_format", "revive", "
 
 
 @dataclass(frozen=True)
-class Quantize(Prune):
-    """Puts the weights that are left on a grid, such as "int4:128", and fits the others to what rounding changes."""
+class Quantize:
+    """Puts the weights that are left on a ``grid``, and fits them to what rounding changes; zeros stay.
 
-    pattern: float | str | Pattern | None = 0.0
-    quantize: str | Grid | None = "int4:128"
+    The same as :class:`Prune` with no more zeros and ``quantize=grid``: "int4:128" has 4 bits and a scale for each row
+    and 128 inputs, "int8" a scale for each row.
+    """
+
+    grid: str | Grid = "int4:128"
+    solver: str | Solver | None = None
+    effort: str | Effort | None = None
+    #: A note on what is not done of what was asked for.
+    left_out: str = ""
 
     name: ClassVar[str] = "quantize"
     is_format: ClassVar[bool] = False
+
+    @property
+    def _as_prune(self) -> Prune:
+        return Prune(0.0, self.solver, self.effort, quantize=self.grid, left_out=self.left_out)
+
+    @property
+    def settled_effort(self) -> Effort:
+        """As that of :class:`Prune`."""
+        return self._as_prune.settled_effort
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if any(stage.name == "quantize" for stage in before):
             raise UsageError("weights are on a grid already; quantize once")
 
+    def open(self, run: Run) -> "Pruning":
+        return self._as_prune.open(run)
+
     def __str__(self) -> str:
-        return f"{self.quantize}" + (f", effort {self.effort}" if self.effort else "")
+        given = [f"{name} {value}" for name in ("solver", "effort") if (value := getattr(self, name)) is not None]
+        return ", ".join([str(self.grid), *given])
 
 
 class Pruning:

@@ -21,6 +21,9 @@ class Progress:
 
     # Of a run, pruning or shrinking.
 
+    def turn(self, number: int, count: int, stage: str) -> None:
+        """It is the turn of ``stage``, ``number`` of the ``count`` of a run of several, from 1."""
+
     def begin(self, record: Record, blocks: int, matrices: int) -> None:
         """All inputs are read, ``blocks`` with ``matrices`` in total to come."""
 

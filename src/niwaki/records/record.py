@@ -32,7 +32,7 @@ from niwaki.records.data import (
     from_repr,
 )
 from niwaki.records.healing import HealingRecord
-from niwaki.records.perplexity import Perplexity
+from niwaki.records.perplexity import Difference, Perplexity
 from niwaki.records.wording import counted, kind, several
 
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
@@ -292,6 +292,20 @@ class Record(JsonFile):
     def only_heals(self) -> bool:
         """Whether it is of ``niwaki heal``, which has nothing of how the model was pruned before that."""
         return self.method == "heal"
+
+    @property
+    def only_shrinks(self) -> bool:
+        """Whether parts were removed, and no weights became zero."""
+        return self.structure is not None and self.sparsity == 0
+
+    def costs(self) -> list[tuple[StageRecord, Difference | None]]:
+        """The stages, each with what it cost: by how many nats a token the loss is above that before it."""
+        found, before = list[tuple[StageRecord, Difference | None]](), self.perplexity.get("before")
+        for stage in self.stages:
+            after = stage.perplexity
+            found.append((stage, after.above(before) if after and before else None))
+            before = after or before
+        return found
 
     @property
     def calibration_tokens(self) -> int:

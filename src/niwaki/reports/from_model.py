@@ -39,7 +39,7 @@ def extras(directory: Path, record: Record, prompts: Sequence[str] | None = None
     wanted, remarks = "masks and text", []
     try:
         checkpoint = open_checkpoint(directory)
-        masks = mask_pictures(checkpoint, record) if record.structure is None else []
+        masks = mask_pictures(checkpoint, record) if not record.only_shrinks else []
         if prompts:
             wanted = "text"
             pruned = generate(checkpoint, prompts)

@@ -21,7 +21,8 @@ def title(material: Material) -> str:
     if (record := material.record) is None:
         return f"{material.name}, {counted(len(material.methods), 'method')} compared"
     if record.structure:
-        return f"{material.name}, {record.structure.share} smaller"
+        zeros = "" if record.only_shrinks else f", {100 * record.sparsity:.4g} % sparse"
+        return f"{material.name}, {record.structure.share} smaller{zeros}" + ", healed" * bool(record.healing)
     if record.only_heals:
         return f"{material.name}, healed"
     return f"{material.name}, {100 * record.sparsity:.4g} % sparse{_part(record)}" + ", healed" * bool(record.healing)
@@ -88,13 +89,16 @@ def _best_tiles(material: Material) -> list[Tile]:
 
 
 def _removed_tiles(record: Record) -> list[Tile]:
+    shown = list[Tile]()
     if structure := record.structure:
         stay = "{after:,} of {before:,} stay".format(**structure.parameters)
-        of = f"of the blocks' parameters: {record.pattern}"
-        return [("fewer parameters", structure.share, stay), ("removed", f"{100 * structure.removed:.1f} %", of)]
+        what = f": {record.pattern}" if record.only_shrinks else ""
+        shown.append(("fewer parameters", structure.share, stay))
+        shown.append(("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters{what}"))
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
     of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{_part(record)}, {weights / 1e6:,.4g} M weights"
-    shown = [("zeros", f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of)]
+    if not record.only_shrinks:
+        shown.append(("zeros", f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))
     if (healing := record.healing) and healing.points:
         first, best = healing.points[0].error, healing.points[healing.best].error
         gain = f"of {first:.4g} before healing, in nats a token on {healing.held:,} held-out tokens"
@@ -128,7 +132,7 @@ def facts_of(method: str, record: Record) -> list[tuple[str, str]]:
         "method": method,
         "solver": in_words(record.solver),
         "effort": described(record.effort) if record.effort else "",
-        "pattern": "" if structure else record.pattern,
+        "pattern": "" if record.only_shrinks else record.pattern,
         "blocks removed": f"{removed}, counted from 0" if removed else "",
         "teacher": record.teacher,
         "mask from": record.mask_from,

@@ -11,7 +11,7 @@ from typing import Any
 from niwaki.records.comparison import Comparison
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
-from niwaki.records.wording import counted, kind, number, short_text
+from niwaki.records.wording import counted, duration, kind, number, short_text
 from niwaki.reports import charts
 from niwaki.reports.charts import STEPS
 from niwaki.reports.head import SPREAD, facts_of, notes_of
@@ -39,7 +39,7 @@ STAGES = {
 def sections(material: Material, reference: bool = False) -> list[Section]:
     """All that there is something to show in; with published results if ``reference``."""
     made = [frontier(material), published(material) if reference else None]
-    made += [make(material) for make in (healing, errors, allocation, fits, time, speed)]
+    made += [make(material) for make in (stages, healing, errors, allocation, fits, time, speed)]
     return [section for section in made if section is not None]
 
 
@@ -170,6 +170,19 @@ def ratios(material: Material) -> list[charts.Row]:
     return points
 
 
+def stages(material: Material) -> Section | None:
+    """What was done, one after the other, and what each cost, of a run of several stages."""
+    if material.record is None or not material.record.stages:
+        return None
+    rows = []
+    for stage, cost in material.record.costs():
+        measured = with_error(stage.perplexity) if stage.perplexity else "not measured"
+        rows.append([stage.name, stage.asked, duration(stage.seconds), measured, str(cost) if cost else ""])
+    table = Table.of(["stage", "asked for", "time", "perplexity after it", "cost in nats a token"], rows)
+    why = "What was done to the model, one after the other: by how much each stage raised the loss on the same text."
+    return Section("stages", "Stages", why, [Exhibit([], table, open=True)])
+
+
 def errors(material: Material) -> Section | None:
     """Errors of blocks and matrices, of a comparison for each run of one pattern."""
     compared = material.record is None
@@ -223,7 +236,7 @@ def zeros_of(record: Record, form: str = "{:.2%}") -> list[charts.Row]:
 def allocation(material: Material) -> Section | None:
     """Sparsity of blocks and matrices, of a single model with zeros."""
     record = material.record
-    if record is None or not record.matrices or record.structure:
+    if record is None or not record.matrices or record.only_shrinks:
         return None
     zeros: dict[int, float] = defaultdict(float)
     weights: dict[int, int] = defaultdict(int)

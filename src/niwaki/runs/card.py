@@ -36,11 +36,17 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
     data = ModelCardData(
         base_model=base if base.count("/") == 1 else Path(base).name or base,
         library_name="transformers",
-        tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if structure else ["sparse"])}),
+        tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if record.only_shrinks else ["sparse"])}),
         **kept,
     )
-    if structure:
-        title = f"{structure.share} smaller"
+    if structure and not record.only_shrinks:
+        title = f"{structure.share} smaller, {100 * record.sparsity:.4g} % sparse" + ", healed" * bool(record.healing)
+        about = (
+            f"{shown} without some of its parts, which niwaki removed after training, and with zeros among the weights "
+            "that are left. Zeros are stored as such, and it loads as any other model of its kind."
+        )
+    elif structure:
+        title = f"{structure.share} smaller" + ", healed" * bool(record.healing)
         about = (
             f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any "
             "other model of its kind."
@@ -62,11 +68,11 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
     rows: dict[str, object] = {
         "method": in_words(record.solver),
         "effort": record.effort and described(record.effort),
-        "removed" if structure else "pattern": record.pattern,
+        "removed" if record.only_shrinks else "pattern": record.pattern,
         "parameters": structure,
         "healed": record.healing,
         "mask from": record.mask_from,
-        "zeros in the pruned matrices": None if structure else f"{100 * record.sparsity:.2f} %",
+        "zeros in the pruned matrices": None if record.only_shrinks else f"{100 * record.sparsity:.2f} %",
         "left dense": None if structure else record.stays,
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
         "calibration": f"{_samples(calibration)} of "
@@ -74,6 +80,8 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         "own text": record.own_text,
         error: f"{record.mean_error:.4g}" if record.matrices else None,
     }
+    for stage, cost in record.costs():
+        rows[f"stage {stage.name}"] = ", ".join(filter(None, [stage.asked, cost and f"{cost} nats a token"])) or "done"
     for when, measured in record.perplexity.items():
         rows[f"perplexity {when}"] = (
             f"{measured.figure} ({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"

@@ -70,6 +70,10 @@ def execute(
             run.journal = place.journal if place else dataclasses.replace(journal, done=number)
             if number:
                 run.reading = world.received(place.source if place else None) or source
+            if len(asked) > 1:
+                progress.turn(
+                    number + 1, len(asked), ", ".join(filter(None, [stages[number].name, str(stages[number])]))
+                )
             if number > journal.done:
                 journal, run.clock = Journal(asked), Clock()
             record = _done(run, tasks[number])
@@ -85,6 +89,8 @@ def check_order(stages: Sequence[Stage]) -> None:
     if not stages:
         raise UsageError("a run needs at least one stage, such as Prune(0.5)")
     for number, stage in enumerate(stages):
+        if number and stages[number - 1].is_format:
+            raise UsageError(f"nothing comes after {stages[number - 1].name}, which is for files that are finished")
         stage.check_order(tuple(stages[:number]))
 
 

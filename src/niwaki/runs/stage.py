@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from niwaki.files import check_space
 from niwaki.models.checkpoint.reading import Checkpoint
@@ -64,6 +64,7 @@ class Run:
         return carried
 
 
+@runtime_checkable
 class Stage(Protocol):
     """Something that is done to a model: a value, which knows nothing of directories, journals or processes."""
 

@@ -50,7 +50,7 @@ def check_zeros(model: StreamedModel, dense: StreamedModel, record: Record | Non
     if is_same:
         raise UsageError(f"{path} cannot teach itself; --teacher is the dense model that it was pruned from")
     zeros = {matrix.place: zeros_of(matrix, model.checkpoint) for matrix in matrices}
-    said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.structure else set()
+    said = {(matrix.block, matrix.name) for matrix in record.matrices} if record and not record.only_shrinks else set()
     pruned = [matrix for matrix in matrices if matrix.place in said]
     if record and pruned:
         sparsity = sum(zeros[matrix.place] for matrix in pruned) / sum(matrix.size for matrix in pruned)

@@ -24,14 +24,15 @@ class BlockTensors:
     def __init__(self, model: StreamedModel, index: int, names: dict[str, str]) -> None:
         self._model, self._index, self._names = model, index, dict(names)
         self._values: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # by key and index there
+        self._smaller: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # likewise, when units are left out
         self._changes: dict[str, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
         self._units: dict[str, Callable[[Tensor], Tensor]] = {}  # by parameter, what leaves out units
         #: Of matrices that were replaced: the weights written, how many were zero before, and are not any more.
         self.counts: Counter[str] = Counter()
 
-    def replace(self, matrix: Matrix, stored: Tensor) -> None:
-        """``matrix`` becomes ``stored``, which has the layout of the checkpoint, with all units."""
-        self._values[matrix.key][matrix.index] = stored
+    def replace(self, matrix: Matrix, stored: Tensor, is_smaller: bool = False) -> None:
+        """``matrix`` becomes ``stored``, in the layout of the checkpoint: with all units, or as it ``is_smaller``."""
+        (self._smaller if is_smaller else self._values)[matrix.key][matrix.index] = stored
 
     def keep(self, removal: Removal, kept: Tensor) -> None:
         """Only the units in the mask ``kept`` stay, (units,) or for each expert. Experts get numbers without gaps."""
@@ -56,12 +57,13 @@ class BlockTensors:
 
         def read(name: str) -> Tensor:
             key, value = keys[name], checkpoint.read(keys[name])
-            zeros = self._left(key, value == 0) if key in self._values else None
+            zeros = self._left(key, value == 0) if key in self._values or key in self._smaller else None
             value = self._changed(key, value)
             if zeros is not None:
                 revived = int((zeros & (value != 0)).sum())
                 self.counts.update(weights=value.numel(), zeros=int(zeros.sum()), revived=revived)
-                del self._values[key]  # frees them
+            for values in (self._values, self._smaller):
+                values.pop(key, None)  # frees them
             return value
 
         shards.write(file, {name: self._changed(key, checkpoint.like(key)) for name, key in keys.items()}, read)
@@ -70,7 +72,10 @@ class BlockTensors:
         """What ``value``, the tensor under ``key``, becomes, in its own memory if possible."""
         for index, stored in self._values.get(key, {}).items():
             (value if index is None else value[index]).copy_(stored)
-        return self._left(key, value)
+        value = self._left(key, value)
+        for index, stored in self._smaller.get(key, {}).items():
+            (value if index is None else value[index]).copy_(stored)
+        return value
 
     def _left(self, key: str, value: Tensor) -> Tensor:
         """What is left of ``value``, in the shape of the tensor under ``key``, without the units that go."""

@@ -235,11 +235,13 @@ class _Changes:
 
     kept: dict[str, Tensor] = field(default_factory=dict)  # by kind: (units,) or for each expert
     weights: dict[str, Tensor] = field(default_factory=dict)  # by the name of a matrix, as the checkpoint has it
+    moved: dict[str, Tensor] = field(default_factory=dict)  # likewise, of the smaller block that experts moved to
 
     def save(self, path: Path) -> str:
         """Writes them, on disk at the return; the SHA-256 of the file."""
         tensors = {f"kept {name}": value for name, value in self.kept.items()}
         tensors |= {f"weight {name}": value for name, value in self.weights.items()}
+        tensors |= {f"moved {name}": value for name, value in self.moved.items()}
         with output_errors(path.parent):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
@@ -249,9 +251,10 @@ class _Changes:
     def load(cls, path: Path) -> "_Changes":
         """The inverse of :meth:`save`."""
         changes = cls()
+        parts = {"kept": changes.kept, "weight": changes.weights, "moved": changes.moved}
         for name, value in load_file(path).items():
             what, _, own = name.partition(" ")
-            (changes.kept if what == "kept" else changes.weights)[own] = value
+            parts[what][own] = value
         return changes
 
 
@@ -419,11 +422,11 @@ class _Removing:
                 self._leave_out(mixture, changes, tensors)
         if dense and trained_matrices(block):
             self._fit(block, states, dense, changes)
-        for matrix in block.matrices:
-            if matrix.name in changes.weights:
-                tensors.replace(matrix, changes.weights[matrix.name])
+        self._replace(changes, tensors, block.index)
         if place and file:
             self.record.seconds = dict(self.run.clock.seconds)
+            self.record.matrices.sort(key=lambda each: each.block)
+            self.record.fits.sort(key=lambda each: each.block)
             place.save_block(block.index, changes.save(file), self.record)
             self.run.clock.lap("write")
         return block
@@ -432,16 +435,23 @@ class _Removing:
         self, block: DecoderBlock, smaller: nn.Module, changes: _Changes, tensors: BlockTensors
     ) -> DecoderBlock:
         """Does to ``block`` and ``tensors`` what an earlier run did."""
+        _put(block, changes.weights)
         for removal in self.removals:
             if removal.kind in changes.kept:
                 if isinstance(removal, ExpertRemoval):
                     block = tensors.move(block, smaller, removal, changes.kept[removal.kind])
                 self._leave_out(removal, changes, tensors)
-        for matrix in block.matrices:
-            if matrix.name in changes.weights:
-                block.put(matrix, changes.weights[matrix.name])
-                tensors.replace(matrix, changes.weights[matrix.name])
+        _put(block, changes.moved)
+        self._replace(changes, tensors, block.index)
         return block
+
+    def _replace(self, changes: _Changes, tensors: BlockTensors, block: int) -> None:
+        """Puts the weights that changed into ``tensors``."""
+        for matrix in self.model.matrices(block):
+            if matrix.name in changes.weights:
+                tensors.replace(matrix, changes.weights[matrix.name])
+            if matrix.name in changes.moved:
+                tensors.replace(matrix, changes.moved[matrix.name], is_smaller=matrix.expert is None)
 
     def _leave_out(self, removal: Removal, changes: _Changes, tensors: BlockTensors) -> None:
         """Leaves the units that go out of ``tensors``, and puts them into the record's lists."""
@@ -495,7 +505,8 @@ class _Removing:
                 fit = fit_experts(block, path, chosen)
             else:
                 fit = fit_expert_neurons(block, removal, states, run.progress)
-        changes.weights |= {matrix.name: stored for matrix, stored in fit.weights}
+        fitted = changes.moved if isinstance(removal, ExpertRemoval) else changes.weights
+        fitted |= {matrix.name: stored for matrix, stored in fit.weights}
         changes.kept[removal.kind] = fit.mask
         seconds, shape = time.perf_counter() - began, removal.matrices[0].shape
         columns = fit.mask.sum().item() if fit.mask.ndim == 2 else shape[1] * len(fit.weights)
@@ -509,7 +520,9 @@ class _Removing:
         fit = Fit(block, states, dense, self.effort, run.world, run.progress.step)
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
-        changes.weights |= {matrix.name: stored for matrix, stored in trained_weights(block)}
+        has_moved = any(isinstance(each, ExpertRemoval) and each.kind in changes.kept for each in self.mixtures)
+        fitted = changes.moved if has_moved else changes.weights
+        fitted |= {matrix.name: stored for matrix, stored in trained_weights(block)}
         run.clock.lap("fit")
 
     def _record(self, record: MatrixRecord) -> None:
@@ -527,6 +540,13 @@ class _Removing:
         losses = torch.cat(run.world.collected(model.losses(states)))
         self.record.perplexity[name] = Perplexity.of(losses, heldout.source, heldout.origin)
         run.clock.lap("perplexity")
+
+
+def _put(block: DecoderBlock, weights: dict[str, Tensor]) -> None:
+    """Puts ``weights``, by the names of matrices, into ``block``."""
+    for matrix in block.matrices:
+        if matrix.name in weights:
+            block.put(matrix, weights[matrix.name])
 
 
 def _shard(number: int, kept: Sequence[int]) -> str:
