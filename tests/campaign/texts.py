@@ -169,6 +169,16 @@ def _file(chance: random.Random, place: Path, raw: bytes, kinds: tuple[str, ...]
     return path
 
 
+def _check_streams(path: Path) -> None:
+    """An error where more follows the streams of a file than zeros, which ``lzma.open`` and ``bz2.open`` ignore."""
+    begin = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}.get(path.suffix)
+    raw = path.read_bytes() if begin else b""
+    while begin and (raw := raw.lstrip(b"\0")):
+        stream = begin()
+        stream.decompress(raw)
+        raw = stream.unused_data
+
+
 def _decoded(path: Path) -> tuple[str, bool]:
     """The characters of a text file up to its first mistake, and whether it has none."""
     if not path.is_file():
@@ -178,6 +188,7 @@ def _decoded(path: Path) -> tuple[str, bool]:
         with _OPENED.get(path.suffix, Path.open)(path, "rb") as file:
             while part := file.read1():
                 raw += part
+        _check_streams(path)
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
         sound = False
     raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -236,9 +247,11 @@ def _listed(text: str) -> Iterator[Any]:
 def _table(text: str, kind: str) -> Iterator[Any]:
     """The rows of a table, up to its first mistake."""
     first = text.partition("\n")[0]
-    mark = "\t" if kind == ".tsv" else max(",;\t", key=first.count)
+    mark = "\t" if kind == ".tsv" else max(",;\t", key="".join(first.split('"')[::2]).count)
     rows = csv.reader(io.StringIO(text.partition("\0")[0]), delimiter=mark, strict=True)
     names = next(rows, [])
+    if len(set(named := [*filter(None, names)])) < len(named):
+        raise ValueError(names)
     for row in filter(None, rows):
         if len(row) > len(names):
             raise ValueError(row)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.packed.pack import pack
 from support.command import Command
 from support.models import edit_json, reference, save_model_with_tokenizer, weight
-from support.runs import SMALL, listing
+from support.runs import SMALL, listing, run
 
 
 @pytest.fixture
@@ -459,10 +460,6 @@ def test_an_interruption(
     model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """Before anything is done that is kept: it says so."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(Checkpoint, "read", interrupt)
     before = listing(tmp_path)
     name, *options = command.split()
@@ -471,3 +468,48 @@ def test_an_interruption(
     assert [line.partition(":")[0] for line in ran.err.splitlines()] == ["stopped"]
     assert "nothing of it is kept" in ran.err
     assert listing(tmp_path) == before
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def written(model: Path, tmp_path: Path) -> dict[str, list[object]]:
+    """By command, its arguments but for the output."""
+    grid, packed = tmp_path / "grid", tmp_path / "packed"
+    run(model, grid, sparsity=0.5, quantize="int4:16", measure="none")
+    pack(grid, packed)
+    return {
+        "pack": [grid],
+        "unpack": [packed],
+        "export": [grid],
+        "export gguf": [model, "--gguf", "F16"],
+    }
+
+
+@pytest.mark.parametrize("command", ["pack", "unpack", "export", "export gguf"])
+def test_an_interruption_of_what_is_all_or_nothing(
+    written: dict[str, list[object]],
+    tmp_path: Path,
+    niwaki_: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    """It says that nothing is kept, at the beginning and at the end of the work, unless it is."""
+    before, (model, *options) = listing(tmp_path), written[command]
+    arguments = [command.split()[0], model, tmp_path / "out", *options]
+    at_end = "niwaki.files.set_usual_mode" if "gguf" in command else "niwaki.runs.workplace.Workplace.finish_stage"
+    for place in ("niwaki.models.checkpoint.reading.Checkpoint.__init__", at_end):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, interrupt)
+            ran = niwaki_(*arguments)
+        assert ran.code == 130
+        assert ran.err.splitlines() == ["stopped: nothing of it is kept; repeat the command to start over"]
+        assert listing(tmp_path) == before
+    if "gguf" not in command:
+        with monkeypatch.context() as patch:
+            patch.setattr("niwaki.runs.workplace.Workplace.move", interrupt)
+            ran = niwaki_(*arguments)
+        assert (ran.code, ran.err) == (130, "")
+        assert niwaki_(*arguments).code == 0

@@ -138,6 +138,23 @@ def test_plain_text_in_zstandard(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     assert read_windows(source, tokenizer, 32).tokens.flatten().tolist() == ids[: len(ids) // 32 * 32]
 
 
+@pytest.mark.parametrize("packed", [".gz", ".xz", ".bz2", ".zst"])
+def test_several_compressed_streams(tmp_path: Path, packed: str) -> None:
+    """As parallel packers write them: one that is damaged is no end of the text."""
+    first, second = "the first stream " * 9, "and the second " * 9_999
+    one, two = (PACKERS[packed](text.encode()) for text in (first, second))
+    assert text_of(written(tmp_path / f"a.txt{packed}", one + two)) == first + second
+    damaged = [one + two[:-5], one + two[:9], one + b"\xff" + two[1:], one + two[:2] + b"\xff" + two[3:], one + b"x"]
+    middle = len(two) // 2
+    damaged.append(one + two[:middle] + bytes(value ^ 0xFF for value in two[middle : middle + 9]) + two[middle + 9 :])
+    for number, content in enumerate(damaged):
+        source = written(tmp_path / f"{number}.txt{packed}", content)
+        assert "cannot be read as UTF-8 text" in refused(lambda source=source: text_of(source))  # type: ignore[misc]
+    if packed == ".xz":
+        padded = one + bytes(4) + two + bytes(8 + (1 << 20))
+        assert text_of(written(tmp_path / "padded.txt.xz", padded)) == first + second
+
+
 @pytest.mark.parametrize("piece", [1, 2, 7, 50])
 def test_lists_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(text_files, "_PIECE", piece)
@@ -189,7 +206,15 @@ def test_a_data_set_of_the_library(tmp_path: Path, tokenizer: PreTrainedTokenize
             "line 2: no column 'text', and none that is known, only a column without a name, 'body', 'n'; choose",
         ),
         ("a.csv", b"text\nsome prose, and more\n", "line 2: more fields"),
-        ("a.csv", b'text\n"never closed\n', "not CSV"),
+        ("a.csv", b'text\n"never closed\n\n\n', "line 2: not CSV: unexpected end of data"),
+        ("a.csv", b'text\n\n"two\nlines",y\n', "line 3: more fields"),
+        ("a.csv", b"text;id\nx;1\ny;2;3\n", "line 3: more fields than the first line has names of columns; are texts"),
+        ("a.csv", b"text;id\nx;1\ny;2;3\n", "';' was taken as what separates columns"),
+        ("a.csv", b'"text",a;b;c\nx,y\n', "line 1: not CSV: ';' expected after '\"'; ';' was taken as what separates"),
+        ("a.tsv", b"text\nx\ty\n", "'\\t' was taken as what separates columns"),
+        ("a.csv", b"text,id,text\nx,1,y\n", "line 1: several columns have the name 'text'; give each its own"),
+        ("a.csv", b"text,,\nx,,\n", None),
+        ("a.csv", b'text,"a;b;c"\nx,"y"\n', None),
         ("a.csv", b"text,id\nx\n\n", None),
         ("a.csv", b"id,text\n7\n", "line 2: not an object with a field 'text'"),
         ("a.csv", "text\nx\n".encode("utf-16"), "cannot be read as UTF-8 text"),
@@ -217,6 +242,16 @@ def test_what_is_no_table_of_texts(tmp_path: Path, name: str, content: bytes, sa
         line = refused(lambda: text_of(source))
         assert said in line
         assert source in line
+
+
+@pytest.mark.parametrize("more", [0, False, [], {}, 5])
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_more_about_a_task_is_text_or_nothing(tmp_path: Path, column: str, more: Any) -> None:
+    answer = "output" if column == "input" else "response"
+    rows = [{"instruction": "Say it.", column: each, answer: "it"} for each in ("", None, more)]
+    assert text_of(written(tmp_path / "a.jsonl", rows[:2])) == "\n\n".join(["Say it.", "it"] * 2)
+    said = refused(lambda: text_of(written(tmp_path / "b.jsonl", rows)))
+    assert f"b.jsonl, line 5: not all of instruction, {column} and {answer} are text" in said
 
 
 def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import niwaki
 from niwaki.cli import main as cli
+from niwaki.cli.display import Display
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.options import Measurement
@@ -31,6 +33,7 @@ from support.command import without_sign_of_life
 from support.models import (
     decoder_blocks,
     edit_json,
+    is_pruned,
     linear_inputs,
     message,
     random_model,
@@ -38,6 +41,7 @@ from support.models import (
     reference,
     save_model,
     save_model_with_tokenizer,
+    sparse_model,
     weight,
 )
 from support.runs import SMALL, files
@@ -703,6 +707,51 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
         said = message(lambda options=options: run(source, tmp_path / "out", **options, restart=True), OutputError)  # type: ignore[misc]
         assert "hidden states differ" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "names"),
+    [
+        ("llama", {"neurons": 0.25}, ["mlp.down_proj"]),
+        ("llama", {"heads": 0.5, "neurons": 0.25, "blocks": 1}, ["o_proj", "mlp.down_proj"]),
+        ("mixtral", {"experts": 0.25}, ["down_proj", "w2"]),
+        ("mixtral", {"expert_neurons": 0.25}, ["down_proj", "w2"]),
+        ("llama", {"neurons": 0.25, "effort": "fast:epochs=1:batch=24"}, [""]),
+    ],
+)
+def test_zeros_that_fits_lose(
+    tmp_path: Path, case: str, options: dict[str, Any], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their number is in the record and on the screen; the others stay."""
+    source = sparse_model(tmp_path / "model", case)
+    with Display("shrinking") as display:
+        record = run(source, tmp_path / "out", progress=display, **options)
+    before, after = tensors(source), tensors(tmp_path / "out")
+    notes = [note for note in record.notes if "not zero any more" in note]
+    (said,) = notes
+    revived, zeros = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", said)[:2])
+    fitted = {key for key in after if is_pruned(case, key) and any(name in key for name in names)}
+    left = {key: int((after[key] == 0).sum()) for key in after if is_pruned(case, key)}
+    assert zeros - revived == sum(left[key] for key in fitted)
+    share = sum(value.numel() for key, value in after.items() if key in fitted) * 0.7
+    assert zeros == pytest.approx(share, rel=0.1)
+    assert all(left[key] > 0.6 * after[key].numel() for key in left.keys() - fitted)
+    assert "shrink before you prune" in said
+    assert f"note: {said}" in capsys.readouterr().out
+    assert said in Record.load(tmp_path / "out" / "niwaki.json").notes
+    if [*options] == ["neurons"]:
+        assert record.structure
+        columns = [before[key].T for key in sorted(fitted)]
+        gone = [column[numbers] for column, numbers in zip(columns, record.structure.neurons, strict=True)]
+        assert zeros == sum(int((each == 0).sum()) for each in columns) - sum(int((each == 0).sum()) for each in gone)
+
+
+def test_zeros_by_chance_are_not_worth_a_note(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model")
+    values = tensors(source)
+    values["model.layers.0.mlp.down_proj.weight"][0, 0] = 0
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    assert not [note for note in run(source, tmp_path / "out", neurons=0.25).notes if "zero" in note]
 
 
 def test_damaged_weights(tmp_path: Path) -> None:

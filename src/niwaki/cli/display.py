@@ -138,9 +138,6 @@ class Display(Screen):
             kept = f"{self._healed.tokens:,} tokens are done and kept" if self._healed else "what is done is kept"
         self.last_words(f"{where}{': ' * bool(where)}{kept}; repeat the command to resume after them")
 
-    def lost(self) -> None:
-        self.last_words("stopped: nothing of it is kept; repeat the command to start over")
-
     def end(self, record: Record) -> None:
         self._close_stage()
         self._close_block()
@@ -254,6 +251,9 @@ class TableDisplay(Screen):
 
     def stopped(self, done: int, blocks: int, where: str = "") -> None:
         self._stopped = f", and {done} of {blocks} blocks of the one that was on its way"
+
+    def lost(self) -> None:
+        """Nothing: that is one run of several, and ``paused`` says what stays."""
 
     def paused(self, done: int, missing: int) -> None:
         runs = f"{done} of {done + missing} runs are done and kept"

@@ -22,7 +22,7 @@ Exported = Annotated[
 
 def pack(model: Model, output: Output) -> None:
     """Write the pruned MODEL to OUT without its zeros: smaller on disk, in memory and on the way to the processor."""
-    with Screen(f"packing {model}") as screen, in_session():
+    with Screen(f"packing {model}") as screen, screen.all_or_nothing(output), in_session():
         from niwaki.packed.pack import pack as run
 
         sizes = run(model, output, screen)
@@ -37,7 +37,7 @@ def pack(model: Model, output: Output) -> None:
 
 def unpack(model: Packed, output: Output) -> None:
     """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte."""
-    with Screen(f"unpacking {model}") as screen, in_session():
+    with Screen(f"unpacking {model}") as screen, screen.all_or_nothing(output), in_session():
         from niwaki.packed.pack import unpack as run
 
         run(model, output, screen)
@@ -46,7 +46,7 @@ def unpack(model: Packed, output: Output) -> None:
 
 def export(model: Model, output: Exported, gguf: Gguf = None) -> None:
     """Write MODEL for other programs: packed integers of a grid of 4 or 8 bits (compressed-tensors), or --gguf."""
-    with Screen(f"exporting {model}") as screen, in_session():
+    with Screen(f"exporting {model}") as screen, screen.all_or_nothing(output), in_session():
         if gguf is None and Path(output).suffix.lower() == ".gguf":
             raise UsageError(f"{output} would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0")
         if gguf:

@@ -92,6 +92,21 @@ class Screen(Progress):
         self.__exit__()
         self._say(text)
 
+    def lost(self) -> None:
+        self.last_words("stopped: nothing of it is kept; repeat the command to start over")
+
+    @contextlib.contextmanager
+    def all_or_nothing(self, output: str) -> Iterator[None]:
+        """Says, where what writes all of ``output`` or nothing is stopped, that nothing of it is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            from niwaki.runs.workplace import is_kept
+
+            if not is_kept(output):
+                self.lost()
+            raise
+
     def said(self) -> None:
         """To be called after each line: a log gets no other soon."""
         self._last_line = time.monotonic()

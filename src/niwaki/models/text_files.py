@@ -12,11 +12,12 @@ import re
 import shutil
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from niwaki.errors import CalibrationError, first_line
+from niwaki.errors import CalibrationError, first_line, shown
 
 #: Files of rows in JSON: an object or a text in each line, or one list of them.
 JSON = {".jsonl", ".ndjson", ".json"}
@@ -31,6 +32,8 @@ _PIECE, _ROWS = 1 << 20, 256
 #: Characters in a line, or in an entry of a list.
 _LONGEST = 1 << 27
 _SPACE, _AFTER = re.compile(r"\s*"), re.compile(r"\s*([,\]])")
+#: What is in quotes in a line of CSV, also where they do not end.
+_QUOTED = re.compile(r'"[^"]*("|$)')
 _DECODER = json.JSONDecoder()
 
 
@@ -43,10 +46,51 @@ def _open_zstd(path: Path, _: str) -> IO[bytes]:
     return stream
 
 
+class _Streams(io.RawIOBase):
+    """The content of compressed streams in a file, one after the other, between and after which zeros may be.
+
+    ``lzma.open`` and ``bz2.open`` take a damaged stream for the end of the file if it is not the first one.
+    """
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]) -> None:
+        self._file, self._begin, self._stream = file, begin, begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            raw = b""
+            if self._stream.eof:
+                raw = self._stream.unused_data
+                while not (raw := raw.lstrip(b"\0")):
+                    if not (raw := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                        return 0
+                self._stream = self._begin()
+            elif self._stream.needs_input and not (raw := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                raise EOFError("it ends in the middle of a compressed stream")
+            data = self._stream.decompress(raw, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open_xz(path: Path, _: str) -> IO[bytes]:
+    return io.BufferedReader(_Streams(path.open("rb"), lzma.LZMADecompressor))
+
+
+def _open_bz2(path: Path, _: str) -> IO[bytes]:
+    return io.BufferedReader(_Streams(path.open("rb"), bz2.BZ2Decompressor))
+
+
 _COMPRESSED: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
-    ".xz": lzma.open,
-    ".bz2": bz2.open,
+    ".xz": _open_xz,
+    ".bz2": _open_bz2,
     ".zst": _open_zstd,
 }
 #: Suffixes of files, none of which is a data set's name.
@@ -167,22 +211,30 @@ def _entry(text: str, start: int) -> tuple[Any, int, bool]:
 
 
 def _csv_rows(file: TextIO, path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows by the names in the first line."""
+    """Rows by the names in the first line, each with the line that it begins in."""
     csv.field_size_limit(_LONGEST)
     lines = (line for _, line in _lines(file, path))
     head = next(lines, "")
-    delimiter = "\t" if kind(path) == ".tsv" else max(",;\t", key=head.count)
-    found = csv.DictReader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
+    delimiter = "\t" if kind(path) == ".tsv" else max(",;\t", key=_QUOTED.sub("", head).count)
+    found = csv.reader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
+    where, taken = f"{path}, line 1", f"{delimiter!r} was taken as what separates columns"
     try:
-        for row in found:
-            where = f"{path}, line {found.line_num}"
-            if None in row:
+        names = next(found, [])
+        if twice := [name for name, count in Counter(filter(None, names)).items() if count > 1]:
+            raise CalibrationError(f"{where}: several columns have the name {shown(twice[0])}; give each its own")
+        while True:
+            where = f"{path}, line {found.line_num + 1}"
+            row = next(found, None)
+            if row is None:
+                return
+            if len(row) > len(names):
                 raise CalibrationError(
-                    f"{where}: more fields than the first line has names of columns; are texts in quotes?"
+                    f"{where}: more fields than the first line has names of columns; are texts in quotes? {taken}"
                 )
-            yield where, row
+            if row:
+                yield where, dict(itertools.zip_longest(names, row))
     except csv.Error as error:
-        raise CalibrationError(f"{path}, line {found.line_num}: not CSV: {error}") from error
+        raise CalibrationError(f"{where}: not CSV: {error}; {taken}") from error
 
 
 def _parquet_rows(path: Path, source: str) -> Iterator[tuple[str, Any]]:

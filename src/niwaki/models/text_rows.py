@@ -215,7 +215,7 @@ def _not_of_numbers(rows: Rows, column: str) -> Rows:
 def _task(columns: Sequence[str], row: Any, where: str) -> tuple[str, str]:
     """(what is asked, the answer) of a row with these columns."""
     values: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in columns]
-    values[1:-1] = [value or "" for value in values[1:-1]]
+    values[1:-1] = ["" if value is None else value for value in values[1:-1]]
     if not all(isinstance(value, str) for value in values):
         raise CalibrationError(f"{where}: not all of {_listed(columns)} are text; got {shown(row)}")
     *asked, answer = values

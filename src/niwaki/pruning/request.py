@@ -31,6 +31,9 @@ from niwaki.runs.session import current_session
 
 PatternOf = Callable[[Matrix], Pattern]
 
+#: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
+FEW_ZEROS = 0.01
+
 
 @dataclass(frozen=True)
 class Request:

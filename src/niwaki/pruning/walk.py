@@ -26,16 +26,13 @@ from niwaki.pruning.fit import Fit, tokens_per_part
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
-from niwaki.pruning.request import PatternOf, Request
+from niwaki.pruning.request import FEW_ZEROS, PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, Record
 from niwaki.runs.journal import Journal
 from niwaki.runs.workplace import Workplace
-
-#: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
-_FEW_ZEROS = 0.01
 
 
 class Streams(NamedTuple):
@@ -325,7 +322,7 @@ def _zeros_before(record: Record, revive: bool) -> str:
             f"{revived:,} of the {zeros:,} weights that were zero in the model are not any more "
             f"({100 * revived / zeros:.3g} %)" + ", as --revive-zeros allows" * revive
         )
-    if revive or zeros < _FEW_ZEROS * weights:
+    if revive or zeros < FEW_ZEROS * weights:
         return ""
     return (
         f"{zeros:,} weights ({100 * zeros / weights:.3g} %) were zero in the model that was given, and stay zero; "

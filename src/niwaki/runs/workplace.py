@@ -306,6 +306,13 @@ def unfinished_size(out: Path) -> int:
     return 0
 
 
+def is_kept(given: str | Path) -> bool:
+    """Whether there is an output at ``given``, or a run for it that the same command goes on with."""
+    out = given_path(given, _LONGER).resolve()
+    path = _place(out)
+    return _journal(path).exists() or _taken(out, path)
+
+
 def _size(file: Path) -> int:
     status = file.lstat()
     return int(getattr(status, "st_blocks", status.st_size // 512) * 512)  # a file may have holes

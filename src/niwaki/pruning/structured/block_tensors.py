@@ -1,6 +1,6 @@
 """The tensors of a block with fewer units: as they are written, and as the smaller block in memory has them."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,8 @@ class BlockTensors:
         self._smaller: dict[str, dict[int | None, Tensor]] = defaultdict(dict)  # likewise, when units are left out
         self._changes: dict[str, list[Callable[[Tensor], Tensor]]] = defaultdict(list)
         self._units: dict[str, Callable[[Tensor], Tensor]] = {}  # by parameter, what leaves out units
+        #: Of matrices that were replaced: the weights written, how many were zero before, and are not any more.
+        self.counts: Counter[str] = Counter()
 
     def replace(self, matrix: Matrix, stored: Tensor, is_smaller: bool = False) -> None:
         """``matrix`` becomes ``stored``, in the layout of the checkpoint: with all units, or as it ``is_smaller``."""
@@ -54,9 +56,14 @@ class BlockTensors:
         checkpoint, keys = self._model.checkpoint, {name.format(number): key for key, name in self._names.items()}
 
         def read(name: str) -> Tensor:
-            value = self._changed(keys[name], checkpoint.read(keys[name]))
+            key, value = keys[name], checkpoint.read(keys[name])
+            zeros = self._left(key, value == 0) if key in self._values or key in self._smaller else None
+            value = self._changed(key, value)
+            if zeros is not None:
+                revived = int((zeros & (value != 0)).sum())
+                self.counts.update(weights=value.numel(), zeros=int(zeros.sum()), revived=revived)
             for values in (self._values, self._smaller):
-                values.pop(keys[name], None)  # frees them
+                values.pop(key, None)  # frees them
             return value
 
         shards.write(file, {name: self._changed(key, checkpoint.like(key)) for name, key in keys.items()}, read)
@@ -65,10 +72,15 @@ class BlockTensors:
         """What ``value``, the tensor under ``key``, becomes, in its own memory if possible."""
         for index, stored in self._values.get(key, {}).items():
             (value if index is None else value[index]).copy_(stored)
-        for change in self._changes.get(key, ()):
-            value = change(value)
+        value = self._left(key, value)
         for index, stored in self._smaller.get(key, {}).items():
             (value if index is None else value[index]).copy_(stored)
+        return value
+
+    def _left(self, key: str, value: Tensor) -> Tensor:
+        """What is left of ``value``, in the shape of the tensor under ``key``, without the units that go."""
+        for change in self._changes.get(key, ()):
+            value = change(value)
         return value
 
     def move(self, block: DecoderBlock, smaller: nn.Module, removal: Removal, kept: Tensor) -> DecoderBlock:

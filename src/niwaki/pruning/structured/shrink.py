@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.options import parse_share
 from niwaki.pruning.fit import Fit, tokens_per_part
-from niwaki.pruning.request import begin_record
+from niwaki.pruning.request import FEW_ZEROS, begin_record
 from niwaki.pruning.structured.block_tensors import BlockTensors, free
 from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
 from niwaki.pruning.structured.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal, fit_expert_neurons
@@ -269,6 +270,8 @@ class _Removing:
     run: Run
     #: By kind, for each block that stays, the units that were removed.
     removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": [], "experts": []})
+    #: Of all blocks, those of :class:`BlockTensors`.
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def removals(self) -> list[Removal]:
@@ -304,6 +307,7 @@ class _Removing:
         states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), blocks, shards)
         if shards:
             shards.finish()
+            self._note_zeros()
         directory = run.world.received(directory)  # when all is written
         smaller = StreamedModel(Checkpoint(directory), str(model.device), record.dtype)
         check_outputs(smaller, states)
@@ -317,6 +321,17 @@ class _Removing:
         parameters = {"before": before, "after": after}
         record.structure = StructureRecord(parameters, removed, influence, dropped, **self.removed)
         record.peak_memory = peak_memory(model.device)
+
+    def _note_zeros(self) -> None:
+        """Says, of a model that was pruned, that fits make other numbers of its zeros."""
+        weights, zeros, revived = (self.counts[name] for name in ("weights", "zeros", "revived"))
+        if revived and zeros >= FEW_ZEROS * weights:
+            said = (
+                f"{revived:,} of the {zeros:,} zeros of the model in what is left of the matrices that were fitted are "
+                "not zero any more: fits take no account of zeros; shrink before you prune"
+            )
+            self.record.notes.append(said)
+            self.run.progress.note(said)
 
     def _chosen(self, windows: Windows, count: int) -> tuple[list[float], list[int]]:
         """The influence of each block, and the ``count`` blocks to remove; a resumed run has chosen them."""
@@ -351,6 +366,7 @@ class _Removing:
             block = self._changed(block, smaller[block.index], states, dense, tensors)
             if shards:
                 tensors.write(number, _shard(1 + number, kept), shards)
+                self.counts += tensors.counts
             run.clock.lap("write")
             run.progress.stage(block.index, "advance", len(states.hidden))
             block.advance(states, run.progress.step)
