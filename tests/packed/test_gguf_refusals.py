@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,29 @@ def test_composed_letters_are_said(tmp_path: Path) -> None:
     source = tokenizer(tmp_path, normalizer("NFC"))
     (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
     assert "NFC" in note
+
+
+def composing(**flags: Any) -> Any:
+    """A tokenizer that composes characters, with a token that is not composed."""
+
+    def change(content: dict[str, Any]) -> None:
+        normalizer("NFC")(content)
+        added(unicodedata.normalize("NFD", "<é>"), **flags)(content)
+
+    return change
+
+
+def test_tokens_that_are_composed_themselves(tmp_path: Path) -> None:
+    said = refusal(tokenizer(tmp_path / "first", composing(normalized=True)))
+    assert "normalized, and brings it into the form NFC" in said
+    source = tokenizer(tmp_path / "second", composing(normalized=False))
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+
+
+def test_special_tokens_that_are_split(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    edit_json(source / "tokenizer_config.json", split_special_tokens=True)
+    assert "has split_special_tokens True" in refusal(source)
 
 
 def test_a_class_that_replaces_what_the_file_says(tmp_path: Path) -> None:
