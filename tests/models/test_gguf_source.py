@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import cached_assets_path
@@ -279,6 +281,29 @@ def test_keys_that_would_be_left_out(file: Path, key: str, value: Any, kind: str
     assert f"has llama.{key} {value!r}, which" in said
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rope.freq_base", value) for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("attention.layer_norm_rms_epsilon", value) for value in (-1e-5, math.nan, math.inf)),
+    ],
+)
+def test_numbers_that_no_model_has(file: Path, key: str, value: float) -> None:
+    changed(file, lambda fields, _: fields.update({f"llama.{key}": (value, [TYPES.FLOAT32])}))
+    said = message(lambda: locate_model(str(file)), CheckpointError)
+    assert said.startswith(f"{file} has llama.{key} {np.float32(value).item()!r}, no number ")
+
+
+@pytest.mark.parametrize("count", [None, 0, 5])
+def test_experts_for_a_token(tmp_path: Path, count: int | None) -> None:
+    _, file = exported(tmp_path, "qwen3_moe")
+    given = {} if count is None else {"qwen3moe.expert_used_count": (count, [TYPES.UINT32])}
+    changed(file, lambda fields, _: (fields.pop("qwen3moe.expert_used_count"), fields.update(given)))
+    said = message(lambda: locate_model(str(file)), CheckpointError)
+    how = f"has qwen3moe.expert_used_count {count}, of qwen3moe.expert_count 4"
+    assert said.startswith(f"{file} {how if given else 'lacks the field qwen3moe.expert_used_count'}; get another")
+
+
 def test_keys_that_change_nothing(small: tuple[Path, bytes], file: Path) -> None:
     neutral = {
         "attention.scale": (8**-0.5, "FLOAT32"),
@@ -328,12 +353,25 @@ def test_keys_that_the_configuration_is_made_to_say(file: Path) -> None:
     follow_keys(config, file, fields | {"general.architecture": "gemma2"})
     assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (20.0, 10.0)
     assert (config.query_pre_attn_scalar, config.rope_parameters["rope_theta"]) == (16, 20000.0)
-    for window in (None, 7):  # transformers' own is 4,096
-        config = AutoConfig.for_model("mistral", hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
-        fields = {key.replace("gemma2", "llama"): value for key, value in fields.items() if "softcap" not in key}
-        fields |= {"llama.attention.sliding_window": window} if window else {}
-        follow_keys(config, file, fields | {"llama.attention.key_length": 16, "general.architecture": "llama"})
-        assert config.sliding_window == window
+    config = AutoConfig.for_model("phi3", hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    fields = {key.replace("gemma2", "phi3"): value for key, value in fields.items() if "softcap" not in key}
+    fields |= {"phi3.attention.sliding_window": 7, "phi3.attention.key_length": 16, "general.architecture": "phi3"}
+    follow_keys(config, file, fields)
+    assert config.sliding_window == 7
+
+
+def test_a_name_that_the_reader_takes_for_another_family(tmp_path: Path) -> None:
+    """With the general.name mistral it makes a configuration of that family, of which it then knows no tensors."""
+    source = tmp_path / "mistral"
+    config: dict[str, Any] = {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    random_model("mistral", vocab_size=EMBEDDED_VOCABULARY, dtype=torch.float16, **config).save_pretrained(source)
+    niwaki.export_gguf(add_tokenizer(source), tmp_path / "model.gguf", "F16")
+    directory = locate_model(str(tmp_path / "model.gguf"))
+    read = AutoConfig.from_pretrained(directory)
+    assert (read.model_type, read.num_key_value_heads, read.rope_parameters["rope_theta"]) == ("llama", 2, 5e5)
+    assert not hasattr(read, "sliding_window")
+    torch.testing.assert_close(logits(directory), logits(source), atol=1e-3, rtol=1e-3)
+    niwaki.prune(directory, tmp_path / "pruned", 0.5, **PLAIN)
 
 
 def test_no_code_beside_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,16 @@ def test_the_ends_of_texts(file: Path, tmp_path: Path) -> None:
         assert ids == [[*before, *each, *after] for each in plain], name
 
 
+@pytest.mark.parametrize(("name", "short"), [("gpt-2", "bos"), ("gpt-2", "eos"), ("llama-bpe", "bos")])
+def test_ends_that_the_file_does_not_name(file: Path, tmp_path: Path, name: str, short: str) -> None:
+    """llama.cpp takes the token 11 then, whatever that is."""
+    said = {f"add_{short}_token": True} if name == "gpt-2" else {}
+    other = renamed(file, tmp_path / "model.gguf", name, **said)
+    changed(other, lambda fields, _: fields.pop(f"tokenizer.ggml.{short}_token_id"))
+    text = message(lambda: read(other), CheckpointError)
+    assert text.startswith(f"{other} lacks the field tokenizer.ggml.{short}_token_id, and has that token around")
+
+
 def test_what_is_unknown(file: Path, tmp_path: Path) -> None:
     for name, said in (("superbpe", "'superbpe'"), ("default", "'default'"), (None, "None")):
         other = renamed(file, tmp_path / "model.gguf", name)

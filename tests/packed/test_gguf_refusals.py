@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,46 @@ YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
         ("llama", {"rope_parameters": rope("dynamic", factor=2.0)}, "'dynamic'"),
         ("qwen3", {"rope_parameters": rope("linear", factor=2.0)}, "'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e39}}, "rope_theta is 1e+39"),
+        ("llama", {"sliding_window": "x"}, "sliding_window is 'x'"),
     ],
 )
 def test_configurations(tmp_path: Path, case: str, changes: dict[str, Any], said: str) -> None:
     assert said in refusal(saved(tmp_path / "source", case, **changes))
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5, [], {}, math.nan, True])
+def test_numbers_of_experts(tmp_path: Path, value: Any) -> None:
+    """By the name that transformers has for it, and does not look at."""
+    source = saved(tmp_path / "source", "qwen3_moe")
+    edit_json(source / "config.json", num_local_experts=value)
+    assert f"num_local_experts is {value!r}" in refusal(source)
+
+
+def test_more_experts_for_a_token_than_there_are(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "qwen3_moe")
+    edit_json(source / "config.json", num_experts_per_tok=9)
+    said = refusal(source)
+    assert "num_experts_per_tok is 9" in said
+    assert "num_experts is 4" in said
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_layers_that_differ(tmp_path: Path, case: str) -> None:
+    source = saved(tmp_path / "source", case)
+    edit_json(source / "config.json", per_layer_config={"0": {"num_key_value_heads": 1}})
+    said = refusal(source)
+    assert "per_layer_config is {" in said
+    assert "'num_key_value_heads': 1}" in said
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("value", [1, 3, "x"])
+def test_experts_of_models_that_have_none(tmp_path: Path, case: str, value: Any) -> None:
+    """Families without experts do not read their number, and the file says nothing of it."""
+    source = saved(tmp_path / "source", case)
+    edit_json(source / "config.json", num_experts=value)
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert not [key for key in formulas.File(tmp_path / "model.gguf").keys if "expert" in key]
 
 
 def test_a_key_that_nobody_thought_of(tmp_path: Path) -> None:
@@ -235,6 +273,29 @@ def test_composed_letters_are_said(tmp_path: Path) -> None:
     source = tokenizer(tmp_path, normalizer("NFC"))
     (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
     assert "NFC" in note
+
+
+def composing(**flags: Any) -> Any:
+    """A tokenizer that composes characters, with a token that is not composed."""
+
+    def change(content: dict[str, Any]) -> None:
+        normalizer("NFC")(content)
+        added(unicodedata.normalize("NFD", "<é>"), **flags)(content)
+
+    return change
+
+
+def test_tokens_that_are_composed_themselves(tmp_path: Path) -> None:
+    said = refusal(tokenizer(tmp_path / "first", composing(normalized=True)))
+    assert "normalized, and brings it into the form NFC" in said
+    source = tokenizer(tmp_path / "second", composing(normalized=False))
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+
+
+def test_special_tokens_that_are_split(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    edit_json(source / "tokenizer_config.json", split_special_tokens=True)
+    assert "has split_special_tokens True" in refusal(source)
 
 
 def test_a_class_that_replaces_what_the_file_says(tmp_path: Path) -> None:

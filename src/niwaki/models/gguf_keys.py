@@ -61,10 +61,13 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     **dict.fromkeys(["attention.head_count", "attention.head_count_kv", "nextn_predict_layers"], (0,)),
     **dict.fromkeys(["attention.causal", "expert_gating_func", "rope.scaling.attn_factor"], (1,)),
 }
+#: Bases of rotary positions, and what norms add to a variance, which may be 0.
+_BASES = ("rope.freq_base", "rope.freq_base_swa")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 #: What every file has, each time one of these.
 _ALWAYS = (
     *(("block_count",), ("context_length",), ("embedding_length",), ("attention.head_count",)),
-    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+    _EPSILONS,
     ("feed_forward_length", "expert_feed_forward_length"),
 )
 #: The base of rotary positions of files that have none.
@@ -75,12 +78,33 @@ _STRETCHES = {
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 }
 #: Model types all of whose layers look back through one window.
-_WINDOWED = {"mistral", "phi3", "starcoder2"}
+_WINDOWED = {"phi3", "starcoder2"}
 #: Gemmas whose scores are divided by the square root of a head's share of the hidden size, by their number of blocks.
 _SHARES = {"gemma2": 46, "gemma3_text": 62}
 #: Stretched positions of which files have nothing but the factors: those of LLaMA 3.1 and 3.2.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _STRETCHED = [{"rope_type": "llama3", "factor": factor, **_LLAMA3} for factor in (8.0, 32.0)]
+
+
+def check_keys(file: Path, fields: Mapping[str, Any]) -> None:
+    """CheckpointError for numbers that no model has, before any library computes with them."""
+    architecture, own = _own(fields)
+
+    def refuse(key: str, what: str) -> None:
+        raise CheckpointError(f"{file} has {architecture}{key} {shown(own[key])}, {what}; {ANOTHER}")
+
+    for key in (*_BASES, *_EPSILONS):
+        number = own.get(key, 1.0)
+        if type(number) is not float or not 0 <= number < math.inf or (number == 0 and key in _BASES):
+            refuse(key, "no number above 0" if key in _BASES else "no number from 0 on")
+    if (experts := own.get("expert_count", 0)) == 0:
+        return
+    if type(experts) is not int:
+        refuse("expert_count", "no whole number")
+    if "expert_used_count" not in own:
+        raise CheckpointError(f"{file} lacks the field {architecture}expert_used_count; {ANOTHER}")
+    if type(own["expert_used_count"]) is not int or not 0 < own["expert_used_count"] <= experts:
+        refuse("expert_used_count", f"of {architecture}expert_count {experts}")
 
 
 def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any]) -> None:
@@ -89,14 +113,11 @@ def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any])
     UnsupportedModelError, which names key and value, for what it cannot say, and for keys that are unknown here;
     CheckpointError where one is missing, which would have the value of some other model.
     """
-    architecture = f"{fields['general.architecture']}."
-    own = {key.removeprefix(architecture): value for key, value in fields.items() if key.startswith(architecture)}
+    architecture, own = _own(fields)
     missing = [keys[0] for keys in _ALWAYS if not any(key in own for key in keys)]
     missing += [] if "rope.freq_base" in own or _rope(config).get("rope_theta", _BASE) == _BASE else ["rope.freq_base"]
     if missing:
         raise CheckpointError(f"{file} lacks the field {architecture}{missing[0]}; {ANOTHER}")
-    if config.model_type == "mistral":  # its default is the first Mistral's, and the file says it of none
-        config.sliding_window = None
     for key, names in _GIVEN.items():
         name = _name(config, names)
         if key in own and name and own[key] not in _NEUTRAL.get(key, ()) and not _is(getattr(config, name), own[key]):
@@ -109,6 +130,13 @@ def follow_keys(config: PreTrainedConfig, file: Path, fields: Mapping[str, Any])
             raise UnsupportedModelError(
                 f"{file} has {architecture}{key} {shown(value)}, which transformers' reader leaves out; {ORIGINAL}"
             )
+
+
+def _own(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(what fields of the architecture begin with, those fields without it)."""
+    architecture = f"{fields['general.architecture']}."
+    own = {key.removeprefix(architecture): value for key, value in fields.items() if key.startswith(architecture)}
+    return architecture, own
 
 
 def _says(config: PreTrainedConfig, key: str, value: Any, own: Mapping[str, Any]) -> bool:

@@ -22,14 +22,14 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import cached_assets_path
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, shown
 from niwaki.files import check_space, digest, input_errors, output_errors, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.reading import ORIGIN
 from niwaki.models.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
-from niwaki.models.gguf_keys import follow_keys, stretch
+from niwaki.models.gguf_keys import check_keys, follow_keys, stretch
 from niwaki.models.gguf_source_tokenizer import read_tokenizer
 from niwaki.models.structure import check_sizes, refusals
 from niwaki.records.record import versions
@@ -39,7 +39,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16}
 #: The tensors of stretched positions begin with it.
 _ROPE = "rope_"
 #: Part of the name of what is made: other versions of this module may make something else of a file.
-_MAKER = 2
+_MAKER = 3
 #: What a file is called where it is alone.
 _LINK = "model.gguf"
 #: Bytes of a file's name in that of its directory.
@@ -111,6 +111,7 @@ def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path
     """Writes the model of ``file`` with its tokenizer to ``directory``; ``alone`` is the file with nothing beside."""
     fields = header.fields
     _check(file, header)
+    check_keys(file, fields)
     sizes = Counter[str]()
     for tensor in header.tensors:
         if not tensor.name.startswith(_ROPE):
@@ -121,6 +122,9 @@ def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             alone.parent, gguf_file=alone.name, trust_remote_code=False
         )
+        if config.model_type == "mistral":  # by general.name alone, and of this type the reader knows no tensors
+            said = config.to_dict()
+            config = LlamaConfig(**{key: said[key] for key in said.keys() - {"model_type", "sliding_window"}})
         config._name_or_path = ""
         check_sizes(config.to_dict(), file)
         factors = {t.name: _factors(file, t) for t in header.tensors if t.name.startswith(_ROPE)}

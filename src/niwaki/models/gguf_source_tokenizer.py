@@ -187,7 +187,11 @@ def _finished(file: Path, fields: Mapping[str, Any], backend: Tokenizer, begins:
         if (number := fields.get(f"tokenizer.ggml.{short}_token_id")) is not None:
             special[name] = tokens[number]
     ends = fields.get("tokenizer.ggml.add_eos_token", False)
-    around = [special.get("bos_token") if begins else None, special.get("eos_token") if ends else None]
+    for name, wanted in (("bos", begins), ("eos", ends)):
+        if wanted and f"{name}_token" not in special:
+            key = f"{_FIELDS}{name}_token_id"
+            raise CheckpointError(f"{file} lacks the field {key}, and has that token around each text; {ANOTHER}")
+    around = [special["bos_token"] if begins else None, special["eos_token"] if ends else None]
     first, last = (f"{token}:0 " if token else "" for token in around)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{first}$A:0 {last}".strip(),

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.errors import CheckpointError, UnsupportedModelError, shown
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.structure import refusals
 
@@ -79,6 +79,11 @@ class Architecture:
     #: Whether all heads together have to be as wide as the hidden states.
     square: bool = False
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its blocks have experts."""
+        return any("*" in key for key in self.block)
+
 
 #: SiLU, by both of its names.
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -121,7 +126,7 @@ _HARMLESS = {
     *("use_cache", "pretraining_tp", "chunk_size_feed_forward"),
 }
 #: What transformers asks every configuration for, whether its class has it or not.
-_ASKED = {"is_causal": True, "attention_chunk_size": None, "kv_sharing_modes": None, "is_heterogeneous": False}
+_ASKED = {"is_causal": True, "attention_chunk_size": None, "kv_sharing_modes": None}
 _MOST = 512  # layers, and experts, that llama.cpp has room for
 
 
@@ -143,19 +148,20 @@ class ExportedTensor:
 
 def check_configuration(config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
     """UnsupportedModelError where llama.cpp would compute something else than transformers."""
+    if getattr(config, "is_heterogeneous", False):  # then asking for what differs raises
+        layers = config.to_dict().get("per_layer_config")
+        raise _unsupported(path, f"per_layer_config is {shown(layers)}", "llama.cpp computes all layers alike")
     usual = type(config)()
     for key, default in {**{one.name: getattr(usual, one.name) for one in dataclasses.fields(usual)}, **_ASKED}.items():
         value = getattr(config, key, default)
         known = architecture.fixed.get(key, (default,))
         if key not in (_READ | _HARMLESS | architecture.optional.keys()) and value not in known:
             raise _unsupported(path, f"{key} is {value!r}", f"llama.cpp computes it as with {known[0]!r}")
-    for key in ("num_hidden_layers", "num_experts"):
-        if getattr(config, key, 0) > _MOST:
-            raise _unsupported(path, f"{key} is {getattr(config, key)}", f"llama.cpp takes no more than {_MOST}")
+    _check_numbers(config, architecture, path)
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if heads < 1 or keys < 1 or heads % keys:
         raise _unsupported(path, f"it has {heads} heads, {keys} of keys", "each of keys has to serve as many")
-    size = sizes(config)
+    size = sizes(config, architecture)
     if size["head"] < 2 or size["head"] % 2:
         raise _unsupported(path, f"it has heads of {size['head']}", "positions turn pairs")
     if architecture.square and size["queries"] != config.hidden_size:
@@ -168,7 +174,23 @@ def check_configuration(config: PreTrainedConfig, architecture: Architecture, pa
         raise _unsupported(path, f"layer_types are {sorted(types)}", "llama.cpp has full attention alone")
 
 
-def sizes(config: PreTrainedConfig) -> dict[str, int]:
+def _check_numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
+    """UnsupportedModelError for numbers that transformers has not looked at, or that llama.cpp has no room for."""
+    experts = ["num_experts"] if architecture.is_mixture else []
+    for key in ("head_dim", "sliding_window", *experts):
+        value = getattr(config, key, None)
+        if type(value) is not int and (value is not None or key in experts):
+            name = config.attribute_map.get(key, key)
+            raise _unsupported(path, f"{name} is {shown(value)}", "it has to be a whole number")
+    for key in ("num_hidden_layers", *experts):
+        if getattr(config, key) > _MOST:
+            raise _unsupported(path, f"{key} is {getattr(config, key)}", f"llama.cpp takes no more than {_MOST}")
+    if experts and config.num_experts_per_tok > config.num_experts:
+        what = f"num_experts_per_tok is {config.num_experts_per_tok}"
+        raise _unsupported(path, what, f"num_experts is {config.num_experts}, and no token can have more")
+
+
+def sizes(config: PreTrainedConfig, architecture: Architecture) -> dict[str, int]:
     """The sizes that shapes are made of."""
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -179,8 +201,8 @@ def sizes(config: PreTrainedConfig) -> dict[str, int]:
         "queries": heads * head,
         "keys": keys * head,
         "neurons": config.intermediate_size,
-        "experts": getattr(config, "num_experts", 0),
-        "expert": getattr(config, "moe_intermediate_size", 0),
+        "experts": config.num_experts if architecture.is_mixture else 0,
+        "expert": config.moe_intermediate_size if architecture.is_mixture else 0,
     }
 
 
@@ -189,7 +211,7 @@ def find_tensors(checkpoint: Checkpoint, config: PreTrainedConfig, architecture:
 
     CheckpointError where a tensor is missing or has another shape than config.json says.
     """
-    size, found = sizes(config), list[ExportedTensor]()
+    size, found = sizes(config, architecture), list[ExportedTensor]()
     rows = dict(architecture.block)
     for key, more in architecture.optional.items():
         rows |= more if getattr(config, key) else {}
@@ -231,9 +253,9 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str]:
     )
 
 
-def add_sizes(writer: Any, config: PreTrainedConfig, path: Path) -> None:
+def add_sizes(writer: Any, config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
     """Writes what config.json says; UnsupportedModelError for numbers that the format cannot hold."""
-    size = sizes(config)
+    size = sizes(config, architecture)
     whole = {
         writer.add_context_length: context_length(config)[0],
         writer.add_embedding_length: config.hidden_size,
@@ -246,7 +268,7 @@ def add_sizes(writer: Any, config: PreTrainedConfig, path: Path) -> None:
         writer.add_rope_dimension_count: size["head"],
         writer.add_vocab_size: config.vocab_size,
     }
-    if size["experts"]:
+    if architecture.is_mixture:
         whole[writer.add_expert_count] = size["experts"]
         whole[writer.add_expert_used_count] = config.num_experts_per_tok
         whole[writer.add_expert_feed_forward_length] = size["expert"]
@@ -279,7 +301,7 @@ def rope_factors(config: PreTrainedConfig, architecture: Architecture, path: Pat
         raise unknown
     with refusals(path / "config.json"):
         scaled, attention = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    width = sizes(config)["head"]
+    width = sizes(config, architecture)["head"]
     if attention != 1 or 2 * len(scaled) != width:
         raise unknown
     plain = parameters["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)

@@ -85,7 +85,7 @@ def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list
     ):
         if not any(name in path.resolve().name.lower() for name in _NAMES):
             writer.add_name(path.resolve().name)
-        add_sizes(writer, config, path)
+        add_sizes(writer, config, architecture, path)
         tokenizer.write(writer)
         writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind}"))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -5,6 +5,7 @@ step, with all that changes tokens, is one that llama.cpp has a name for, or the
 """
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Tokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
             raise self._unsupported(f"is a {type(self._tokenizer).__name__}", "niwaki takes those of tokenizers alone")
+        if self._tokenizer.split_special_tokens:
+            raise self._unsupported("has split_special_tokens True", "llama.cpp looks for special tokens in texts")
         self._content: dict[str, Any] = json.loads(backend.to_str())
         self._model: dict[str, Any] = self._content["model"]
         self._added: list[dict[str, Any]] = self._content["added_tokens"]
@@ -132,12 +135,19 @@ class Tokenizer:
     def _check_added(self) -> None:
         """Tokens that are looked for in a text before it is split."""
         texts = {each["content"] for each in self._added}
+        normalizers = _steps(self._content["normalizer"], "normalizers")
         for each in self._added:
             flags = [name for name in ("lstrip", "rstrip", "single_word") if each.get(name)]
             if flags or not each["content"] or "\0" in each["content"]:
                 raise self._unsupported(
                     f"has the token {each['content']!r} with {' and '.join(flags) or 'no text'}",
                     "llama.cpp looks for its text alone",
+                )
+            is_changed = bool(normalizers) and each.get("normalized")  # by NFC: all else has been refused
+            if is_changed and not unicodedata.is_normalized("NFC", each["content"]):
+                raise self._unsupported(
+                    f"has the token {each['content']!r}, normalized, and brings it into the form NFC",
+                    "llama.cpp looks for its text as it is",
                 )
         ordinary = sorted((self._model["vocab"].keys() & _TAKEN) - texts)
         if ordinary:
