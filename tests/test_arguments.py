@@ -18,7 +18,7 @@ from niwaki.arguments import check_fields, checked
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Block, Fixed
 from niwaki.layer.solvers import ADMM, MaskThenUpdate, Wanda
-from support.models import message
+from support.models import message, random_model
 from support.runs import listing
 
 
@@ -134,3 +134,24 @@ def test_arguments_that_make_no_sense(tmp_path: Path, name: str, options: dict[s
 )
 def test_calls_that_make_no_sense(call: Callable[[], Any], said: str) -> None:
     assert message(call, niwaki.NiwakiError).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"sparsity": 0.5}, "prune() has no argument 'sparsity'; did you mean 'pattern'?"),
+        ({"grid": "int8"}, "prune() has no argument 'grid'; did you mean 'quantize'?"),
+        ({"calibraton": "x"}, "prune() has no argument 'calibraton'; did you mean 'calibration'?"),
+        ({"pattern": 0.5, "zzz": 1}, "prune() has no argument 'zzz'; it has model, out"),
+    ],
+)
+def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
+    assert said in message(lambda: niwaki.prune("model", "out", **named))
+
+
+def test_a_model_in_memory() -> None:
+    said = message(lambda: niwaki.prune(random_model("llama"), "out", 0.5))  # type: ignore[arg-type]
+    assert (
+        said
+        == "model must be text or a path; got a LlamaForCausalLM: save it by its save_pretrained(DIR), and give DIR"
+    )

@@ -6,6 +6,7 @@ UsageError that names the argument. Annotations that only type checkers can reso
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import operator
@@ -44,12 +45,30 @@ def checked(call: Call) -> Call:
 
     @functools.wraps(call)
     def run(*arguments: Any, **named: Any) -> Any:
-        bound = signature().bind(*arguments, **named)
+        try:
+            bound = signature().bind(*arguments, **named)
+        except TypeError:
+            _check_names(call.__name__, list(signature().parameters), named)
+            raise
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(name, value, signature().parameters[name].annotation)
         return call(*bound.args, **bound.kwargs)
 
     return run  # type: ignore[return-value]
+
+
+#: What other tools, or the command line, call an argument.
+_ALSO_CALLED = {"sparsity": "pattern", "seqlen": "calibration", "samples": "calibration", "grid": "quantize"}
+
+
+def _check_names(name: str, known: list[str], named: dict[str, Any]) -> None:
+    """UsageError where the function called ``name`` has no argument of one of the names in ``named``."""
+    for given in named:
+        if given not in known:
+            meant = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+            meant = [each for each in [_ALSO_CALLED.get(given)] if each in known] or meant
+            hint = f"did you mean {meant[0]!r}? It has " if meant else "it has "
+            raise UsageError(f"{name}() has no argument {given!r}; {hint}{', '.join(known)}")
 
 
 def check_fields(instance: Any) -> None:
@@ -72,7 +91,11 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     try:
         return _fitted(value, hint)
     except _MisfitError:
-        raise UsageError(f"{name} must be {_in_words(hint)}; got {shown(value)}") from None
+        what = f"{name} must be {_in_words(hint)}"
+        if hasattr(value, "save_pretrained"):  # a model or a tokenizer in memory
+            kind = type(value).__name__
+            raise UsageError(f"{what}; got a {kind}: save it by its save_pretrained(DIR), and give DIR") from None
+        raise UsageError(f"{what}; got {shown(value)}") from None
 
 
 def _fitted(value: Any, hint: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 import niwaki
 from niwaki.errors import OutputError
 from niwaki.files import write_json
-from niwaki.layer.solvers import make_solver
+from niwaki.layer.solvers import describe, make_solver
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.tensors import read_header
 from niwaki.models.scales import FILE
@@ -104,7 +104,7 @@ def test_both_perplexities(tmp_path: Path, model: Path) -> None:
     ("changes", "said"),
     [
         ({"sparsity": 0.6}, "pattern (per-row:0.5 there, per-row:0.6 here)"),
-        ({"solver": "magnitude"}, "solver (Wanda there, Magnitude here)"),
+        ({"solver": "magnitude"}, "solver (wanda there, magnitude here)"),
         ({"calibration": random_tokens(4, 24, seed=7)}, "differs in calibration; ask"),
         ({"text": random_tokens(2, 24, seed=7)}, "differs in text; ask"),
         ({"measure": "after"}, "measure (both there, after here)"),
@@ -142,11 +142,12 @@ def test_another_command_is_refused(tmp_path: Path, model: Path) -> None:
 
 def test_how_runs_differ() -> None:
     """Solvers and efforts only in what is not the same."""
-    asked = {"solver": repr(make_solver("admm1")), "effort": "Effort(a=1, b=(2, 3))", "model": "0" * 64, "versions": {}}
+    solver, effort = describe(make_solver("admm1")), {"name": "best", "a": 1, "b": [2, 3]}
+    asked = {"solver": solver, "effort": effort, "model": "0" * 64, "versions": {}}
     for changes, said in (
-        ({"solver": repr(make_solver("admm1:rho=2.5"))}, "solver (rho 1.0 there, 2.5 here)"),
-        ({"solver": "Odd(object)"}, f"solver ({type(make_solver('admm1')).__name__} there, Odd here)"),
-        ({"effort": "Effort(a=1, b=None)"}, "effort (b [2, 3] there, none here)"),
+        ({"solver": describe(make_solver("admm1:rho=2.5"))}, "solver (rho 1.0 there, 2.5 here)"),
+        ({"solver": {"name": "Odd"}}, "solver (admm1 there, Odd here)"),
+        ({"effort": {**effort, "b": None}}, "effort (b [2, 3] there, none here)"),
         ({"model": "1" * 64}, "model"),
         ({"versions": {"torch": "2"}}, "versions (torch none there, 2 here)"),
         ({"more": 1}, "the command"),

@@ -148,8 +148,8 @@ class Request:
         return {
             "model": model.checkpoint.fingerprint(),
             "mask_from": masks,
-            "solver": repr(self.solver),
-            "effort": repr(self.effort),
+            "solver": record.solver,
+            "effort": record.effort,
             "quantize": record.quantization,
             "keep_format": self.keep_format,
             "revive": self.revive,

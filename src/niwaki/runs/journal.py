@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import msgspec
 
 from niwaki.errors import CheckpointError, OutputError, shown
-from niwaki.records.data import from_repr
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 
@@ -112,24 +110,15 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def _in_words(there: Any, here: Any) -> str:
-    """How two values of a fingerprint differ: solvers in their names or parameters; "" where nobody could read it."""
-    sides = [_parameters(value) for value in (there, here)]
-    if all(isinstance(side, dict) for side in sides):
-        names = [name for name in dict.fromkeys([*sides[0], *sides[1]]) if sides[0].get(name) != sides[1].get(name)]
+    """How two values differ: those with a name in that or in their parameters; "" where nobody could read it."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
         if "name" not in names:
-            return ", ".join(f"{name} {_in_words(*(side.get(name) for side in sides))}" for name in names)
-        sides = [side.get("name") for side in sides]
-    if any(isinstance(side, str) and _is_digest(side) for side in sides):
+            return ", ".join(f"{name} {_in_words(there.get(name), here.get(name))}" for name in names)
+        there, here = there.get("name"), here.get("name")
+    if any(isinstance(side, str) and _is_digest(side) for side in (there, here)):
         return ""
-    return "{} there, {} here".format(*("none" if side is None else shown(side).strip("'") for side in sides))
-
-
-def _parameters(value: Any) -> Any:
-    """Those in the ``repr`` of a solver or an effort, with its "name"; other values as they are."""
-    if isinstance(value, str) and (match := re.fullmatch(r"(\w+)\(.*\)", value)):
-        described = from_repr(value, match[1])
-        return {"name": match[1]} if "as written" in described else described
-    return value
+    return "{} there, {} here".format(*("none" if side is None else shown(side).strip("'") for side in (there, here)))
 
 
 def _digest(values: dict[str, Any]) -> str:
