@@ -18,7 +18,8 @@ from torch import Tensor
 
 from niwaki.files import write_json
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer

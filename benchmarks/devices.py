@@ -25,7 +25,7 @@ from torch import Tensor
 
 import niwaki
 from niwaki import Calibration, Compute, Measurement, Record
-from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.locate import locate_model
 from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
 

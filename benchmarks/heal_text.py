@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import niwaki
-from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.locate import locate_model
 from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute

@@ -25,7 +25,8 @@ from niwaki import Calibration, Measurement
 from niwaki.layer.floats import E2M1, E4M3, Floats, TiledFloats
 from niwaki.layer.problem import LayerProblem, Solution
 from niwaki.layer.rounding import onto_floats
-from niwaki.models.checkpoint.reading import SINGLE_NAME, locate_model
+from niwaki.models.checkpoint.reading import SINGLE_NAME
+from niwaki.models.locate import locate_model
 
 HELD = Measurement("demo-held", samples=100, length=256)
 FP8 = TiledFloats(E4M3, (128, 128), torch.float32)

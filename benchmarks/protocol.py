@@ -40,7 +40,7 @@ from transformers.utils import logging
 
 from niwaki.cli.tables import perplexity_tables
 from niwaki.evaluation.compare import compare
-from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.locate import locate_model
 from niwaki.options import Calibration, Measurement
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison
 from niwaki.records.progress import Progress

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from niwaki.models.checkpoint.reading import INDEX_NAME, locate_model
+from niwaki.models.checkpoint.reading import INDEX_NAME
+from niwaki.models.locate import locate_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": {

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from niwaki._version import __version__ as __version__
 
 #: The public names by the module that defines them, loaded when they are asked for: ``niwaki --help`` is to be quick.
 _PUBLIC = {

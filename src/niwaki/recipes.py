@@ -16,8 +16,9 @@ from niwaki.files import given_path
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.conversations import has_images
+from niwaki.models.locate import locate_model
 from niwaki.models.text import Windows
 from niwaki.options import (
     HEALING_BATCH,

@@ -13,7 +13,8 @@ import pytest
 
 from niwaki import prune, shrink
 from niwaki.errors import CheckpointError, OutputError
-from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint
+from niwaki.models.locate import locate_model
 from niwaki.packed.pack import pack, unpack
 from niwaki.runs.carried import find_carried
 from niwaki.runs.workplace import unfinished_size

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from niwaki.errors import CheckpointError, OutputError, UsageError
-from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME, Checkpoint
 from niwaki.models.checkpoint.tensors import new_shard
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
+from niwaki.models.locate import locate_model
 from niwaki.runs.carried import find_carried
 from support.models import edit_json, reference, save_model, weight
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from niwaki.errors import CheckpointError
-from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.gguf_header import Header, read_header
+from niwaki.models.locate import locate_model
 from support.gguf_files import field, header, tensor, text
 from support.models import message
 

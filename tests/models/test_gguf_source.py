@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import niwaki
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models import gguf_source
-from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME, locate_model
+from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME
 from niwaki.models.gguf_keys import follow_keys
+from niwaki.models.locate import locate_model
 from support.gguf_files import changed, header, tensor
 from support.models import EMBEDDED_VOCABULARY, add_tokenizer, edit_json, message, random_model, random_tokens
 from support.runs import StopAt, files, raw, tensors

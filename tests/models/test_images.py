@@ -16,8 +16,9 @@ import niwaki
 from niwaki.errors import CalibrationError, NiwakiError, UnsupportedModelError, UsageError
 from niwaki.models import conversations
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.gram_capture import InputGram
+from niwaki.models.locate import locate_model
 from niwaki.models.recording import Inputs
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer

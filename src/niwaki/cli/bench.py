@@ -33,7 +33,7 @@ def bench(
     """
     with Screen(f"measuring {model}") as screen, in_session():
         from niwaki.evaluation.bench import bench as run
-        from niwaki.models.checkpoint.reading import locate_model
+        from niwaki.models.locate import locate_model
         from niwaki.runs.workplace import check_record
 
         if record is None and ((directory := locate_model(model)) / "niwaki.json").is_file():

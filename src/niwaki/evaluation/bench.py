@@ -15,8 +15,8 @@ import torch
 
 from niwaki.arguments import checked
 from niwaki.errors import UnsupportedModelError, UsageError, WorkerError
-from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, peak_memory
+from niwaki.models.locate import locate_model
 from niwaki.options import Compute, check_count
 from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES

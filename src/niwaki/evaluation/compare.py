@@ -20,7 +20,8 @@ from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
 from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, fraction

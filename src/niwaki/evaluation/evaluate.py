@@ -5,8 +5,8 @@ from pathlib import Path
 
 from niwaki.arguments import checked
 from niwaki.layer.products import products
-from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import resident
+from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_heldout

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from niwaki.arguments import checked
-from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.extra import ExtraTensors, find_extra
 from niwaki.models.layout import Matrix
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.record import LeftDense

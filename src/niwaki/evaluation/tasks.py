@@ -35,8 +35,8 @@ from niwaki.errors import (
     UsageError,
     first_line,
 )
-from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import find_device, find_dtype
+from niwaki.models.locate import locate_model
 from niwaki.models.structure import auto_class, read_config
 from niwaki.models.text_files import parse_json
 from niwaki.models.tokens import check_tokens, load_tokenizer

@@ -11,9 +11,10 @@ from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.extra import ExtraTensors, find_extra
+from niwaki.models.locate import locate_model
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record

@@ -10,8 +10,9 @@ import torch
 from niwaki.arguments import checked
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.files import check_space, given_path, new_file
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.extra import find_extra
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.packed.gguf_architectures import (

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from niwaki.arguments import checked
-from niwaki.models.checkpoint.reading import locate_model
 from niwaki.models.device import stored_dtype
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.packed import decoding, kernels, two_four as semi_structured

@@ -16,10 +16,11 @@ from torch import Tensor
 from niwaki.arguments import checked
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import given_path, input_errors, output_errors, write_json
-from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, locate_model, without_index
+from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, without_index
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.models.layout import Matrix
+from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows

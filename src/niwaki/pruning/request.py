@@ -14,11 +14,12 @@ from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern
 from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import device_name
 from niwaki.models.extra import notes_of
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
+from niwaki.models.locate import locate_model
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel

@@ -14,7 +14,8 @@ from torch import Tensor
 from niwaki.errors import CheckpointError, NiwakiError
 from niwaki.evaluation.generate import continue_text
 from niwaki.files import given_path
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.packed.format import open_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from niwaki.errors import UsageError
 from niwaki.files import write_json
-from niwaki.models.checkpoint.reading import locate_model
+from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress

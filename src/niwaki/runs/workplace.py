@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from niwaki import __version__
+from niwaki._version import __version__
 from niwaki.errors import OutputError, UsageError
 from niwaki.files import (
     check_replaced,

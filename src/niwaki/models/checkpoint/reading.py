@@ -1,4 +1,4 @@
-"""Model directories: where they are, and their weights by key."""
+"""Model directories: their weights by key."""
 
 import contextlib
 import copy
@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
-from niwaki.files import given_path, input_errors
+from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.files import input_errors
 from niwaki.layer.linalg import is_finite
 from niwaki.models.checkpoint.encodings import Encoded, find_encoded
-from niwaki.models.checkpoint.foreign import of_file, quantised, recognised, wrapped
+from niwaki.models.checkpoint.foreign import quantised, recognised, wrapped
 from niwaki.models.checkpoint.tensors import (
     DTYPES,
     Entry,
@@ -39,59 +38,6 @@ ORIGIN = ".gguf.json"
 _SAMPLE = 4096  # bytes
 #: Bytes of codes in FP8 that are looked through before any work, some seconds' worth, and how many at once.
 _LOOKED_THROUGH, _PIECE = 1 << 35, 1 << 24
-
-
-def locate_model(model: str) -> Path:
-    """The directory of a model: itself, "demo" for the embedded one, or the local copy of a hub id or a GGUF file.
-
-    The hub only gives safetensors, JSON and tokenizer files, never pickles or code. A GGUF file may be alone in a
-    directory; :mod:`niwaki.models.gguf_source` converts it. UsageError where there is no such directory and it cannot
-    be a hub id; CheckpointError where the hub does not have it, or cannot be reached.
-    """
-    path = given_path(model)
-    if model == "demo" and not path.exists():
-        return Path(str(files("niwaki"))) / "data" / "model"
-    if path.is_dir():
-        _check_directory(path)
-        if (file := _only_gguf(path)) is None:
-            return path
-        path = file
-    if path.suffix == ".gguf" and path.is_file():
-        from niwaki.models.gguf_source import as_directory
-
-        return as_directory(path)
-    if path.exists():
-        raise UsageError(of_file(path))
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
-        raise UsageError(f"there is no directory {model}")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*"]
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises errors of its own, of httpx and of the OS
-        reason = f"{model} is not a directory here and not available from the hub: {first_line(error)}"
-        raise CheckpointError(reason) from error
-
-
-def _check_directory(path: Path) -> None:
-    """CheckpointError where it cannot be listed or entered, or has a pipe or a device: some are read for ever."""
-    with input_errors(path):
-        odd = [each for each in path.iterdir() if each.exists() and not (each.is_file() or each.is_dir())]
-    if odd:
-        raise CheckpointError(f"{odd[0]} is not a file but a pipe, a socket or a device; remove it")
-
-
-def _only_gguf(path: Path) -> Path | None:
-    """The GGUF file that a directory without safetensors has, if it has one; UsageError where it has several."""
-    with input_errors(path):
-        if any(path.glob("*.safetensors")) or not (found := sorted(path.glob("*.gguf"))):
-            return None
-    if len(found) > 1:
-        raise UsageError(
-            f"{path} has several GGUF files, such as {found[0].name} and {found[1].name}; give one of them"
-        )
-    return found[0]
 
 
 def shards_of(index: dict[str, Any]) -> dict[str, str]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint, locate_model
+from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import training_dtype
 from niwaki.models.extra import notes_of
+from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
