@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +141,7 @@ def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> 
 
 
 def test_a_hub_name_is_the_base_model(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["niwaki.pruning.prune"]
-    monkeypatch.setattr(module, "locate_model", lambda name: model)
+    monkeypatch.setattr("niwaki.runs.execute.locate_model", lambda name: model)
     record = prune("someone/tiny", out, 0.5, solver="magnitude", calibration=random_tokens(2, 8))
     assert record.model == "someone/tiny"
     assert front_matter(out)["base_model"] == "someone/tiny"
