@@ -162,7 +162,7 @@ def _perplexity(path: Path, ids: list[int]) -> float:
 def _same_but_times(a: Record, b: Record) -> None:
     first, second = dataclasses.asdict(a), dataclasses.asdict(b)
     for values_ in (first, second):
-        for name in ("seconds", "peak_memory"):
+        for name in ("seconds", "peak_memory", "stages"):
             del values_[name]
         healed = values_["healing"]["points"] if values_["healing"] else []
         for part in (*values_["matrices"], *values_["fits"], *healed):

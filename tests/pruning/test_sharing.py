@@ -289,7 +289,7 @@ def _shrink(model: Path, out: Path) -> None:
 
 
 def _export(model: Path, out: Path) -> None:
-    run(model, pruned := out.with_name("pruned"), effort="fast", grid="int8")
+    run(model, pruned := out.with_name("pruned"), effort="fast", quantize="int8")
     niwaki.export(pruned, out)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from niwaki.effort import Effort, make_effort, usual_effort
+from niwaki.effort import Effort, describe as describe_effort, described, make_effort, usual_effort
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
@@ -24,6 +24,7 @@ from niwaki.pruning.fit import COPIES
 from niwaki.pruning.request import PatternOf, Request, patterns_of, take_masks
 from niwaki.pruning.walk import Walk
 from niwaki.records.record import Record
+from niwaki.records.wording import in_words
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.runs.workplace import Workplace, write_config
@@ -85,8 +86,15 @@ class Prune:
 
     def __str__(self) -> str:
         given = [str(self.pattern)] if self.pattern is not None else []
-        given += [f"{name} {value}" for name in _SAID if (value := getattr(self, name)) not in (None, False)]
+        given += [f"{name} {_said(value)}" for name in _SAID if (value := getattr(self, name)) not in (None, False)]
         return ", ".join(given)
+
+
+def _said(value: object) -> str:
+    """The value of an argument in words."""
+    if isinstance(value, Effort):
+        return described(describe_effort(value))
+    return in_words(describe(value)) if isinstance(value, Solver) else str(value)
 
 
 _SAID = ("solver", "effort", "mask_from", "quantize", "keep_format", "revive", "blocks")
@@ -126,7 +134,9 @@ class Quantize:
         return self._as_prune.open(run)
 
     def __str__(self) -> str:
-        given = [f"{name} {value}" for name in ("solver", "effort") if (value := getattr(self, name)) is not None]
+        given = [
+            f"{name} {_said(value)}" for name in ("solver", "effort") if (value := getattr(self, name)) is not None
+        ]
         return ", ".join([str(self.grid), *given])
 
 

@@ -66,9 +66,10 @@ def execute(
         if 0 < done < len(asked):
             progress.note(f"resuming after {done} of {len(asked)} stages, where an earlier run was interrupted")
         for number in range(done, len(asked)):
-            run.number, run.earlier, run.journal = number, record, journal
             if number > done:
-                run.clock, run.journal = Clock(), place.journal if place else Journal(asked, done=number)
+                run.clock, journal = Clock(), Journal(asked, done=number)
+            # In the first process that which is written.
+            run.number, run.earlier, run.journal = number, record, place.journal if place else journal
             if number:
                 run.reading = world.received(place.source if place else None) or source
             if len(asked) > 1:

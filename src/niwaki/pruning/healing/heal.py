@@ -107,9 +107,9 @@ class Heal:
         return Healing(self, run)
 
     def __str__(self) -> str:
-        given = {"tokens": None if self.times else self.tokens, "times": self.times, "time": self.time}
-        given |= {"method": None if self.method == "auto" else self.method, "rate": self.rate}
-        return ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        tokens = f"tokens {self.tokens}" if self.times is None else f"{self.times:g} times the tokens calibrated on"
+        given = {"time": self.time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
+        return ", ".join([tokens, *(f"{name} {value}" for name, value in given.items() if value is not None)])
 
 
 class Healing:
