@@ -135,7 +135,11 @@ class Display(Screen):
         if blocks:
             kept = f"{done} of {blocks} blocks are done and kept"
         else:  # of a healing
-            kept = f"{self._healed.tokens:,} tokens are done and kept" if self._healed else "what is done is kept"
+            kept = (
+                f"{self._healed.tokens:,} tokens are done and kept"
+                if self._healed
+                else "the stages before it are done and kept"
+            )
         self.last_words(f"{where}{': ' * bool(where)}{kept}; repeat the command to resume after them")
 
     def end(self, record: Record) -> None:
