@@ -16,7 +16,9 @@ from niwaki.errors import CalibrationError, OutputError, UsageError
 from niwaki.pruning.structured import shrink as shrinking
 from niwaki.recipes import make_stage, read_recipe
 from niwaki.records.progress import Progress
+from niwaki.runs.carried import MARGIN
 from niwaki.runs.stage import Stage
+from niwaki.runs.workplace import unfinished_size
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.healing import LENGTH, TOKENS, same_tensors
 from support.models import edit_json, message, save_model, save_model_with_tokenizer
@@ -430,3 +432,17 @@ def test_parameters_of_stages() -> None:
     assert shrinking.Shrink is Shrink
     with pytest.raises(UsageError):
         Heal(own_text=2)
+
+
+def test_the_space_that_two_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is read and one that is written; what is there of them already counts."""
+    model = save_model(tmp_path / "model", "llama grouped")
+    stages = (Prune(0.5, solver="wanda"), Quantize("int8", effort="fast"))
+    size = sum(path.stat().st_size for path in model.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        work(model, tmp_path / "out", *stages, progress=StopAfter(60))
+    free = MARGIN + int(1.5 * size)
+    monkeypatch.setattr("niwaki.files._free", lambda _: free)
+    assert "needs" in message(lambda: work(model, tmp_path / "other", *stages), OutputError)
+    assert unfinished_size(tmp_path / "out", with_source=True) > unfinished_size(tmp_path / "out") > 0
+    work(model, tmp_path / "out", *stages)

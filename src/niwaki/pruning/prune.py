@@ -184,7 +184,7 @@ class Pruning:
         return asked if self._is_first else {name: value for name, value in asked.items() if name != "model"}
 
     def extent(self, run: Run) -> tuple[int, int]:
-        return run.journal.blocks - self.chosen.start, len(self.chosen)
+        return max(0, run.journal.blocks - self.chosen.start), len(self.chosen)
 
     def work(self, run: Run) -> Record:
         if not run.is_first:

@@ -16,7 +16,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import CalibrationRecord, Clock, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
 from niwaki.runs.journal import Journal
-from niwaki.runs.workplace import Workplace
+from niwaki.runs.workplace import Workplace, unfinished_size
 
 #: Windows that perplexity is measured on, where nobody says how many.
 USUAL_WINDOWS = 16
@@ -60,7 +60,7 @@ class Run:
             return None
         carried = find_carried(checkpoint, self.out, size, keep)
         if not self.is_first and self.place is None:
-            check_space(self.out, MARGIN + 2 * size)
+            check_space(self.out, MARGIN + 2 * size - unfinished_size(self.out, with_source=True))
         return carried
 
 

@@ -293,12 +293,15 @@ def new_directory(out: Path, asked: dict[str, Any]) -> Iterator[Path | None]:
         place.move()
 
 
-def unfinished_size(out: Path) -> int:
-    """Bytes on the disk of what an earlier run for ``out`` was writing, in place of which it is written again."""
+def unfinished_size(out: Path, with_source: bool = False) -> int:
+    """Bytes on the disk of what an earlier run for ``out`` was writing, in place of which it is written again.
+
+    Also those of what that stage was reading, if asked for ``with_source``.
+    """
     path = _place(out)
     with contextlib.suppress(OSError, OutputError):  # the run may be going on
         journal = Journal.read(_journal(path)) if _journal(path).exists() else Journal([{}])
-        least = journal.done + (not journal.complete)
+        least = journal.done + (not journal.complete and not with_source)
         folders = [each for each in path.iterdir() if each.name.isdigit() and int(each.name) >= least]
         if journal.complete and out.is_dir():  # what is moved already
             folders += [each for each in out.iterdir() if each != path]
