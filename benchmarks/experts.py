@@ -23,7 +23,7 @@ from transformers.utils import logging
 import niwaki
 from niwaki.layer import expert_fit
 from niwaki.options import Calibration, Measurement
-from niwaki.pruning.structured import experts
+from niwaki.shrinking import experts
 
 LENGTH, SAMPLES, TEXT_SAMPLES = 256, 128, 64
 FRACTIONS = (0.25, 0.5)

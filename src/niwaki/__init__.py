@@ -10,9 +10,9 @@ _PUBLIC = {
     "niwaki.errors": ("NiwakiError",),
     "niwaki.effort": ("Effort",),
     "niwaki.recipes": ("heal", "prune", "run", "shrink"),
-    "niwaki.pruning.healing.heal": ("Heal",),
+    "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.prune": ("Prune", "Quantize"),
-    "niwaki.pruning.structured.shrink": ("Shrink",),
+    "niwaki.shrinking.shrink": ("Shrink",),
     "niwaki.evaluation.bench": ("bench",),
     "niwaki.evaluation.compare": ("compare",),
     "niwaki.evaluation.evaluate": ("evaluate",),
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from niwaki.evaluation.generate import generate as generate
     from niwaki.evaluation.inspect import inspect as inspect
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
+    from niwaki.healing.heal import Heal as Heal
     from niwaki.layer.patterns import NM as NM, Pattern as Pattern, PerRow as PerRow, Unstructured as Unstructured
     from niwaki.layer.problem import Gram as Gram, LayerProblem as LayerProblem, Solution as Solution
     from niwaki.layer.solvers import Solver as Solver, make_solver as make_solver
@@ -53,15 +54,14 @@ if TYPE_CHECKING:
     from niwaki.packed.gguf_file import export_gguf as export_gguf
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import Pack as Pack, pack as pack, unpack as unpack
-    from niwaki.pruning.healing.heal import Heal as Heal
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
-    from niwaki.pruning.structured.shrink import Shrink as Shrink
     from niwaki.recipes import heal as heal, prune as prune, run as run, shrink as shrink
     from niwaki.records.comparison import Comparison as Comparison
     from niwaki.records.perplexity import Perplexity as Perplexity
     from niwaki.records.progress import Progress as Progress
     from niwaki.records.record import Record as Record
     from niwaki.reports.page import report as report
+    from niwaki.shrinking.shrink import Shrink as Shrink
 
 
 def __getattr__(name: str) -> Any:

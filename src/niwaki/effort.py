@@ -24,12 +24,12 @@ class Effort:
             weights are chosen: a power, from 0 (not at all) to 1 (in full), for patterns in which rows compete.
         pilot: The share of the calibration text used for these two, at least one sample per process.
         synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they
-            are added, see :mod:`.own_text`; none, with a note, where the whole model does not fit in half of the
-            memory, or cannot write.
+            are added, see :mod:`niwaki.models.synthesis`; none, with a note, where the whole model does not fit in half
+            of the memory, or cannot write.
         dense_targets: How far targets go from the original weights' outputs on the pruned model's inputs (0) to the
             dense model's outputs (1), see :mod:`niwaki.layer.dense_targets`. Experts keep to their original weights.
         epochs: Passes over the calibration text in which the remaining weights of a block are fitted to the outputs
-            of the dense block, see :mod:`niwaki.pruning.fit`; 0 for none, 0.5 for half of the text.
+            of the dense block, see :mod:`niwaki.models.fit`; 0 for none, 0.5 for half of the text.
         rate: The learning rate of the fit, relative to the root mean square of each matrix's weights.
         batch: Tokens per step of the fit, over all processes; each takes at least one sample.
         healing: On how many tokens the result is then trained towards the dense model's predictions, for each token of

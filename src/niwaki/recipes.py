@@ -1,18 +1,15 @@
 """Lists of stages: what pruning, shrinking and healing are made of, and any list of the user's own."""
 
 import dataclasses
-import importlib
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
 from niwaki.arguments import checked
 from niwaki.effort import Effort
-from niwaki.errors import UnknownNameError, UsageError, shown
 from niwaki.files import given_path
+from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
@@ -30,28 +27,14 @@ from niwaki.options import (
     Measurement,
     Text,
 )
-from niwaki.packed.pack import Pack
-from niwaki.pruning.healing.heal import Heal, refusal
 from niwaki.pruning.prune import Prune, Quantize
-from niwaki.pruning.structured.shrink import Shrink
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.execute import check_order, execute
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import Stage
-
-#: By name in recipes and on the command line.
-STAGES: dict[str, Callable[..., Stage]] = {
-    "shrink": Shrink,
-    "prune": Prune,
-    "quantize": Quantize,
-    "heal": Heal,
-    "pack": Pack,
-}
-#: The parameter that may stand without its name.
-_FIRST = {"prune": "pattern", "quantize": "grid"}
-#: What a recipe has beside its stages.
-_STAGES = "stages"
+from niwaki.shrinking.shrink import Shrink
+from niwaki.stages import make_stage
 
 
 @checked
@@ -188,11 +171,11 @@ def shrink(
 ) -> Record:
     """Writes a smaller dense model to directory ``out``, which transformers loads as any other.
 
-    First the blocks of lowest influence (:func:`niwaki.pruning.structured.shrink.influences`) are removed. Then, block
+    First the blocks of lowest influence (:func:`niwaki.shrinking.influence.influences`) are removed. Then, block
     by block with the inputs from the smaller blocks before it, those heads and neurons whose absence costs the outputs
     of o_proj and down_proj least, and these two are fitted without them
     (:func:`niwaki.layer.unit_removal.remove_units`), and the experts that contribute least, for which the others are
-    fitted (:func:`niwaki.pruning.structured.experts.fit_experts`). All else stays, unless ``effort`` fits it too.
+    fitted (:func:`niwaki.shrinking.experts.fit_experts`). All else stays, unless ``effort`` fits it too.
 
     Args:
         model: A directory with config.json and safetensors, or a Hugging Face hub id.
@@ -246,8 +229,8 @@ def heal(
 ) -> Record:
     """Trains the weights of a pruned model that are not zero, and writes the result to directory ``out``.
 
-    Its predictions of the next token come near those of the dense model (:mod:`niwaki.pruning.healing.training`,
-    :class:`niwaki.pruning.healing.blocks.BlockRun`). For anything that was pruned, by niwaki or others, with
+    Its predictions of the next token come near those of the dense model (:mod:`niwaki.healing.training`,
+    :class:`niwaki.healing.blocks.BlockRun`). For anything that was pruned, by niwaki or others, with
     zeros or to a smaller shape: all zeros stay. The dense model is asked a block at a time, the pruned one is in memory
     as a whole where it fits.
 
@@ -351,96 +334,3 @@ def _windows(calibration: Calibration) -> int:
     """How many there are of the text."""
     given = [text.tokens if isinstance(text, Windows) else text for text in calibration.texts]
     return sum(len(text) for text in given if isinstance(text, Tensor)) or calibration.samples
-
-
-def make_stage(text: str) -> Stage:
-    """The stage that ``text`` describes: its name and parameters, such as "prune 2:4 effort=best".
-
-    UsageError where it is not valid; UnknownNameError, which is one, for names.
-    """
-    try:
-        name, *words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{text!r} is no stage: {error or 'it is empty'}; such as 'shrink neurons=0.25'") from None
-    if name not in STAGES:
-        raise UnknownNameError("stage", name, STAGES)
-    given: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            if name not in _FIRST or _FIRST[name] in given:
-                raise UsageError(f"{word!r} of the stage {text!r} has no name; parameters are written NAME=VALUE")
-            key, value = _FIRST[name], word
-        if key in given:
-            raise UsageError(f"the stage {text!r} gives {key} twice")
-        given[key] = value
-    return _made(name, given)
-
-
-def _made(name: str, given: dict[str, Any]) -> Stage:
-    """The stage called ``name`` with parameters as in a recipe, of which text may stand for numbers."""
-    if name not in STAGES:
-        raise UnknownNameError("stage", name, STAGES)
-    kind: Any = STAGES[name]
-    known = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind) if field.init}
-    known.pop("left_out", None)
-    for key, value in given.items():
-        if key not in known:
-            raise UnknownNameError(f"parameter of the stage {name}", key, known)
-        given[key] = _value(f"{key} of the stage {name}", value, known[key])
-    made: Stage = kind(**given)
-    return made
-
-
-def _value(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as a field of type ``hint`` takes it."""
-    kinds = get_args(hint) or (hint,)
-    if not isinstance(value, str) or str in kinds or all(isinstance(kind, str) for kind in kinds):
-        return value
-    for kind, make in ((bool, {"true": True, "false": False}.__getitem__), (int, int), (float, float)):
-        if kind in kinds:
-            try:
-                return make(value)
-            except (ValueError, KeyError):
-                continue
-    raise UsageError(f"{name} cannot be {shown(value)}")
-
-
-def read_recipe(path: str | Path) -> list[Stage]:
-    """The stages of a recipe: a TOML file with a list of tables called ``stages``.
-
-    Each has the ``stage``'s name and its parameters. UsageError, which names the file, where it is not valid.
-    """
-    file = given_path(path)
-    try:
-        values = _toml(file)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"{file} is no TOML file: {error}") from error
-    tables = values.pop(_STAGES, None)
-    if values or not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        others = f"; it has {', '.join(map(repr, values))}" if values else ""
-        raise UsageError(
-            f"{file} is no recipe, which has a table [[{_STAGES}]] for each stage, with its name as 'stage'{others}"
-        )
-    stages = []
-    for number, table in enumerate(tables, 1):
-        if not isinstance(name := table.pop("stage", None), str):
-            raise UsageError(
-                f"{file}: table {number} of {_STAGES} does not say which stage it is, as in stage = 'prune'"
-            )
-        try:
-            stages.append(_made(name, table))
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from None
-    return stages
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        toml: Any = importlib.import_module("tomllib")
-    except ImportError:  # Python 3.10
-        toml = importlib.import_module("tomli")
-    values: dict[str, Any] = toml.loads(file.read_text(encoding="utf-8"))
-    return values

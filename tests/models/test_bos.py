@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, PreTrainedTok
 import niwaki
 from niwaki import Calibration, Measurement
 from niwaki.errors import CalibrationError, UsageError
+from niwaki.healing.heal import _seen
+from niwaki.healing.run import HealingRun
 from niwaki.models.answers import with_answers
 from niwaki.models.processes import World
+from niwaki.models.synthesis import synthesize
 from niwaki.models.text import Texts, read_heldout, read_windows
 from niwaki.models.tokens import find_bos, load_tokenizer
-from niwaki.pruning.healing.heal import _seen
-from niwaki.pruning.healing.run import HealingRun
-from niwaki.pruning.own_text import synthesize
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from support.command import Command
@@ -233,7 +233,7 @@ def test_commands(niwaki_: Command, model: Path, path: Path, ids: list[int], tmp
 
 def test_what_the_model_writes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text after that token, of which each window has one: no other token is lost."""
-    monkeypatch.setattr("niwaki.pruning.own_text._LONGEST", 10)
+    monkeypatch.setattr("niwaki.models.synthesis._LONGEST", 10)
     asked: list[Tensor] = []
 
     def write(_: Any, prompts: Tensor, length: int, *__: Any) -> Tensor:
@@ -241,7 +241,7 @@ def test_what_the_model_writes(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert length == 10
         return torch.cat([prompts, prompts[:, 1:] + torch.arange(1, 9)], dim=1)
 
-    monkeypatch.setattr("niwaki.pruning.own_text.continued", write)
+    monkeypatch.setattr("niwaki.models.synthesis.continued", write)
     found = synthesize(stream_of(model), 3, 24, None, World(), Progress(), bos=0)
     prompts = torch.cat(asked)
     assert prompts.shape == (math.ceil(3 * 23 / 9), 2)
@@ -285,7 +285,7 @@ def test_what_runs_have_it_write(model: Path, path: Path, tmp_path: Path, asked:
     for file in ("model.safetensors",):
         assert (out / file).read_bytes() == (tmp_path / "same" / file).read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("niwaki.pruning.healing.whole.WholeRun._train", train)
+        patch.setattr("niwaki.healing.whole.WholeRun._train", train)
         with pytest.raises(KeyboardInterrupt):
             niwaki.heal(
                 out,

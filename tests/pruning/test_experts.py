@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import niwaki
 from niwaki.errors import NiwakiError, UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
-from niwaki.pruning.structured.block_tensors import BlockTensors
 from niwaki.records.record import Record
+from niwaki.shrinking.block_tensors import BlockTensors
 from support.models import decoder_blocks, message, random_model, random_tokens
 
 CALIBRATION, HELDOUT = random_tokens(8, 24), random_tokens(3, 24, seed=1)

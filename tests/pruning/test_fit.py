@@ -17,11 +17,11 @@ from niwaki.effort import Effort
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.fit import Fit
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import trainable, trained_weights
-from niwaki.pruning.fit import Fit
 from niwaki.records.record import FitRecord
 from support.models import decoder_blocks, message, random_tokens, reference, save_model
 from support.streams import prune, save_starved, stream_of

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 
 import niwaki
 from niwaki.errors import CalibrationError, CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.healing.heal import _drawn
+from niwaki.healing.objective import CappedHead, Head, Logits, find_logits
+from niwaki.healing.student import LowRankStudent, Student
+from niwaki.healing.teacher import Lessons, teach
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import training_dtype
@@ -24,10 +28,6 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import HEALING_BATCH, HEALING_RATE, OWN_TEXT, Calibration, Compute
-from niwaki.pruning.healing.heal import _drawn
-from niwaki.pruning.healing.objective import CappedHead, Head, Logits, find_logits
-from niwaki.pruning.healing.student import LowRankStudent, Student
-from niwaki.pruning.healing.teacher import Lessons, teach
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -141,8 +141,8 @@ def test_a_cap_that_makes_predictions_flat(cap: float) -> None:
 
 def test_words_that_are_drawn_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The means of the divergence and its gradient over many draws are those of all words."""
-    monkeypatch.setattr("niwaki.pruning.healing.objective._LIKELIEST", 10)
-    monkeypatch.setattr("niwaki.pruning.healing.objective._DRAWN", 10)
+    monkeypatch.setattr("niwaki.healing.objective._LIKELIEST", 10)
+    monkeypatch.setattr("niwaki.healing.objective._DRAWN", 10)
     head, dense, h, exact, wanted = capped(2.0, 300, 1)
     kept = head.targets(dense.expand(20_000, -1))
     losses, gradient = head.divergence(h.expand(20_000, -1), *kept)
@@ -503,7 +503,7 @@ def test_a_prefix_of_all_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return own(self, samples, *others, **more)
 
     monkeypatch.setattr(StreamedModel, "embed", embed)
-    monkeypatch.setattr("niwaki.pruning.healing.training._ROUND", 30 * LENGTH)
+    monkeypatch.setattr("niwaki.healing.training._ROUND", 30 * LENGTH)
     heal(pruned, tmp_path / "out", dense, method=method, calibration=Calibration(texts), tokens=30 * LENGTH)
     for part in seen:
         if len(part) == 30:  # not those that are held out
@@ -865,7 +865,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
 
 
 def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("niwaki.pruning.healing.method.RANK", 1)  # or that of such a small model takes more
+    monkeypatch.setattr("niwaki.healing.method.RANK", 1)  # or that of such a small model takes more
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
     model = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     enough = model.size + 16 * sum(matrix.size for matrix in model.matrices())

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import niwaki
 from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.healing.blocks import BlockRun
+from niwaki.healing.method import block_memory
 from niwaki.layer.grid import Grid
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.scales import FILE, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import BLOCKS_RATE, Compute
-from niwaki.pruning.healing.blocks import BlockRun
-from niwaki.pruning.healing.method import block_memory
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord, Record
 from support.healing import LENGTH, TOKENS, divergence, drawn, heal as healed, held, pruned_model, same_tensors

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from niwaki.healing import own_text
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
-from niwaki.pruning.healing import own_text
 from niwaki.records.healing import HealingRecord
 from niwaki.records.progress import Progress
 from niwaki.records.record import FitRecord

@@ -17,7 +17,7 @@ from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.own_text import synthesize
+from niwaki.models.synthesis import synthesize
 from niwaki.recipes import prune
 from niwaki.records.progress import Progress
 from support.arguments import arguments
@@ -133,7 +133,7 @@ def test_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_windows_of_several_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two and a half each; the last half of a text is left."""
-    monkeypatch.setattr("niwaki.pruning.own_text._LONGEST", 10)
+    monkeypatch.setattr("niwaki.models.synthesis._LONGEST", 10)
     model, watch = stream_of(save_model(tmp_path / "model")), Watch()
     found = write(model, 3, 25, progress=watch)
     assert found.shape == (3, 25)
@@ -145,7 +145,7 @@ def test_processes_have_the_same_text(tmp_path: Path, monkeypatch: pytest.Monkey
     directory = save_model(tmp_path / "model")
     # Threads share the generator of random numbers, which processes do not.
     monkeypatch.setattr(
-        "niwaki.pruning.own_text.continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
+        "niwaki.models.synthesis.continued", lambda _, prompts, length, __: prompts[:, :1].expand(-1, length)
     )
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)

@@ -24,10 +24,10 @@ from niwaki.cli.display import Display
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.options import Measurement
-from niwaki.pruning.structured import shrink as shrinking
-from niwaki.pruning.structured.units import UnitParameter
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.workplace import Workplace
+from niwaki.shrinking import walk as shrinking
+from niwaki.shrinking.units import UnitParameter
 from support.arguments import arguments
 from support.command import without_sign_of_life
 from support.models import (

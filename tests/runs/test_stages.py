@@ -13,12 +13,12 @@ import torch
 import niwaki
 from niwaki import Compute, Heal, Measurement, Pack, Prune, Quantize, Record, Shrink
 from niwaki.errors import CalibrationError, OutputError, UsageError
-from niwaki.pruning.structured import shrink as shrinking
-from niwaki.recipes import make_stage, read_recipe
 from niwaki.records.progress import Progress
 from niwaki.runs.carried import MARGIN
 from niwaki.runs.stage import Stage
 from niwaki.runs.workplace import unfinished_size
+from niwaki.shrinking import shrink as shrinking
+from niwaki.stages import make_stage, read_recipe
 from support.command import Command, niwaki_  # noqa: F401 - a fixture
 from support.healing import LENGTH, TOKENS, same_tensors
 from support.models import edit_json, message, save_model, save_model_with_tokenizer

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from niwaki.cli import main as cli
 from niwaki.errors import NumericalError
+from niwaki.healing.training import Training
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.block import DecoderBlock
 from niwaki.models.layout import Matrix
 from niwaki.pruning import prune as pipeline, solve
-from niwaki.pruning.healing.training import Training
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

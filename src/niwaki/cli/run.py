@@ -42,7 +42,8 @@ def run(
         raise UsageError("say what to do, by --stage or by --recipe FILE; such as --stage 'prune 0.5' --stage heal")
     with Display(f"running {model}") as display:
         from niwaki.models.processes import world
-        from niwaki.recipes import read_recipe, run as work
+        from niwaki.recipes import run as work
+        from niwaki.stages import read_recipe
 
         chosen = stages if recipe is None else read_recipe(recipe)
         with world(compute.device) as (team, device), in_session(team):

@@ -1,22 +1,17 @@
 """Examines the dense model before it is pruned: how sparse each matrix may be, and which outputs matter most."""
 
-import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from niwaki.effort import Effort
-from niwaki.errors import OutputError, named
-from niwaki.files import output_errors
+from niwaki.errors import named
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
@@ -32,6 +27,7 @@ from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
+from niwaki.runs.kept import load_tensors, save_tensors
 
 #: Densities where the cost of sparsity is measured, relative to the requested one.
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)
@@ -70,24 +66,15 @@ class Plan:
         if self.synthetic is not None:
             tensors[_SYNTHETIC] = self.synthetic
         zeros = json.dumps([[*place, count] for place, count in self.zeros.items()])
-        data = save(tensors, metadata={"zeros": zeros})
-        digest = hashlib.sha256(data).hexdigest()
-        if expected not in ("", digest):
-            raise OutputError(f"{path} was damaged, and made again it is not what it was; start over with --restart")
-        with output_errors(path), path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return digest
+        return save_tensors(path, tensors, {"zeros": zeros}, expected)
 
     @classmethod
     def load(cls, path: Path, digest: str) -> "Plan | None":
         """What :meth:`save` wrote; None where it is not there or has another SHA-256."""
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if (kept := load_tensors(path, digest)) is None:
             return None
-        with safe_open(path, "pt") as file:
-            zeros = {(block, name): count for block, name, count in json.loads(file.metadata()["zeros"])}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+        tensors, metadata = kept
+        zeros = {(block, name): count for block, name, count in json.loads(metadata["zeros"])}
         synthetic = tensors.pop(_SYNTHETIC, None)
         places = ((key.split(" ", 1), value) for key, value in tensors.items())
         return cls(zeros, {(int(block), name): value for (block, name), value in places}, synthetic)

@@ -15,12 +15,12 @@ from niwaki.models.answers import with_answers
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
+from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.scales import FILE, places, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import parse_range
-from niwaki.pruning.fit import COPIES
 from niwaki.pruning.request import PatternOf, Request, patterns_of, take_masks
 from niwaki.pruning.walk import Walk
 from niwaki.records.record import Record

@@ -15,7 +15,6 @@ from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern
 from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
 from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.device import device_name
 from niwaki.models.extra import notes_of
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
@@ -26,14 +25,11 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.data import plain
-from niwaki.records.record import Record, versions
+from niwaki.records.record import Record
 from niwaki.records.wording import counted
-from niwaki.runs.session import current_session
+from niwaki.runs.begin import begin_record
 
 PatternOf = Callable[[Matrix], Pattern]
-
-#: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
-FEW_ZEROS = 0.01
 
 
 @dataclass(frozen=True)
@@ -164,24 +160,6 @@ class Request:
             "tf32": record.tf32,
             "versions": record.versions,
         }
-
-
-def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Calibration, **others: Any) -> Record:
-    """The record of a run on ``model``, called ``name``, with the fields that need nothing else and ``others``."""
-    session, notes = current_session(), [*model.notes]
-    if model.checkpoint.is_encoded and not others.get("kept_format"):
-        notes.append("the model's files are in FP8 or MXFP4; what is written is in bfloat16")
-    return Record(
-        command=session.command,
-        model=name,
-        calibration=texts.calibration.described(calibration.seed),
-        device=device_name(model.device, session.world),
-        dtype=str(model.dtype).removeprefix("torch."),
-        versions=versions(),
-        notes=[*notes, *texts.notes],
-        left_dense=model.left_dense,
-        **others,
-    )
 
 
 def take_masks(solver: Solver, mask_from: str | None) -> tuple[Solver, str | None]:

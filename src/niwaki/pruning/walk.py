@@ -13,6 +13,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.conversations import Samples
 from niwaki.models.device import peak_memory
+from niwaki.models.fit import Fit, tokens_per_part
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.kept_format import KeptFormat
@@ -20,17 +21,17 @@ from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.synthesis import synthesize
 from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.pruning.fit import Fit, tokens_per_part
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
-from niwaki.pruning.own_text import synthesize
 from niwaki.pruning.plan import Plan, plan
-from niwaki.pruning.request import FEW_ZEROS, PatternOf, Request
+from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, Record
+from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.journal import Journal
 from niwaki.runs.workplace import Workplace
 

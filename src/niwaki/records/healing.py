@@ -36,7 +36,7 @@ class HealingPoint:
 
 @dataclass
 class HealingRecord:
-    """A training of a pruned model's weights, see :mod:`niwaki.pruning.healing.heal`.
+    """A training of a pruned model's weights, see :mod:`niwaki.healing.heal`.
 
     Attributes:
         teacher: The dense model, as it was given.

@@ -91,7 +91,7 @@ class FitRecord:
 
 @dataclass(frozen=True)
 class StructureRecord:
-    """What structured pruning removed, see :mod:`niwaki.pruning.structured.shrink`.
+    """What structured pruning removed, see :mod:`niwaki.shrinking.shrink`.
 
     Attributes:
         parameters: Numbers in all tensors of the files, "before" and "after".

@@ -14,8 +14,8 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.mixture import DOWN, Mixture, Routed, Router, find_experts
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.structured.units import Removal, UnitParameter, accepted, refused
 from niwaki.records.progress import Progress
+from niwaki.shrinking.units import Removal, UnitParameter, accepted, refused
 
 #: Names of the number of experts in configurations, and in modules.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -1,232 +1,43 @@
-"""The stage that shrinks: fewer blocks, heads, neurons or experts, and a smaller dense model on disk."""
+"""The walk over the blocks of a model that shrinks: units chosen and removed, what is left fitted and written."""
 
-import dataclasses
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from niwaki.effort import Effort, describe as describe_effort, make_effort
-from niwaki.errors import NumericalError, UnsupportedModelError, UsageError, named
+from niwaki.effort import Effort
+from niwaki.errors import named
 from niwaki.files import digest, output_errors
 from niwaki.layer.problem import LayerProblem
-from niwaki.layer.products import products
-from niwaki.layer.unit_removal import DAMPING, flops, remove_units
-from niwaki.models.answers import with_answers
+from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
-from niwaki.models.extra import find_extra, generation_without_drafts, notes_of
+from niwaki.models.extra import find_extra, generation_without_drafts
+from niwaki.models.fit import Fit, tokens_per_part
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import check_dtypes
-from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.options import parse_share
-from niwaki.pruning.fit import Fit, tokens_per_part
-from niwaki.pruning.request import FEW_ZEROS, begin_record
-from niwaki.pruning.structured.block_tensors import BlockTensors, free
-from niwaki.pruning.structured.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
-from niwaki.pruning.structured.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal, fit_expert_neurons
-from niwaki.pruning.structured.experts import ExpertRemoval, choose_experts, expert_removal, fit_experts
-from niwaki.pruning.structured.units import ColumnRemoval, Removal, head_removal, neuron_removal, notes_on
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord, Record, StructureRecord
+from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.stage import Run
 from niwaki.runs.workplace import write_config
-
-_ALONE = World()
-_SHARES = ("neurons", "heads", "experts", "expert_neurons")
-
-
-@dataclass(frozen=True)
-class Shrink:
-    """Removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
-
-    blocks: int = 0
-    neurons: float | str = 0.0
-    heads: float | str = 0.0
-    experts: float | str = 0.0
-    expert_neurons: float | str = 0.0
-    effort: str | Effort = "fast"
-    #: A note on what is not done of what was asked for.
-    left_out: str = ""
-
-    name: ClassVar[str] = "shrink"
-    is_format: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        shares = self.shares
-        if not (self.blocks or any(shares.values())):
-            raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
-        if shares["experts"] and shares["expert_neurons"]:
-            raise UsageError("experts and their neurons are removed in two runs, one after the other")
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """By kind, the fraction of the units to remove."""
-        return {name: parse_share(name, getattr(self, name)) for name in _SHARES}
-
-    @property
-    def settled_effort(self) -> Effort:
-        """The effort, with the epochs that it has where all matrices are treated alike."""
-        given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
-        return given.for_pattern(shares=False)
-
-    def check_order(self, before: tuple[Stage, ...]) -> None:
-        if before:
-            raise UsageError(
-                f"shrink comes first, not after {before[-1].name}: it fits what is left without regard to zeros"
-            )
-
-    def open(self, run: Run) -> "Shrinking":
-        return Shrinking(self, run)
-
-    def __str__(self) -> str:
-        given = {"blocks": self.blocks, **self.shares}
-        effort = [f"effort {self.effort}"] if self.effort != "fast" else []
-        return ", ".join([f"{name} {value:g}" for name, value in given.items() if value] + effort)
-
-
-class Shrinking:
-    """:class:`Shrink`, opened for a run: the model, what is removed from each of its blocks, and the texts."""
-
-    def __init__(self, stage: Shrink, run: Run) -> None:
-        checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
-        self.carried = run.carried(checkpoint)
-        self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        depth, self._blocks, self._effort = len(model.blocks), stage.blocks, stage.settled_effort
-        if any(matrix.blocks for matrix in model.matrices()):
-            raise UnsupportedModelError(
-                f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"
-            )
-        if not 0 <= stage.blocks < depth:
-            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {depth - 1} can be removed")
-        self.columns = [
-            make(model, shares[kind])
-            for kind, make in (("heads", head_removal), ("neurons", neuron_removal))
-            if shares[kind]
-        ]
-        self.mixtures: list[ExpertRemoval | ExpertNeuronRemoval] = []
-        if shares["experts"]:
-            self.mixtures.append(expert_removal(model, shares["experts"]))
-        if shares["expert_neurons"]:
-            self.mixtures.append(expert_neuron_removal(model, shares["expert_neurons"]))
-        if self.mixtures and run.world.size > 1:
-            raise UsageError("experts and their neurons are removed by one process; start niwaki without torchrun")
-        removals = [*self.columns, *self.mixtures]
-        check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
-        run.progress.status("reading the text to calibrate on")
-        written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
-        self.texts = Texts.read(model, written, run.measurement, USUAL_WINDOWS)
-        self._measured = "both" if run.measurement.before else "after"
-        self.record = self._begun(run, stage, removals)
-        run.seen = self.record.calibration
-
-    def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
-        """The record, as far as it is known before the work."""
-        depth, shares = len(self.model.blocks), stage.shares
-        parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
-        effort = describe_effort(self._effort) if self._effort.epochs else {}
-        record = begin_record(
-            run.model,
-            self.model,
-            self.texts,
-            run.calibration,
-            method="shrink",
-            solver={"name": "shrink", "blocks": stage.blocks, **shares, "damping": DAMPING},
-            effort=effort,
-            pattern=", ".join([f"{stage.blocks} of {depth} blocks", *parts] if stage.blocks else parts),
-            mask_from=None,
-            flops=(depth - stage.blocks)
-            * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in self.columns),
-        )
-        record.notes += [*filter(None, [stage.left_out]), *notes_of(self.model, is_smaller=True)]
-        for each in removals:
-            record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
-        return record
-
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        self.texts = dataclasses.replace(self.texts, heldout=heldout)
-
-    def asked(self) -> dict[str, Any]:
-        return {
-            "model": self.model.checkpoint.fingerprint(),
-            "solver": self.record.solver,
-            "effort": describe_effort(self._effort),
-            "calibration": self.texts.windows.fingerprint(),
-            "text": self.texts.only and self.texts.only.fingerprint(),
-            "measure": self._measured,
-            "device": self.model.device.type,
-            "dtype": self.record.dtype,
-            "versions": self.record.versions,
-        }
-
-    def extent(self, run: Run) -> tuple[int, int]:
-        return run.journal.blocks, len(self.model.blocks)
-
-    def work(self, run: Run) -> Record:
-        record = self.record
-        if run.journal.blocks:
-            earlier = Record.from_json(run.journal.record)
-            record = dataclasses.replace(earlier, command=record.command, device=record.device)
-            record.resumed.append(run.journal.blocks)
-            run.clock.add(record.seconds)
-            run.progress.note(
-                f"resuming after the first {run.journal.blocks} of {len(self.model.blocks)} blocks, where an earlier "
-                "run was interrupted; these run again for their outputs"
-            )
-        removal = _Removing(self.model, self.columns, self.mixtures, self._effort, record, run)
-        with products(tf32=False):
-            removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
-        return record
-
-
-def influences(model: StreamedModel, states: HiddenStates, progress: Progress, world: World = _ALONE) -> list[float]:
-    """The influence of each block: 1 - the mean cosine of its input and output over the tokens.
-
-    ShortGPT, arXiv 2403.03853, eq. 1; differences: none known. Cost: a forward pass, in which ``states``, the inputs of
-    the first block, become the outputs of the last one. Each process of ``world`` has a share of the tokens. Raises
-    NumericalError where a block's outputs are not finite.
-    """
-    influence = []
-    for block in model.stream():
-        progress.stage(block.index, "influence", len(states.hidden))
-        total, tokens = 0.0, 0
-        for i in range(len(states.hidden)):
-            before = states.hidden[i]
-            handed = states.arguments.handed(block.index, i)
-            with torch.no_grad():
-                after = block.run(before, states, i, handed=handed).to(before.dtype)
-            cosines = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-            total += float(cosines.sum(dtype=torch.float64))
-            tokens += cosines.numel()
-            states.hidden[i] = after
-            states.arguments.hand_on(block.index, i, handed)
-            progress.step()
-        total, tokens = (sum(each) for each in zip(*world.collected((total, tokens)), strict=True))
-        if not math.isfinite(total):
-            raise NumericalError(
-                f"block {block.index}: its outputs are NaN or infinite on the calibration text; try dtype float32"
-            )
-        influence.append(1 - total / tokens)
-    return influence
-
-
-def lowest(scores: Sequence[float], count: int) -> list[int]:
-    """The ``count`` blocks with the lowest scores, in ascending order; of equal ones the first."""
-    return sorted(sorted(range(len(scores)), key=lambda index: scores[index])[:count])
+from niwaki.shrinking.block_tensors import BlockTensors, free
+from niwaki.shrinking.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
+from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
+from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
+from niwaki.shrinking.influence import influences, lowest
+from niwaki.shrinking.units import ColumnRemoval, Removal
 
 
 @dataclass
@@ -259,7 +70,7 @@ class _Changes:
 
 
 @dataclass
-class _Removing:
+class Removing:
     """The walk over the blocks: inputs in, units chosen and removed, what is left fitted and written."""
 
     model: StreamedModel

@@ -5,9 +5,9 @@ import math
 import torch
 
 from niwaki.errors import NumericalError
+from niwaki.healing.objective import LOGITS
 from niwaki.models.hidden_states import HiddenStates, pieces
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.healing.objective import LOGITS
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.own_text import synthesize
+from niwaki.models.synthesis import synthesize
 from niwaki.records.progress import Progress
 
 #: Tokens of the first part and of the longest: each has twice as many as the one before.
@@ -25,7 +25,7 @@ def written(
     is_enough: Callable[[], bool],
     bos: int | None = None,
 ) -> Tensor:
-    """(up to ``count``, ``length``) int64: text of ``dense``, see :func:`niwaki.pruning.own_text.synthesize`.
+    """(up to ``count``, ``length``) int64: text of ``dense``, see :func:`niwaki.models.synthesis.synthesize`.
 
     In parts, at least one, until ``is_enough``, which the first process decides; the next part takes about as long as
     all before it. UnsupportedModelError where the dense model cannot write.

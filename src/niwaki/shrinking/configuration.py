@@ -13,8 +13,8 @@ from niwaki.models.extra import DRAFT_COUNTS, ExtraTensors
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import structure
-from niwaki.pruning.structured.experts import COUNTS
-from niwaki.pruning.structured.units import Removal
+from niwaki.shrinking.experts import COUNTS
+from niwaki.shrinking.units import Removal
 
 #: Entries of configurations with a value for each block; that list blocks; that say how many blocks, from the first,
 #: are of one kind; and rules for all these, which no longer hold when blocks are removed.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors
+from niwaki.healing.student import Student
+from niwaki.healing.teacher import Lessons
 from niwaki.models.checkpoint.shards import write_tensors
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
-from niwaki.pruning.healing.student import Student
-from niwaki.pruning.healing.teacher import Lessons
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.progress import Progress
 

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from niwaki.effort import Effort
+from niwaki.healing.divergence import divergence
+from niwaki.healing.method import block_memory
+from niwaki.healing.run import HealingRun
 from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import resident
+from niwaki.models.fit import Fit, OnGrid, tokens_per_part
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
@@ -20,10 +24,6 @@ from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.pruning.fit import Fit, OnGrid, tokens_per_part
-from niwaki.pruning.healing.divergence import divergence
-from niwaki.pruning.healing.method import block_memory
-from niwaki.pruning.healing.run import HealingRun
 from niwaki.records.healing import HealingPoint, HealingRecord
 
 #: Forward passes that the text takes for each block: of the dense and of the healed one, and four of the fit, of which
@@ -54,7 +54,7 @@ class BlockRun(HealingRun):
     """Fits the weights that are left in each block to the dense block's outputs, one block after the other.
 
     A block's inputs are those that the healed blocks before it give, its targets what the dense model has after the
-    same block, and the fit is that of the efforts (:class:`niwaki.pruning.fit.Fit`), on more text. What is held out
+    same block, and the fit is that of the efforts (:class:`niwaki.models.fit.Fit`), on more text. What is held out
     passes through the model as it came and the healed one: where the healed one is not nearer to the dense model, the
     result is the model as it came.
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import output_errors
+from niwaki.healing import own_text
+from niwaki.healing.checks import BASE, zeros_of
 from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import peak_memory
@@ -19,15 +21,13 @@ from niwaki.models.processes import World
 from niwaki.models.scales import grid_of, verify_grid
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.text import Texts, Windows
-from niwaki.pruning.healing import own_text
-from niwaki.pruning.healing.checks import BASE, zeros_of
-from niwaki.pruning.plan import Plan
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Clock, Record
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.journal import Journal
+from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.workplace import Workplace, write_config
 
 #: The share of a limit of time that writing own text may take.
@@ -132,9 +132,9 @@ class HealingRun(ABC):
     def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
         place, limit = self.place, self.healing.limit
-        kept = Plan.load(place.plan, self.journal.plan) if place and self.journal.blocks else None
-        if (kept := self.world.received(kept)) is not None and kept.synthetic is not None:
-            return kept.synthetic
+        kept = load_tensors(place.plan, self.journal.plan) if place and self.journal.blocks else None
+        if (kept := self.world.received(kept)) is not None:
+            return kept[0]["text"]
         began, own = monotonic(), torch.empty(0, length, dtype=torch.int64)
         try:
             own = own_text.written(
@@ -150,7 +150,7 @@ class HealingRun(ABC):
         except UnsupportedModelError as error:
             self.note([f"the dense model wrote no text to train on: {error}"])
         if place:
-            self.journal.plan = Plan(synthetic=own).save(place.plan, self.journal.plan)
+            self.journal.plan = save_tensors(place.plan, {"text": own}, {}, self.journal.plan)
         self.clock.lap("plan")
         return own
 

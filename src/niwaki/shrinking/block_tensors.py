@@ -12,7 +12,7 @@ from niwaki.models.block import DecoderBlock
 from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.structured.units import Removal
+from niwaki.shrinking.units import Removal
 
 
 class BlockTensors:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors, reserve
+from niwaki.healing.objective import LOGITS, Head
 from niwaki.layer.linalg import is_finite
 from niwaki.models.hidden_states import pieces
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.healing.objective import LOGITS, Head
 from niwaki.records.progress import Progress
 
 _HINT = "what the dense model says of the text is kept there; give fewer --tokens"

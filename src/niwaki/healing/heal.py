@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
+from niwaki.healing.blocks import BlockRun
+from niwaki.healing.checks import base_record, check_vocabulary, check_zeros
+from niwaki.healing.method import choose
+from niwaki.healing.objective import find_logits
+from niwaki.healing.run import HealingRun
+from niwaki.healing.whole import WholeRun
 from niwaki.layer.products import products
 from niwaki.models.answers import with_answers
 from niwaki.models.checkpoint.reading import Checkpoint
@@ -34,16 +40,10 @@ from niwaki.options import (
     parse_share,
     parse_time,
 )
-from niwaki.pruning.healing.blocks import BlockRun
-from niwaki.pruning.healing.checks import base_record, check_vocabulary, check_zeros
-from niwaki.pruning.healing.method import choose
-from niwaki.pruning.healing.objective import find_logits
-from niwaki.pruning.healing.run import HealingRun
-from niwaki.pruning.healing.whole import WholeRun
-from niwaki.pruning.request import begin_record
 from niwaki.records.healing import HealingRecord
 from niwaki.records.record import CalibrationRecord, Record, versions
 from niwaki.records.wording import counted
+from niwaki.runs.begin import begin_record
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 
 #: Tokens that are held out: enough for an error that means something, and, because they are measured at each point, no

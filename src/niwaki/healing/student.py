@@ -12,13 +12,13 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from niwaki.errors import NumericalError
+from niwaki.healing.objective import Logits
 from niwaki.layer.linalg import is_finite
 from niwaki.models.families import choice
 from niwaki.models.layout import Matrix
 from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.training import root_mean_square
-from niwaki.pruning.healing.objective import Logits
 
 #: Of what the method lora adds to each matrix, see docs/healing.md.
 RANK = 16

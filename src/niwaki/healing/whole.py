@@ -11,12 +11,12 @@ from torch import Tensor
 
 from niwaki.errors import OutputError
 from niwaki.files import check_space, digest, output_errors
+from niwaki.healing.objective import Logits
+from niwaki.healing.run import HealingRun
+from niwaki.healing.student import RANK, LowRankStudent, Student
+from niwaki.healing.teacher import Lessons, teach
+from niwaki.healing.training import Training, point_file
 from niwaki.models.checkpoint.writing import CheckpointWriter
-from niwaki.pruning.healing.objective import Logits
-from niwaki.pruning.healing.run import HealingRun
-from niwaki.pruning.healing.student import RANK, LowRankStudent, Student
-from niwaki.pruning.healing.teacher import Lessons, teach
-from niwaki.pruning.healing.training import Training, point_file
 from niwaki.records.healing import HealingRecord
 from niwaki.records.wording import counted
 

@@ -12,9 +12,9 @@ from niwaki.models.families import EXPERTS_INTERLEAVED
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.mixture import DOWN, Mixture
 from niwaki.models.streamed import StreamedModel
-from niwaki.pruning.structured.experts import FittedExperts, MixtureRemoval, find_mixtures, fit_last
-from niwaki.pruning.structured.units import UnitParameter, accepted, refused, rounded
 from niwaki.records.progress import Progress
+from niwaki.shrinking.experts import FittedExperts, MixtureRemoval, find_mixtures, fit_last
+from niwaki.shrinking.units import UnitParameter, accepted, refused, rounded
 
 _KIND = "expert neurons"
 #: What modules of experts call the matrices that neurons come from, with their biases, by how many of them are in one.

@@ -1,0 +1,170 @@
+"""The stage that shrinks: fewer blocks, heads, neurons or experts, and a smaller dense model on disk."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from niwaki.effort import Effort, describe as describe_effort, make_effort
+from niwaki.errors import UnsupportedModelError, UsageError
+from niwaki.layer.products import products
+from niwaki.layer.unit_removal import DAMPING, flops
+from niwaki.models.answers import with_answers
+from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.models.extra import notes_of
+from niwaki.models.layout import check_dtypes
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.text import Texts, Windows
+from niwaki.options import parse_share
+from niwaki.records.record import Record
+from niwaki.runs.begin import begin_record
+from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
+from niwaki.shrinking.experts import ExpertRemoval, expert_removal
+from niwaki.shrinking.units import Removal, head_removal, neuron_removal, notes_on
+from niwaki.shrinking.walk import Removing
+
+_SHARES = ("neurons", "heads", "experts", "expert_neurons")
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
+
+    blocks: int = 0
+    neurons: float | str = 0.0
+    heads: float | str = 0.0
+    experts: float | str = 0.0
+    expert_neurons: float | str = 0.0
+    effort: str | Effort = "fast"
+    #: A note on what is not done of what was asked for.
+    left_out: str = ""
+
+    name: ClassVar[str] = "shrink"
+    is_format: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        shares = self.shares
+        if not (self.blocks or any(shares.values())):
+            raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
+        if shares["experts"] and shares["expert_neurons"]:
+            raise UsageError("experts and their neurons are removed in two runs, one after the other")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By kind, the fraction of the units to remove."""
+        return {name: parse_share(name, getattr(self, name)) for name in _SHARES}
+
+    @property
+    def settled_effort(self) -> Effort:
+        """The effort, with the epochs that it has where all matrices are treated alike."""
+        given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
+        return given.for_pattern(shares=False)
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        if before:
+            raise UsageError(
+                f"shrink comes first, not after {before[-1].name}: it fits what is left without regard to zeros"
+            )
+
+    def open(self, run: Run) -> "Shrinking":
+        return Shrinking(self, run)
+
+    def __str__(self) -> str:
+        given = {"blocks": self.blocks, **self.shares}
+        effort = [f"effort {self.effort}"] if self.effort != "fast" else []
+        return ", ".join([f"{name} {value:g}" for name, value in given.items() if value] + effort)
+
+
+class Shrinking:
+    """:class:`Shrink`, opened for a run: the model, what is removed from each of its blocks, and the texts."""
+
+    def __init__(self, stage: Shrink, run: Run) -> None:
+        checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
+        self.carried = run.carried(checkpoint)
+        self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
+        depth, self._blocks, self._effort = len(model.blocks), stage.blocks, stage.settled_effort
+        if any(matrix.blocks for matrix in model.matrices()):
+            raise UnsupportedModelError(
+                f"{checkpoint.path} has blocks that share weights, of which nothing can be removed; prune it"
+            )
+        if not 0 <= stage.blocks < depth:
+            raise UsageError(f"blocks {stage.blocks} of {depth}: from 0 to {depth - 1} can be removed")
+        self.columns = [
+            make(model, shares[kind])
+            for kind, make in (("heads", head_removal), ("neurons", neuron_removal))
+            if shares[kind]
+        ]
+        self.mixtures: list[ExpertRemoval | ExpertNeuronRemoval] = []
+        if shares["experts"]:
+            self.mixtures.append(expert_removal(model, shares["experts"]))
+        if shares["expert_neurons"]:
+            self.mixtures.append(expert_neuron_removal(model, shares["expert_neurons"]))
+        if self.mixtures and run.world.size > 1:
+            raise UsageError("experts and their neurons are removed by one process; start niwaki without torchrun")
+        removals = [*self.columns, *self.mixtures]
+        check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
+        run.progress.status("reading the text to calibrate on")
+        written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
+        self.texts = Texts.read(model, written, run.measurement, USUAL_WINDOWS)
+        self._measured = "both" if run.measurement.before else "after"
+        self.record = self._begun(run, stage, removals)
+        run.seen = self.record.calibration
+
+    def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
+        """The record, as far as it is known before the work."""
+        depth, shares = len(self.model.blocks), stage.shares
+        parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
+        effort = describe_effort(self._effort) if self._effort.epochs else {}
+        record = begin_record(
+            run.model,
+            self.model,
+            self.texts,
+            run.calibration,
+            method="shrink",
+            solver={"name": "shrink", "blocks": stage.blocks, **shares, "damping": DAMPING},
+            effort=effort,
+            pattern=", ".join([f"{stage.blocks} of {depth} blocks", *parts] if stage.blocks else parts),
+            mask_from=None,
+            flops=(depth - stage.blocks)
+            * sum(flops(*each.matrices[0].shape, each.size * each.count) for each in self.columns),
+        )
+        record.notes += [*filter(None, [stage.left_out]), *notes_of(self.model, is_smaller=True)]
+        for each in removals:
+            record.notes += notes_on(each, shares[each.kind.replace(" ", "_")])
+        return record
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        self.texts = dataclasses.replace(self.texts, heldout=heldout)
+
+    def asked(self) -> dict[str, Any]:
+        return {
+            "model": self.model.checkpoint.fingerprint(),
+            "solver": self.record.solver,
+            "effort": describe_effort(self._effort),
+            "calibration": self.texts.windows.fingerprint(),
+            "text": self.texts.only and self.texts.only.fingerprint(),
+            "measure": self._measured,
+            "device": self.model.device.type,
+            "dtype": self.record.dtype,
+            "versions": self.record.versions,
+        }
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        return run.journal.blocks, len(self.model.blocks)
+
+    def work(self, run: Run) -> Record:
+        record = self.record
+        if run.journal.blocks:
+            earlier = Record.from_json(run.journal.record)
+            record = dataclasses.replace(earlier, command=record.command, device=record.device)
+            record.resumed.append(run.journal.blocks)
+            run.clock.add(record.seconds)
+            run.progress.note(
+                f"resuming after the first {run.journal.blocks} of {len(self.model.blocks)} blocks, where an earlier "
+                "run was interrupted; these run again for their outputs"
+            )
+        removal = Removing(self.model, self.columns, self.mixtures, self._effort, record, run)
+        with products(tf32=False):
+            removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
+        return record
