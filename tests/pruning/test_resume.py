@@ -176,7 +176,7 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
 
 def test_other_versions_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(model, tmp_path / "out")
-    monkeypatch.setattr("niwaki.pruning.request.versions", lambda: {"niwaki": "9.9"})
+    monkeypatch.setattr("niwaki.runs.begin.versions", lambda: {"niwaki": "9.9"})
     said = message(lambda: run(model, tmp_path / "out"))
     assert "differs in versions (python " in said
     assert f"niwaki {metadata.version('niwaki')} there, 9.9 here" in said
