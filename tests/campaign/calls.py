@@ -76,7 +76,7 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     """By name, with arguments that are right."""
     model, pruned, packed, out = _home / "model", _home / "pruned", _home / "packed", place / "out"
     texts: dict[str, Any] = {"calibration": _TEXT, "measurement": _MEASURED, "compute": niwaki.Compute()}
-    pruning = {"solver": "wanda", "effort": None, "mask_from": None, "grid": None, "blocks": None}
+    pruning = {"solver": "wanda", "effort": None, "mask_from": None, "quantize": None, "blocks": None}
     common: dict[str, Any] = {"restart": False, "progress": None}
     training: dict[str, Any] = {"tokens": 200, "time": None, "rate": 0.01, "batch": 32}
     lesson = niwaki.Calibration("demo", length=32)
