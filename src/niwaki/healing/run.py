@@ -150,7 +150,7 @@ class HealingRun(ABC):
         except UnsupportedModelError as error:
             self.note([f"the dense model wrote no text to train on: {error}"])
         if place:
-            self.journal.plan = save_tensors(place.plan, {"text": own}, {}, self.journal.plan)
+            self.journal.plan = save_tensors(place.plan, {"text": own}, expected=self.journal.plan)
         self.clock.lap("plan")
         return own
 

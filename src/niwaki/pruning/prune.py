@@ -193,19 +193,10 @@ class Pruning:
             self.request = dataclasses.replace(
                 self.request, measurement=dataclasses.replace(self.request.measurement, before=False)
             )
-        journal, record = run.journal, self.record
-        if journal.blocks:
-            earlier = Record.from_json(journal.record)
-            record = dataclasses.replace(earlier, command=record.command, device=record.device)
-            record.resumed.append(journal.blocks)
-            run.clock.add(record.seconds)
-            run.progress.note(
-                f"resuming after the first {journal.blocks} of {len(self.model.blocks)} blocks, where an earlier run "
-                "was interrupted; these run again for their outputs"
-            )
+        record = run.resumed(self.record, len(self.model.blocks))
         walk = Walk(
             *(self.model, self.request, self.pattern_of, run.world, record, run.progress, run.clock),
-            *(journal, run.place, self.kept),
+            *(run.journal, run.place, self.kept),
         )
         with products(tf32=record.tf32 == "always"):
             if run.place and self.carried:

@@ -12,7 +12,9 @@ from niwaki.errors import OutputError
 from niwaki.files import output_errors
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], expected: str = "") -> str:
+def save_tensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None, expected: str = ""
+) -> str:
     """Writes ``tensors``, in safetensors; the file's SHA-256. OutputError if another one was ``expected``."""
     data = save(tensors, metadata=metadata)
     digest = hashlib.sha256(data).hexdigest()

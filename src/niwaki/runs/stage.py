@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -49,6 +49,22 @@ class Run:
     def is_first(self) -> bool:
         """Whether the stage reads the model that was given."""
         return self.number == 0
+
+    def resumed(self, record: Record, blocks: int) -> Record:
+        """``record``, or that of an earlier run which has done some of the ``blocks``, and says that this one resumes.
+
+        For stages that go through all blocks again, for the outputs of those that are done.
+        """
+        done = self.journal.blocks
+        if not done:
+            return record
+        earlier = Record.from_json(self.journal.record)
+        self.clock.add(earlier.seconds)
+        self.progress.note(
+            f"resuming after the first {done} of {blocks} blocks, where an earlier run was interrupted; these run "
+            "again for their outputs"
+        )
+        return replace(earlier, command=record.command, device=record.device, resumed=[*earlier.resumed, done])
 
     def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "") -> CarriedFiles | None:
         """The files beside the weights, in the first process, which checks that there is space for them and ``size``.

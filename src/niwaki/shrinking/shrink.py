@@ -154,16 +154,7 @@ class Shrinking:
         return run.journal.blocks, len(self.model.blocks)
 
     def work(self, run: Run) -> Record:
-        record = self.record
-        if run.journal.blocks:
-            earlier = Record.from_json(run.journal.record)
-            record = dataclasses.replace(earlier, command=record.command, device=record.device)
-            record.resumed.append(run.journal.blocks)
-            run.clock.add(record.seconds)
-            run.progress.note(
-                f"resuming after the first {run.journal.blocks} of {len(self.model.blocks)} blocks, where an earlier "
-                "run was interrupted; these run again for their outputs"
-            )
+        record = run.resumed(self.record, len(self.model.blocks))
         removal = Removing(self.model, self.columns, self.mixtures, self._effort, record, run)
         with products(tf32=False):
             removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)

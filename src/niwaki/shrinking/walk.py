@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from niwaki.effort import Effort
 from niwaki.errors import named
-from niwaki.files import digest, output_errors
+from niwaki.files import output_errors
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
@@ -30,6 +29,7 @@ from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import MatrixRecord, Record, StructureRecord
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.stage import Run
 from niwaki.runs.workplace import write_config
 from niwaki.shrinking.block_tensors import BlockTensors, free
@@ -55,15 +55,16 @@ class _Changes:
         tensors |= {f"moved {name}": value for name, value in self.moved.items()}
         with output_errors(path.parent):
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
-            return digest(path, sync=True)
+        return save_tensors(path, {name: value.cpu().contiguous() for name, value in tensors.items()})
 
     @classmethod
-    def load(cls, path: Path) -> "_Changes":
-        """The inverse of :meth:`save`."""
+    def load(cls, path: Path, digest: str) -> "_Changes | None":
+        """The inverse of :meth:`save`; None where the file is not there or has another SHA-256."""
+        if (kept := load_tensors(path, digest)) is None:
+            return None
         changes = cls()
         parts = {"kept": changes.kept, "weight": changes.weights, "moved": changes.moved}
-        for name, value in load_file(path).items():
+        for name, value in kept[0].items():
             what, _, own = name.partition(" ")
             parts[what][own] = value
         return changes
@@ -215,11 +216,9 @@ class Removing:
         place, journal = self.run.place, self.run.journal
         file = place.scratch / f"block-{block.index}.safetensors" if place else None
         if block.index < journal.blocks:
-            done = file is None or (file.is_file() and digest(file) == journal.digests[block.index])
-            if self.run.world.received(done):
-                changes = self.run.world.received(_Changes.load(file) if file else None)
-                assert changes
-                return self._applied(block, smaller, changes, tensors)
+            earlier = _Changes.load(file, journal.digests[block.index]) if file else None
+            if (earlier := self.run.world.received(earlier)) is not None:
+                return self._applied(block, smaller, earlier, tensors)
             self.run.progress.note(f"block {block.index} of the earlier run is damaged on disk and done again")
         self.record.matrices = [each for each in self.record.matrices if each.block != block.index]
         self.record.fits = [each for each in self.record.fits if each.block != block.index]
