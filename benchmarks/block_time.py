@@ -26,9 +26,9 @@ import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.layer.products import products
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.text_sources import read_text
+from niwaki.texts.sources import read_text
 
 TOKENS = 4096  # that go through a block at a time
 

@@ -16,14 +16,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli/main.py
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import write_json
 from niwaki.layer.problem import Gram, LayerProblem
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
 from niwaki.records.record import versions
+from niwaki.texts.reading import read_windows
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from torch import Tensor
 import niwaki
 from niwaki import Calibration, Compute, Measurement, Record
 from niwaki.models.locate import locate_model
-from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
+from niwaki.texts.reading import read_windows
 
 #: How far they may be apart, relative.
 PERPLEXITIES, LOGITS = 0.02, 0.03

@@ -22,10 +22,10 @@ from transformers.utils import logging
 
 import niwaki
 from niwaki.models.locate import locate_model
-from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute
 from niwaki.records.record import Record
+from niwaki.texts.reading import read_windows
 
 MEASURED = ["wikitext2", "books", "code"]
 

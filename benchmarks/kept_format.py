@@ -22,10 +22,10 @@ from torch import Tensor
 
 import niwaki
 from niwaki import Calibration, Measurement
+from niwaki.checkpoints.reading import SINGLE_NAME
 from niwaki.layer.floats import E2M1, E4M3, Floats, TiledFloats
 from niwaki.layer.problem import LayerProblem, Solution
 from niwaki.layer.rounding import onto_floats
-from niwaki.models.checkpoint.reading import SINGLE_NAME
 from niwaki.models.locate import locate_model
 
 HELD = Measurement("demo-held", samples=100, length=256)

@@ -26,8 +26,8 @@ from real import Texts
 from rich.console import Console
 from transformers.utils import logging
 
-from niwaki.models.text import read_windows
 from niwaki.models.tokens import load_tokenizer
+from niwaki.texts.reading import read_windows
 
 #: What their environment runs, with the windows as token ids in a JSON file.
 _PEER = """

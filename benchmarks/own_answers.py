@@ -30,14 +30,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import EFFORTS
-from niwaki.models.answers import USUAL_SAMPLING
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import continued
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text_sources import read_prompts
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration, Compute, Measurement
+from niwaki.texts.answers import USUAL_SAMPLING
+from niwaki.texts.sources import read_prompts
 
 #: An answer says the same for ever that ends with so many tokens of a cycle of at most LONGEST, twice or more.
 REPEATED, LONGEST = 48, 64

@@ -29,19 +29,19 @@ from protocol import Lines
 from rich.console import Console
 from transformers.utils import logging
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import perplexity_tables
 from niwaki.evaluation.compare import compare
-from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.generation import continued
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows
-from niwaki.models.text_sources import read_text
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import OWN_ANSWERS, Calibration, Measurement
 from niwaki.records.comparison import Cell, Comparison
 from niwaki.records.progress import Progress
+from niwaki.texts.answers import with_answers
+from niwaki.texts.sources import read_text
+from niwaki.windows import Windows
 
 HELD_PROMPTS = Path(__file__).with_name("held_prompts.jsonl")
 METHODS = ["wanda", "sparsegpt", "admm-grad", "continuation", "continuation@balanced", "continuation@best"]

@@ -36,9 +36,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NiwakiError
 from niwaki.models import streamed
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import auto_class
 from niwaki.records.record import versions

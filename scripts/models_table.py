@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.wording import kind

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from niwaki.models.checkpoint.reading import INDEX_NAME
+from niwaki.checkpoints.reading import INDEX_NAME
 from niwaki.models.locate import locate_model
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ import re
 import sys
 from pathlib import Path
 
-from niwaki.models.text_sources import read_text
+from niwaki.texts.sources import read_text
 
 FILE = Path(__file__).resolve().parent.parent / "src" / "niwaki" / "data" / "which-follows.jsonl"
 QUESTIONS, CONTEXT, CHOICE, CHOICES = 300, 60, 8, 4

@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 # One thread for each process of tests: the matrices are tiny, and there is a process for each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,15 +20,6 @@ pytest_plugins = ["support.command"]  # fixtures
 # Triton's interpreter, where there is no GPU. Also before Triton is imported, which torch itself does late.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-SLOW = set(Path(__file__).with_name("slow.txt").read_text().splitlines())
-
-
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.partition("[")[0] in SLOW:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

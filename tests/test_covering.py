@@ -1,6 +1,5 @@
 """Which tests are run: covering choices of cases, and what `make quick` leaves out."""
 
-import ast
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,18 +36,3 @@ def test_pairs_that_are_not_allowed_are_not_missed(monkeypatch: pytest.MonkeyPat
     assert len(cases) < len(allowed)
     monkeypatch.setattr(covering, "FULL", True)
     assert covering.covering(*axes) == list(itertools.product(*axes))
-
-
-def test_what_is_slow_is_there() -> None:
-    """Or `make quick` would run a test that was renamed without a word."""
-    listed = [line for line in (TESTS / "slow.txt").read_text().splitlines() if not line.startswith("#")]
-    assert listed == sorted(set(listed))
-    paths = {test.partition("::")[0] for test in listed}
-    files: dict[str, list[ast.stmt]] = {path: ast.parse((TESTS.parent / path).read_text()).body for path in paths}
-    for test in listed:
-        path, *names = test.split("::")
-        within = files[path]
-        for name in names:
-            named = [node for node in within if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name]
-            assert named, test
-            within = named[0].body

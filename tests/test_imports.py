@@ -59,6 +59,7 @@ def test_solvers_do_not_load_transformers() -> None:
     assert not loaded & {"transformers", "accelerate", "safetensors", "tokenizers"}
 
 
+@pytest.mark.slow
 def test_faces_do_not_load_torch() -> None:
     """``niwaki --help`` and reading a record are quick."""
     parts = ("cli.app", "cli.main", "records.record", "options", "files", "errors", "reports.page", "reports.material")
@@ -89,7 +90,8 @@ look()
 
 def test_names_of_files_and_formats_are_of_one_thing_each() -> None:
     """What reads GGUF files and what writes them, and tensors of one format and of another, are told apart by name."""
-    paths = [*(ROOT / "models").rglob("*.py"), *(ROOT / "packed").rglob("*.py")]
+    rooms = ("checkpoints", "models", "packed", "exports")
+    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
     modules = Counter(path.name for path in paths if path.name.startswith("gguf_"))
     classes = Counter(
         node.name for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)

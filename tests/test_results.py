@@ -14,6 +14,7 @@ from support.scripts import run_script
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_tables_and_picture_are_those_of_the_records() -> None:
     assert not run_script(ROOT / "benchmarks" / "results.py", "--check")
 
@@ -59,6 +60,7 @@ def test_labels_are_not_over_each_other(theme: str) -> None:
     assert over == []
 
 
+@pytest.mark.slow
 def test_what_differs_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A table, the picture's numbers and a missing picture; and then it is written."""
     real = results.record

@@ -19,15 +19,15 @@ _PUBLIC = {
     "niwaki.evaluation.tasks": ("evaluate_tasks",),
     "niwaki.evaluation.generate": ("generate",),
     "niwaki.evaluation.inspect": ("inspect",),
-    "niwaki.packed.compressed_tensors": ("export",),
-    "niwaki.packed.gguf_file": ("export_gguf",),
+    "niwaki.exports.compressed_tensors": ("export",),
+    "niwaki.exports.gguf_file": ("export_gguf",),
     "niwaki.packed.load": ("load",),
     "niwaki.packed.pack": ("Pack", "pack", "unpack"),
     "niwaki.reports.page": ("report",),
     "niwaki.records.comparison": ("Comparison",),
     "niwaki.records.record": ("Perplexity", "Record"),
     "niwaki.records.progress": ("Progress",),
-    "niwaki.models.text": ("Windows",),
+    "niwaki.windows": ("Windows",),
     "niwaki.layer.problem": ("Gram", "LayerProblem", "Solution"),
     "niwaki.layer.solvers": ("Solver", "make_solver"),
     "niwaki.layer.patterns": ("NM", "Pattern", "PerRow", "Unstructured"),
@@ -44,14 +44,13 @@ if TYPE_CHECKING:
     from niwaki.evaluation.generate import generate as generate
     from niwaki.evaluation.inspect import inspect as inspect
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
+    from niwaki.exports.compressed_tensors import export as export
+    from niwaki.exports.gguf_file import export_gguf as export_gguf
     from niwaki.healing.heal import Heal as Heal
     from niwaki.layer.patterns import NM as NM, Pattern as Pattern, PerRow as PerRow, Unstructured as Unstructured
     from niwaki.layer.problem import Gram as Gram, LayerProblem as LayerProblem, Solution as Solution
     from niwaki.layer.solvers import Solver as Solver, make_solver as make_solver
-    from niwaki.models.text import Windows as Windows
     from niwaki.options import Calibration as Calibration, Compute as Compute, Measurement as Measurement
-    from niwaki.packed.compressed_tensors import export as export
-    from niwaki.packed.gguf_file import export_gguf as export_gguf
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import Pack as Pack, pack as pack, unpack as unpack
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from niwaki.records.record import Record as Record
     from niwaki.reports.page import report as report
     from niwaki.shrinking.shrink import Shrink as Shrink
+    from niwaki.windows import Windows as Windows
 
 
 def __getattr__(name: str) -> Any:

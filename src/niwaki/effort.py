@@ -24,7 +24,7 @@ class Effort:
             weights are chosen: a power, from 0 (not at all) to 1 (in full), for patterns in which rows compete.
         pilot: The share of the calibration text used for these two, at least one sample per process.
         synthetic: Windows of text that the dense model writes itself, per window of calibration text, to which they
-            are added, see :mod:`niwaki.models.synthesis`; none, with a note, where the whole model does not fit in half
+            are added, see :mod:`niwaki.texts.synthesis`; none, with a note, where the whole model does not fit in half
             of the memory, or cannot write.
         dense_targets: How far targets go from the original weights' outputs on the pruned model's inputs (0) to the
             dense model's outputs (1), see :mod:`niwaki.layer.dense_targets`. Experts keep to their original weights.

@@ -12,12 +12,13 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
 
 from niwaki.arguments import check_fields
+from niwaki.choices import TF32, Order
 from niwaki.errors import UnknownNameError, UsageError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from niwaki.models.text import Windows
+    from niwaki.windows import Windows
 
 T = TypeVar("T")
 
@@ -35,16 +36,9 @@ HEALING_TOKENS, HEALING_LENGTH = "2M", 512
 HEALING_RATE, BLOCKS_RATE, HEALING_BATCH = 0.0007, 0.01, 512
 #: The share of what healing trains on that the dense model writes itself; see docs/healing.md.
 OWN_TEXT = 0.25
-#: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
-#: "auto" is what memory is for.
-HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]
 #: The text that stands for the model's own answers to the prompts that ship with niwaki.
 OWN_ANSWERS = "answers"
-#: Which windows of a text.
-Order = Literal["first", "random"]
-#: Where to use TF32: for Gram matrices of half-precision activations, for all products, or for none.
-TF32 = Literal["auto", "always", "never"]
-#: A text by name (see :mod:`niwaki.models.text`), windows of one, or (samples, length) int64 tokens.
+#: A text by name (see :mod:`niwaki.texts.sources`), windows of one, or (samples, length) int64 tokens.
 Text: TypeAlias = Union[str, os.PathLike[str], "Windows", "Tensor"]
 Chosen = TypeVar("Chosen", bound="_Options")
 
@@ -76,10 +70,10 @@ class Calibration(_Options):
         order: The "first" windows of the text, or "random" ones, drawn by ``seed`` from all of it; None for the first,
             and in healing for random ones of files.
         answers: "own" where the text, or the first of several, is a JSONL file of prompts, which the dense model is to
-            answer, see :mod:`niwaki.models.answers`. The text "answers" stands for prompts that ship with niwaki.
+            answer, see :mod:`niwaki.texts.answers`. The text "answers" stands for prompts that ship with niwaki.
         bos: Whether windows begin with the token that the model's tokenizer puts before a text, where it puts one.
         field: The column of files and data sets of rows that has the text, or conversations; None for "text", or else
-            conversations or tasks with answers by their usual names, see :mod:`niwaki.models.text_rows`.
+            conversations or tasks with answers by their usual names, see :mod:`niwaki.texts.rows`.
     """
 
     text: Text | Sequence[Text] = USUAL_CALIBRATION

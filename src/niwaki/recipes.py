@@ -7,26 +7,16 @@ from pathlib import Path
 from torch import Tensor
 
 from niwaki.arguments import checked
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import HealingMethod
 from niwaki.effort import Effort
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal, refusal
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.conversations import has_images
 from niwaki.models.locate import locate_model
-from niwaki.models.text import Windows
-from niwaki.options import (
-    HEALING_BATCH,
-    HEALING_TOKENS,
-    OWN_TEXT,
-    Calibration,
-    Compute,
-    HealingMethod,
-    Measurement,
-    Text,
-)
+from niwaki.options import HEALING_BATCH, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement, Text
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
@@ -35,6 +25,8 @@ from niwaki.runs.session import current_session
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.shrink import Shrink
 from niwaki.stages import make_stage
+from niwaki.texts.conversations import has_images
+from niwaki.windows import Windows
 
 
 @checked

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from niwaki.models.checkpoint.reading import Checkpoint
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.packed.pack import pack
 from support.command import Command
 from support.models import edit_json, reference, save_model_with_tokenizer, weight
@@ -81,6 +81,7 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --blocks 1:1", "invalid range of blocks 1:1"),
     ],
 )
+@pytest.mark.slow
 def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: str, said: str) -> None:
     before = listing(tmp_path)
     ran = niwaki_("prune", model, tmp_path / "out", *SMALL, *options.split())
@@ -137,6 +138,7 @@ def test_what_was_meant(
         "compare demo -o out --keep yes",
     ],
 )
+@pytest.mark.slow
 def test_arguments_that_do_not_parse(
     tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
@@ -212,6 +214,7 @@ def _edit(**changes: object) -> Callable[[Path], None]:
     ],
 )
 @pytest.mark.parametrize("command", ["prune", "eval", "inspect"])
+@pytest.mark.slow
 def test_broken_models(
     model: Path, tmp_path: Path, niwaki_: Command, command: str, damage: Callable[[Path], Any], said: str
 ) -> None:
@@ -251,6 +254,7 @@ def test_broken_models(
         ({"quantization_config": None}, ""),
     ],
 )
+@pytest.mark.slow
 def test_odd_configurations(model: Path, tmp_path: Path, niwaki_: Command, changes: dict[str, Any], said: str) -> None:
     edit_json(model / "config.json", **changes)
     ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", "--solver", "wanda", *SMALL)
@@ -291,6 +295,7 @@ def test_broken_files_beside_the_weights(model: Path, niwaki_: Command) -> None:
         *("prune demo out --sparsity 0.5 --mask-from PATH", "prune demo out --sparsity 0.5 --record PATH"),
     ],
 )
+@pytest.mark.slow
 def test_paths_that_cannot_be(
     tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str, path: str
 ) -> None:
@@ -325,6 +330,7 @@ def test_a_comparison_that_is_called_like_its_model(
     ],
 )
 @pytest.mark.parametrize("option", ["--calibration", "--text"])
+@pytest.mark.slow
 def test_bad_texts(
     model: Path, tmp_path: Path, niwaki_: Command, option: str, name: str, content: bytes | None, said: str
 ) -> None:
@@ -354,6 +360,7 @@ def test_data_sets_without_their_library(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_hub_cannot_be_reached(tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -456,6 +463,7 @@ def test_no_space_left(model: Path, tmp_path: Path, niwaki_: Command, monkeypatc
 
 
 @pytest.mark.parametrize("command", ["prune --sparsity 0.5", "shrink --blocks 1"])
+@pytest.mark.slow
 def test_an_interruption(
     model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -500,7 +508,7 @@ def test_an_interruption_of_what_is_all_or_nothing(
     before, (model, *options) = listing(tmp_path), written[command]
     arguments = [command.split()[0], model, tmp_path / "out", *options]
     at_end = "niwaki.files.set_usual_mode" if "gguf" in command else "niwaki.runs.workplace.Workplace.finish_stage"
-    for place in ("niwaki.models.checkpoint.reading.Checkpoint.__init__", at_end):
+    for place in ("niwaki.checkpoints.reading.Checkpoint.__init__", at_end):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             ran = niwaki_(*arguments)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.layer.solvers import SOLVERS
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.records.record import Record
 from support.command import Command, Result
 from support.models import edit_json, save_model_with_tokenizer
@@ -27,6 +27,7 @@ def model(tmp_path: Path) -> Path:
     return save_model_with_tokenizer(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_prune_and_look_at_it(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     out = tmp_path / "out"
     ran = niwaki_("prune", model, out, "--pattern", "2:4", *SMALL)
@@ -110,6 +111,7 @@ def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None
     assert "25.00" in next(row for row in rows if row[:2] == ["q_proj", "32x32"])
 
 
+@pytest.mark.slow
 def test_a_budget_of_memory(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     for name, options in {"a": [], "b": ["--memory", "1MB"], "c": ["--memory", "1 TiB"]}.items():
         effort = ("--effort", "balanced:synthetic=0")  # without the whole model in memory
@@ -121,6 +123,7 @@ def test_a_budget_of_memory(model: Path, tmp_path: Path, niwaki_: Command) -> No
         ).read_bytes()
 
 
+@pytest.mark.slow
 def test_going_on_and_starting_over(
     model: Path, tmp_path: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +163,7 @@ def test_going_on_and_starting_over(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
+@pytest.mark.slow
 def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     out, packed = tmp_path / "out", tmp_path / "packed"
     ran = niwaki_("prune", model, out, "--sparsity", "0.5", "--quantize", "int4:16", *SMALL)
@@ -180,6 +184,7 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     assert "has no weights on a grid; prune the dense model onto a grid such as int4:128" in ran.err
 
 
+@pytest.mark.slow
 def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL, "--text-samples", "0")
     assert (ran.code, ran.err) == (0, "")
@@ -187,6 +192,7 @@ def test_no_perplexity(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert not re.search("^perplexity", ran.out, re.M)
 
 
+@pytest.mark.slow
 def test_masks_from_elsewhere(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     assert niwaki_("prune", model, tmp_path / "a", "--solver", "wanda", "--pattern", "2:4", *SMALL).code == 0
     for number, (source, options) in enumerate([(str(tmp_path / "a"), []), ("magnitude", ["--sparsity", "0.5"])]):
@@ -198,6 +204,7 @@ def test_masks_from_elsewhere(model: Path, tmp_path: Path, niwaki_: Command) -> 
         assert source in ran.out.lower()
 
 
+@pytest.mark.slow
 def test_masks_of_a_model_are_refined_within_a_pattern(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     a, out = tmp_path / "a", tmp_path / "out"
     assert niwaki_("prune", model, a, "--solver", "magnitude", "--pattern", "2:4", *SMALL).code == 0
@@ -227,6 +234,7 @@ def test_masks_of_a_model_are_refined_within_a_pattern(model: Path, tmp_path: Pa
         shutil.rmtree(out)
 
 
+@pytest.mark.slow
 def test_zeros_of_a_pruned_model(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     a = tmp_path / "a"
     assert niwaki_("prune", model, a, "--solver", "wanda", "--sparsity", "0.7", *SMALL).code == 0
@@ -243,6 +251,7 @@ def test_zeros_of_a_pruned_model(model: Path, tmp_path: Path, niwaki_: Command) 
 
 
 @pytest.mark.parametrize("odd", ["[bold]", "[/bold]", "a [link=x] :m:", "naïve 日本"])
+@pytest.mark.slow
 def test_names_are_shown_as_they_are(tmp_path: Path, niwaki_: Command, odd: str) -> None:
     home = tmp_path / odd
     model = save_model_with_tokenizer(home / "model")

@@ -93,6 +93,7 @@ def test_prune_as_a_user_does(tmp_path: Path) -> None:
     assert torch.isfinite(reference(tmp_path / "out")(tokens).logits).all()
 
 
+@pytest.mark.slow
 def test_help_is_quick_and_needs_no_torch() -> None:
     code = (
         "import sys; sys.argv = ['niwaki', *sys.argv[1:]]\n"
@@ -270,6 +271,7 @@ MORE_STREAMS = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
 @pytest.mark.parametrize(("script", "code", "err"), STREAMS + MORE_STREAMS * FULL)
+@pytest.mark.slow
 def test_streams_that_are_closed_or_full(script: str, code: int, err: str) -> None:
     ran = ended(script)
     assert (ran.returncode, without_sign_of_life(ran.stderr)) == (code, without_sign_of_life(err))
@@ -284,6 +286,7 @@ def test_nobody_reads_the_end_of_the_help(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no signals to send")
+@pytest.mark.slow
 def test_ctrl_c_while_libraries_are_imported() -> None:
     for delay in (0.3, 0.9, 1.7):
         with subprocess.Popen(
@@ -357,6 +360,7 @@ def test_other_ends(failing: Callable[[BaseException], Result], error: BaseExcep
 # Comparisons
 
 
+@pytest.mark.slow
 def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped by Ctrl-C in its second run, gone on with, and added to."""
     out = tmp_path / "out"
@@ -458,6 +462,7 @@ def test_solvers_are_listed_with_their_parameters(niwaki_: Command) -> None:
     assert all(len(line) > 40 and line[0].isupper() for line in said.values())
 
 
+@pytest.mark.slow
 def test_pack_and_unpack(niwaki_: Command, tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
     pruned, packed, again = tmp_path / "pruned", tmp_path / "packed", tmp_path / "again"

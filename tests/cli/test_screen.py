@@ -44,6 +44,7 @@ main()
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
+@pytest.mark.slow
 def test_it_comes_before_torch(arguments: list[str], line: str) -> None:
     run = subprocess.run([sys.executable, "-c", UNTIL_TORCH, *arguments], capture_output=True, text=True)
     assert run.returncode == 7, run.stderr

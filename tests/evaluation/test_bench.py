@@ -136,6 +136,7 @@ class Notes(Progress):
 
 
 @pytest.mark.parametrize("kind", ["dense", "shrunk", "float64"])
+@pytest.mark.slow
 def test_a_model_of_which_nothing_can_be_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """It is measured as it is, no copy is made, and the reason is said."""
     model, notes = save_model(tmp_path / "dense", dtype=torch.float64 if kind == "float64" else torch.float32), Notes()

@@ -104,6 +104,7 @@ def keys(found: Comparison) -> list[tuple[str, str]]:
 # What it gives
 
 
+@pytest.mark.slow
 def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
     methods = {
         "wanda": ("wanda", "fast"),
@@ -145,7 +146,7 @@ def test_cells_are_those_of_single_runs(tmp_path: Path, model: Path) -> None:
 def _excerpt(name: str) -> str:
     import lzma
 
-    from niwaki.models.text_sources import EXCERPTS
+    from niwaki.texts.sources import EXCERPTS
 
     path = Path(niwaki.__file__).parent / "data" / EXCERPTS[name]
     return lzma.open(path, "rt", encoding="utf-8").read()[:20_000]
@@ -154,7 +155,7 @@ def _excerpt(name: str) -> str:
 def _perplexity(path: Path, ids: list[int]) -> float:
     import torch
 
-    from niwaki.models.text import Windows
+    from niwaki.windows import Windows
 
     return niwaki.evaluate(path, Windows(torch.tensor(ids).view(-1, 32), "these")).value
 
@@ -170,6 +171,7 @@ def _same_but_times(a: Record, b: Record) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_files_agree(tmp_path: Path, model: Path) -> None:
     found = run(model, tmp_path / "out", ["wanda", "magnitude"], [0.5, "2:4"])
     there = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -206,6 +208,7 @@ def test_without_a_directory(model: Path) -> None:
     assert found.cells[1].record is None
 
 
+@pytest.mark.slow
 def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
     found = run(model, tmp_path / "out", ["wanda"], ["2:4"], keep=True)
     kept = tmp_path / "out" / "models" / "wanda_2-4"
@@ -214,6 +217,7 @@ def test_models_are_kept_if_asked_for(tmp_path: Path, model: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     real = MemoryBudget.spill
@@ -228,6 +232,7 @@ def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pyt
     assert sum(sizes) == (3 + 4 + 3) * 32 * (32 * 4)
 
 
+@pytest.mark.slow
 def test_one_sparsity_in_several_spellings(tmp_path: Path, model: Path, calls: list[str]) -> None:
     run(model, tmp_path / "out", ["magnitude", "magnitude@fast"], [0.333, "33.3 %", "0.3330", "33.3%"])
     assert calls == ["magnitude_33.3"]
@@ -238,6 +243,7 @@ def test_one_sparsity_in_several_spellings(tmp_path: Path, model: Path, calls: l
 # Going on
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(tmp_path: Path, model: Path, calls: list[str]) -> None:
     out = tmp_path / "out"
     first = run(model, out, ["wanda", "magnitude"])
@@ -292,6 +298,7 @@ class StopAt(Progress):
         ("blocks measured", 5, 1, ["wanda_60", "magnitude_60"]),  # likewise, which is pruned
     ],
 )
+@pytest.mark.slow
 def test_stopped(
     tmp_path: Path,
     model: Path,
@@ -348,6 +355,7 @@ niwaki.compare({str(model)!r}, "out", solvers=["magnitude", "wanda"], progress=K
     assert values(found).items() <= values(whole).items()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_others_stay(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +371,7 @@ def test_a_run_that_fails_is_named_and_the_others_stay(
 # A budget
 
 
+@pytest.mark.slow
 def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs take the time that their records say."""
     seconds = {"magnitude": 100.0, "wanda": 1000.0, "ria": 100.0}
@@ -430,6 +439,7 @@ def test_no_times(text: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_one_alone_is_a_list_of_one(
     model: Path, solver: str | Solver, sparsities: str | float, key: tuple[str, str]
 ) -> None:
@@ -486,6 +496,7 @@ def test_bad_names_fail_before_anything_is_computed(
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.slow
 def test_another_comparison_is_refused(tmp_path: Path, model: Path, changes: dict[str, Any], said: str) -> None:
     out = tmp_path / "out"
     run(model, out, [Flipped()])
@@ -496,6 +507,7 @@ def test_another_comparison_is_refused(tmp_path: Path, model: Path, changes: dic
     assert {path: path.read_bytes() for path in out.rglob("*.*")} == before
 
 
+@pytest.mark.slow
 def test_another_model_or_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = save_model_with_tokenizer(tmp_path / "model"), tmp_path / "out"
     run(model, out, ["wanda"])
@@ -523,6 +535,7 @@ def test_directories_that_are_no_place(tmp_path: Path, model: Path) -> None:
     assert "cannot read" in message(lambda: Comparison.load(model), CheckpointError)
 
 
+@pytest.mark.slow
 def test_a_file_where_a_directory_goes(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "out")
     (tmp_path / "out" / "models").write_text("keep me")
@@ -536,6 +549,7 @@ def test_what_a_kill_leaves_of_the_first_file(tmp_path: Path, model: Path) -> No
 
 
 @pytest.mark.parametrize("other", [{"solver": "magnitude"}, {"sparsity": 0.6}, {"samples": 3}, None], ids=str)
+@pytest.mark.slow
 def test_a_model_that_another_run_made(tmp_path: Path, model: Path, other: dict[str, Any] | None) -> None:
     """It is not taken for the one of the cell, and stays; this is seen before anything is computed."""
     out, left = tmp_path / "out", tmp_path / "out" / "models" / "wanda_50"
@@ -557,6 +571,7 @@ def test_a_model_that_another_run_made(tmp_path: Path, model: Path, other: dict[
     assert {path: path.read_bytes() for path in out.rglob("*.*")} == files
 
 
+@pytest.mark.slow
 def test_the_record_of_another_cell(tmp_path: Path, model: Path, whole: Comparison, calls: list[str]) -> None:
     """A cell whose record is not its own is done again, with the same result."""
     out = tmp_path / "out"
@@ -598,6 +613,7 @@ def test_long_names(tmp_path: Path, model: Path) -> None:
     assert record.name.startswith("magnitude_0.0000")
 
 
+@pytest.mark.slow
 def test_two_at_a_time(tmp_path: Path, model: Path) -> None:
     class Second(Progress):
         said = ""

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, CheckpointError, NumericalError, UsageError
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.evaluation.inspect import inspect
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Windows
 from niwaki.options import Measurement
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
+from niwaki.windows import Windows
 from support.models import EMBEDDED, random_tokens, reference, save_model, save_model_with_tokenizer, weight
 
 
@@ -40,6 +40,7 @@ def test_perplexities_beyond_all_measure() -> None:
     assert Perplexity.of(torch.full((2, 3), 80.0), "x").value == pytest.approx(math.exp(80))
 
 
+@pytest.mark.slow
 def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"{n} men went to mow, went to mow a meadow;" for n in range(300)))
@@ -70,6 +71,7 @@ def test_evaluate_is_transformers_loss(tmp_path: Path) -> None:
     assert found.value < 400
 
 
+@pytest.mark.slow
 def test_the_embedded_model_is_the_default_of_demo() -> None:
     found = evaluate("demo", Measurement("demo-held", samples=4))
     assert found.context == 256  # all that it has positions for

@@ -49,6 +49,7 @@ def inputs(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]
 
 
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.slow
 def test_text_ends_where_the_model_says(given: tuple[Any, Any], several: bool) -> None:
     """Chat models have other ends than their tokenizer's, and more than one."""
     model, tokenizer = given
@@ -100,6 +101,7 @@ def test_texts_begin_as_the_tokenizer_has_it(given: tuple[Any, Any], monkeypatch
     assert seen == [[[0, *tokenizer.encode(PROMPT)]]]
 
 
+@pytest.mark.slow
 def test_of_a_long_prompt_the_end_counts(
     given: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +121,7 @@ def test_of_a_long_prompt_the_end_counts(
 
 @torch.no_grad()
 @pytest.mark.parametrize(("temperature", "seed"), [(1.0, 1), (2.5, 1), (2.5, 2)])
+@pytest.mark.slow
 def test_drawing(given: tuple[Any, Any], temperature: float, seed: int) -> None:
     """From all of the vocabulary, whatever the model's own settings are, and without a trace."""
     model, tokenizer = given
@@ -204,6 +207,7 @@ def test_control_codes_of_a_model_are_shown_on_a_terminal(
         (("",), "the prompt '' has no tokens"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_refused(
     options: tuple[str, ...],
     said: str,

@@ -120,6 +120,7 @@ def by_metric(found: TaskScores, task: str) -> dict[str, Score]:
     return {score.metric: score for score in found.scores if score.task == task}
 
 
+@pytest.mark.slow
 def test_a_packed_model(tmp_path: Path) -> None:
     """On a CPU it runs in float32, as the dense one does, whatever it is stored in."""
     model = save_model_with_tokenizer(tmp_path / "model")
@@ -141,6 +142,7 @@ def test_a_packed_model(tmp_path: Path) -> None:
     assert found[0].dtype == "float32"
 
 
+@pytest.mark.slow
 def test_choices_are_those_of_transformers(tmp_path: Path) -> None:
     """With the reference's own answers as the right ones all is right, and with others nothing."""
     questions = shipped(12)
@@ -172,6 +174,7 @@ def test_choices_are_those_of_transformers(tmp_path: Path) -> None:
     assert limited.mean == (0.5, None)
 
 
+@pytest.mark.slow
 def test_questions_are_asked_as_such(model: Path, tmp_path: Path) -> None:
     """A file with questions, as a list, is the same as one with what is asked as contexts."""
     choices = ["the sea", "a cup of tea", "{{ braces }}"]
@@ -201,6 +204,7 @@ def test_the_mean_and_its_error() -> None:
     assert scores(two[0], ("b", "acc", 0.5, None)).mean == (0.5, None)
 
 
+@pytest.mark.slow
 def test_tasks_of_the_harness(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness's own definitions of the paper's seven, with questions that need no network."""
     home = Path(lm_eval.tasks.__file__).parent
@@ -325,6 +329,7 @@ def test_a_file_in_several_ways(model: Path, tmp_path: Path, monkeypatch: pytest
     assert read_questions(tmp_path / "marked.jsonl") == read_questions(tmp_path / "a.jsonl")
 
 
+@pytest.mark.slow
 def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask: Callable[..., TaskScores] = functools.partial(evaluate_tasks, tasks=["which-follows"])
     assert "limit must be 1 or more; got 0" in message(lambda: ask(model, limit=0))
@@ -352,6 +357,7 @@ def test_what_goes_wrong(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "pip install '.[tasks]'" in message(lambda: ask(model), TaskError)
 
 
+@pytest.mark.slow
 def test_eval_with_tasks(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def algorithm_1(
     [{}, {"rho": 0.02, "damping": 0.1}, {"iterations": 11}, {"rho": 3.0}],
     ids=["default", "rho and damping", "11 steps", "large rho"],
 )
+@pytest.mark.slow
 def test_is_algorithm_1(changes: dict[str, float], pattern: Pattern) -> None:
     problem = make_problem(rows=48, seed=1)
     expected, rhos, residual, stayed = algorithm_1(problem.W, problem.gram.H, pattern, **changes)  # type: ignore[arg-type]
@@ -126,6 +127,7 @@ def test_finish_lowers_the_error(kind: str) -> None:
     [(Unstructured(0.25), 3.0), (Unstructured(0.5), 1.7), (NM(2, 4), 1.7)],
     ids=str,
 )
+@pytest.mark.slow
 def test_brute_force_is_a_floor_and_it_is_near(pattern: Pattern, near: float) -> None:
     """One row of eight weights, all supports of the pattern."""
     ratios = []

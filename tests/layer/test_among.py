@@ -39,6 +39,7 @@ def drawn(rows: int, columns: int, zeros: float, seed: int = 5) -> Tensor:
     st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(max_examples=20)
+@pytest.mark.slow
 def test_of_all_masks_there_are_it_is_the_best(
     pattern: Pattern, values: list[int], there: list[bool], dtype: torch.dtype
 ) -> None:
@@ -181,6 +182,7 @@ OVER: list[Pattern] = [
         )
     ],
 )
+@pytest.mark.slow
 def test_no_solver_brings_them_back(
     solver: Solver, promises: Promises, pattern: Pattern, zeros: float, kind: str
 ) -> None:

@@ -114,6 +114,7 @@ def as_described(
     ids=repr,
 )
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "alone"])
+@pytest.mark.slow
 def test_it_is_what_it_says(
     solver: Continuation, pattern: Pattern, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_it_is_what_it_says(
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), Unstructured(0.8), NM(2, 4)], ids=str)
+@pytest.mark.slow
 def test_what_each_part_of_it_is_worth(pattern: Pattern) -> None:
     """More sweeps, and parts one after the other, give lower errors; all beat ADMM-Grad by far."""
     problems = [make_problem(rows=48, columns=64, seed=seed) for seed in range(6)]
@@ -174,6 +176,7 @@ def scaled_inputs(case: str) -> tuple[Tensor, Tensor]:
     ],
 )
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
+@pytest.mark.slow
 def test_parts_of_other_scales(case: str, sparsity: float) -> None:
     """The same share of zeros in each part would be up to 44 times as bad as ADMM-Grad."""
     W, X = scaled_inputs(case)

@@ -205,6 +205,7 @@ SHORT: dict[str, Solver] = {repr(solver): solver for solver, _ in CONTRACT}
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.6), NM(2, 4), Block(0.5, (1, 4))], ids=str)
 @pytest.mark.parametrize("solver", SHORT)
+@pytest.mark.slow
 def test_behind_every_solver(solver: str, pattern: Pattern) -> None:
     promises = next(promises for s, promises in CONTRACT if repr(s) == solver)
     if promises.refuses(pattern):
@@ -224,6 +225,7 @@ def test_every_solver_is_there() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grid", [Grid(2, 4), Grid(4), Grid(8, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
+@pytest.mark.slow
 def test_whatever_the_inputs_are(kind: str, grid: Grid, dtype: torch.dtype) -> None:
     problem = make_problem(kind, dtype=F32)
     for sparsity in (0.0, 0.7):

@@ -120,6 +120,7 @@ def check(name: str, solver: Solver, case: Case) -> None:
 @each_solver
 @given(case=cases())
 @settings(max_examples=60)
+@pytest.mark.slow
 def test_hard_problems(name: str, case: Case) -> None:
     check(name, SOLVERS[name], case)
 
@@ -127,6 +128,7 @@ def test_hard_problems(name: str, case: Case) -> None:
 @each_solver
 @given(case=cases(half=True))
 @settings(max_examples=40)
+@pytest.mark.slow
 def test_inputs_of_half_precision(name: str, case: Case) -> None:
     check(name, SOLVERS[name], case)
 
@@ -134,5 +136,6 @@ def test_inputs_of_half_precision(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", [name for name, solver in SOLVERS.items() if hasattr(solver, "damping")])
 @given(case=cases())
 @settings(max_examples=40)
+@pytest.mark.slow
 def test_hard_problems_without_damping(name: str, case: Case) -> None:
     check(name, replace(SOLVERS[name], damping=0.0), case)  # type: ignore[call-arg]

@@ -69,6 +69,7 @@ def damped(problem: LayerProblem, damping: float) -> Tensor:
 
 @pytest.mark.parametrize("n_m", [NM(2, 4), NM(1, 4), NM(3, 8)], ids=str)
 @pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.slow
 def test_n_m_is_the_greedy_choice_among_groups_that_are_not_full(n_m: NM, damping: float) -> None:
     problem = make_problem()
 
@@ -83,6 +84,7 @@ def test_n_m_is_the_greedy_choice_among_groups_that_are_not_full(n_m: NM, dampin
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.6, 0.83])
+@pytest.mark.slow
 def test_per_row_is_the_greedy_choice_of_each_row(sparsity: float) -> None:
     problem = make_problem()
     each, extra = divmod(round(sparsity * ROWS * COLUMNS), ROWS)
@@ -95,6 +97,7 @@ def test_per_row_is_the_greedy_choice_of_each_row(sparsity: float) -> None:
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.6, 0.8])
+@pytest.mark.slow
 def test_unstructured_is_the_global_greedy_choice_where_saliencies_grow(sparsity: float) -> None:
     # Weights of a row far apart and weak correlations, so that no removal makes the next one cheaper.
     X = normal(2000, COLUMNS, seed=0)
@@ -113,6 +116,7 @@ def test_unstructured_is_the_global_greedy_choice_where_saliencies_grow(sparsity
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_unstructured_is_near_the_global_greedy_choice_elsewhere(sparsity: float, seed: int) -> None:
     problem = make_problem(seed=seed)
     H = damped(problem, 0.01)
@@ -123,6 +127,7 @@ def test_unstructured_is_near_the_global_greedy_choice_elsewhere(sparsity: float
 
 @each_pattern
 @pytest.mark.parametrize("kind", ["correlated", "rank-deficient", "dead input"])
+@pytest.mark.slow
 def test_all_rows_side_by_side(pattern: Pattern, kind: str) -> None:
     """As the docstring says, with explicit inverses and exact fits."""
     problem = make_problem(kind)
@@ -164,6 +169,7 @@ def test_a_given_mask_is_kept() -> None:
 
 @each_pattern
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_single_precision_stays_exact(pattern: Pattern, kind: str) -> None:
     """Rounding errors of many removals do not add up to more than a refit has itself."""
     problem = make_problem(kind, dtype=torch.float32)

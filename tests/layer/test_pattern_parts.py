@@ -73,6 +73,7 @@ class TestPartial:
 class TestSlices:
     @pytest.mark.parametrize("pattern", [*PATTERNS, *TILED, Fixed(tied_scores(13, 96) > 1)], ids=str)
     @pytest.mark.parametrize("width", [1, 5, 32, 96, 128])
+    @pytest.mark.slow
     def test_cover_the_columns_in_order_and_counts_add_up(self, width: int, pattern: Pattern) -> None:
         rows = rows_for(pattern)
         scores = random_scores(rows, 96)
@@ -89,6 +90,7 @@ class TestSlices:
 
     @pytest.mark.parametrize("pattern", [*PATTERNS, *TILED], ids=str)
     @pytest.mark.parametrize("width", [1, 5, 10, 12, 32, 200])
+    @pytest.mark.slow
     def test_runs_stay_inside_blocks(self, width: int, pattern: Pattern) -> None:
         walls = set(range(0, 97, width)) & set(range(0, 97, pattern.group))
         for start, stop, _ in pattern.slices((rows_for(pattern), 96), width):
@@ -153,6 +155,7 @@ class TestParse:
         assert parse_pattern(str(pattern)) == pattern
 
     @given(st.floats(0, 1, exclude_max=True), st.integers(1, 9), st.integers(1, 9))
+    @pytest.mark.slow
     def test_reads_what_it_writes_to_the_last_digit(self, sparsity: float, r: int, c: int) -> None:
         patterns: list[Pattern] = [Unstructured(sparsity), PerRow(sparsity), Block(sparsity, (r, c))]
         if sparsity >= 0.5:

@@ -238,6 +238,7 @@ class TestQuota:
 class TestTransposableNM:
     @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 4), (1, 2), (2, 3), (1, 1)])
     @pytest.mark.parametrize("make", [random_scores, tied_scores])
+    @pytest.mark.slow
     def test_each_tile_is_the_first_of_the_best(self, make: Scores, n: int, m: int) -> None:
         scores = make(2 * m, 3 * m)
         mask = TransposableNM(n, m).mask(scores)

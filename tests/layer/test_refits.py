@@ -37,6 +37,7 @@ each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     ],
     ids=["cg", "sgd", "sgd without momentum", "adam"],
 )
+@pytest.mark.slow
 def test_goes_to_least_squares(solver: ConjugateGradients | Descent, tolerance: float, pattern: Pattern) -> None:
     problem = make_problem()
     mask = Wanda()(problem, pattern).mask

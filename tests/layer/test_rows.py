@@ -72,6 +72,7 @@ each_kind = pytest.mark.parametrize("kind", ["random", "tied", "last rows"])
 @each_size
 @each_kind
 @each_pattern
+@pytest.mark.slow
 def test_answers_are_those_of_the_whole(pattern: Pattern, dtype: torch.dtype, kind: str, size: int) -> None:
     scores = scores_of(kind, dtype)
 
@@ -94,6 +95,7 @@ def test_answers_are_those_of_the_whole(pattern: Pattern, dtype: torch.dtype, ki
 @each_size
 @each_kind
 @each_pattern
+@pytest.mark.slow
 def test_half_way_there(pattern: Pattern, kind: str, size: int) -> None:
     scores = scores_of(kind, torch.float32)
 
@@ -110,6 +112,7 @@ def test_half_way_there(pattern: Pattern, kind: str, size: int) -> None:
 @each_size
 @each_kind
 @each_pattern
+@pytest.mark.slow
 def test_runs_of_columns(pattern: Pattern, kind: str, size: int) -> None:
     scores = scores_of(kind, torch.float32)
 
@@ -128,6 +131,7 @@ def test_runs_of_columns(pattern: Pattern, kind: str, size: int) -> None:
 @each_size
 @each_kind
 @each_pattern
+@pytest.mark.slow
 def test_parts_with_thresholds_of_their_own(pattern: Pattern, kind: str, size: int) -> None:
     parts = scores_of(kind, torch.float32).mul(torch.arange(1, 3).repeat(COLUMNS // 2)).split([12, 12], dim=1)
     expected = pattern.split(parts)
@@ -144,6 +148,7 @@ def test_parts_with_thresholds_of_their_own(pattern: Pattern, kind: str, size: i
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
 def test_against_a_sort(size: int) -> None:
     """Of equal scores the first go, also where the others of the same score are in other processes."""
     scores = scores_of("tied", torch.float32)
@@ -209,6 +214,7 @@ def test_which_solvers_have_rows_that_stand_apart() -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_solution_is_that_of_the_whole(solver: Solver, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     # The parts of the whole are large enough for thresholds of their own, those of a share are not.
     monkeypatch.setattr(continuation, "_OWN_CHOICE", 23 * 8)

@@ -79,6 +79,7 @@ def allowed_pairs(pattern: Pattern) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.25), Unstructured(0.5), PerRow(0.5), NM(2, 4)], ids=str)
+@pytest.mark.slow
 def test_brute_force_is_a_floor_and_continuation_is_near_it(
     enumerated: list[tuple[LayerProblem, Tensor]], pattern: Pattern
 ) -> None:
@@ -256,6 +257,7 @@ def test_wanda_scores_by_weight_and_input_norm() -> None:
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.5), Unstructured(0.8), NM(2, 4)], ids=str)
+@pytest.mark.slow
 def test_order_of_quality(pattern: Pattern) -> None:
     """Of correlated problems: what each method adds is worth having.
 

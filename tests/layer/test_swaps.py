@@ -70,6 +70,7 @@ def small(kind: str = "correlated", dtype: torch.dtype = torch.float64) -> Layer
 
 @each_pattern
 @pytest.mark.parametrize("iterations", [1, 3, 100])
+@pytest.mark.slow
 def test_best_exchanges_by_brute_force(pattern: Pattern, iterations: int) -> None:
     problem = small()
     start = Wanda()(problem, pattern).mask
@@ -83,6 +84,7 @@ def test_best_exchanges_by_brute_force(pattern: Pattern, iterations: int) -> Non
 
 @each_pattern
 @pytest.mark.parametrize("kind", ["correlated", "rank-deficient", "few tokens"])
+@pytest.mark.slow
 def test_the_end_is_a_local_optimum(pattern: Pattern, kind: str) -> None:
     problem = small(kind)
     solution = Swaps()(problem, pattern)
@@ -98,6 +100,7 @@ def test_the_end_is_a_local_optimum(pattern: Pattern, kind: str) -> None:
 @each_pattern
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_loss_of_no_row_rises(pattern: Pattern, dtype: torch.dtype, kind: str) -> None:
     problem = make_problem(kind, rows=23, columns=32, dtype=dtype)
     before = losses(problem.W, problem.gram.H, Wanda()(problem, pattern).mask)

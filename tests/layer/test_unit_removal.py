@@ -72,6 +72,7 @@ def test_units_go_one_by_one(size: int, count: int, seed: int) -> None:
     assert removed(found, size) == one_by_one(X, W, size, count)
 
 
+@pytest.mark.slow
 def test_the_choice_is_near_the_best_of_all() -> None:
     """The error of each choice is at least that of the best; of 9 problems most are solved exactly."""
     exact = 0

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from niwaki import prune, shrink
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import EFFORTS, Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed
 from niwaki.models.block_arguments import BlockArguments, Handed, same
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.hidden_states import samples_first, streams_first
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import niwaki
 from niwaki.evaluation.inspect import extra_tensors
-from niwaki.packed.compressed_tensors import export
+from niwaki.exports.compressed_tensors import export
 from niwaki.packed.pack import pack, unpack
 from niwaki.records.record import Record
 from support.command import Command

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
 from niwaki.models.block_arguments import same
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.processes import World
@@ -79,6 +79,7 @@ def check(model: Path, out: Path, case: str) -> Record:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bloom", "opt", "opt 350m", "llama tied", "gemma2"])
+@pytest.mark.slow
 def test_files_saved_without_the_head(tmp_path: Path, case: str) -> None:
     base: Any = random_model(case).base_model
     base.save_pretrained(tmp_path / "model")
@@ -88,6 +89,7 @@ def test_files_saved_without_the_head(tmp_path: Path, case: str) -> None:
     check(tmp_path / "model", tmp_path / "out", case)
 
 
+@pytest.mark.slow
 def test_experts_in_many_shards(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "qwen3_moe many", shards=True)
     entries = Checkpoint(model).entries
@@ -100,6 +102,7 @@ def test_experts_in_many_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.slow
 def test_experts_in_one_tensor(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)
     whole = random_model(case)
@@ -147,6 +150,7 @@ def test_an_expert_of_another_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("solver", ["sparsegpt", "wanda", "continuation"])
+@pytest.mark.slow
 def test_experts_without_tokens_are_as_sparse_as_all(tmp_path: Path, solver: str) -> None:
     model = save_starved(tmp_path / "model")
     record = run(model, tmp_path / "out", solver)
@@ -193,6 +197,7 @@ def test_experts_that_are_never_used_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "llama4_text", "mixtral"])
+@pytest.mark.slow
 def test_matrices_that_are_used_as_their_transposes(tmp_path: Path, case: str) -> None:
     model = stream_of(save_model(tmp_path / "model", case))
     states = model.embed(TOKENS)
@@ -249,6 +254,7 @@ def save_unknown(path: Path, kind: str, auto: type = AutoModelForCausalLM, **oth
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.slow
 def test_models_that_are_understood_by_their_structure(tmp_path: Path, kind: str) -> None:
     assert kind not in FAMILIES
     model = save_unknown(tmp_path / "model", kind, **UNKNOWN[kind])  # type: ignore[arg-type]
@@ -323,6 +329,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
         ("bart", AutoModel, BART, "is an encoder with a decoder (bart)"),
     ],
 )
+@pytest.mark.slow
 def test_models_that_are_not_supported(
     tmp_path: Path, kind: str, auto: type, others: dict[str, object], said: str
 ) -> None:
@@ -348,6 +355,7 @@ def test_quantised_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", "no-such-model", None])
+@pytest.mark.slow
 def test_configurations_that_transformers_refuses(tmp_path: Path, kind: str | None) -> None:
     model = save_model(tmp_path / "model")
     edit_json(model / "config.json", model_type=kind or ..., architectures=...)
@@ -387,5 +395,6 @@ def test_what_counts_as_the_same_argument() -> None:
 # The table
 
 
+@pytest.mark.slow
 def test_the_table_in_the_documentation_is_the_one_of_the_code() -> None:
     assert not run_script(ROOT / "scripts" / "models_table.py", "--check")

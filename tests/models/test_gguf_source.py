@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import niwaki
+from niwaki.checkpoints.reading import ORIGIN, SINGLE_NAME
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.models import gguf_source
-from niwaki.models.checkpoint.reading import ORIGIN, SINGLE_NAME
 from niwaki.models.gguf_keys import follow_keys
 from niwaki.models.locate import locate_model
 from support.gguf_files import changed, header, tensor

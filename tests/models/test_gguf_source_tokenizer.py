@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import niwaki
+from niwaki.checkpoints.gguf_header import read_header
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.gguf_header import read_header
 from niwaki.models.gguf_source_tokenizer import SPLITTINGS, read_tokenizer
 from support.gguf_files import changed
 from support.models import EMBEDDED_VOCABULARY, add_tokenizer, message, random_model

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed as blocks
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import choice
 from niwaki.models.gram_capture import InputGrams
 from niwaki.models.hidden_states import HiddenStates
@@ -71,6 +71,7 @@ def groups_of(block: DecoderBlock, states: HiddenStates) -> list[list[Matrix]]:
         *((case, True) for case in ("llama", "mixtral", "gpt2")),
     ],
 )
+@pytest.mark.slow
 def test_inputs_in_two_models(tmp_path: Path, tokens: Tensor, case: str, room: bool) -> None:
     """Against hooks on a whole dense and a whole pruned model; the first group of each block is pruned before."""
     directory = save_model(tmp_path / "model", case)
@@ -151,6 +152,7 @@ def test_passes_end_where_nothing_is_left_to_see(tmp_path: Path, tokens: Tensor)
         block.advance(states)
 
 
+@pytest.mark.slow
 def test_passes_of_experts_are_as_long_as_they_have_to_be(tmp_path: Path, tokens: Tensor) -> None:
     """Wherever they end, group by group there are the same Gram matrices as all at once."""
     for directory in (save_model(tmp_path / "all", "mixtral"), save_starved(tmp_path / "starved")):
@@ -289,6 +291,7 @@ def test_nothing_stays_of_a_block_in_which_something_went_wrong(tmp_path: Path, 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["llama biases", "mixtral"])
+@pytest.mark.slow
 def test_training(tmp_path: Path, tokens: Tensor, dtype: str, case: str) -> None:
     computing = getattr(torch, dtype)
     model = StreamedModel(Checkpoint(save_model(tmp_path / "model", case, dtype=computing)), "cpu", dtype)

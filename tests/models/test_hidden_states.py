@@ -250,6 +250,7 @@ class Failing(Progress):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.slow
 def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, model: Path, dtype: str) -> None:
     one = run(model, tmp_path / "a", dtype=dtype)
     other = run(model, tmp_path / "b", dtype=dtype, memory=1)
@@ -270,6 +271,7 @@ def test_memory_enough(tmp_path: Path, model: Path) -> None:
     assert not any("in a file" in note for note in run(model, tmp_path / "out", memory=2**40).notes)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "whole", memory=1)
     # The budget is no part of what was asked for, and may be another one.

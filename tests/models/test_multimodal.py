@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.models.gemma3n import modeling_gemma3n
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute
 from niwaki.recipes import prune

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, NumericalError, UsageError
 from niwaki.models import gram_capture as inputs, streamed as blocks
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import FAMILIES, choice
 from niwaki.models.gram_capture import InputGram, InputGrams
 from niwaki.models.hidden_states import HiddenStates
@@ -88,6 +88,7 @@ def test_there_is_a_model_of_every_family() -> None:
     assert {case.split()[0] for case in CASES} == set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_the_models_tell_families_apart(tmp_path: Path) -> None:
     # The tests below prove nothing about masks, biases and norms that the tiny models do not have.
     window = reference(save_model(tmp_path / "a", "mistral window"))
@@ -313,6 +314,7 @@ def test_inputs_that_change_or_give_way_to_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss", "llama4_text", "gpt2", "falcon"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("samples", "length"), [(3, 16), (1, 9), (1, 1)])
+@pytest.mark.slow
 def test_inputs_are_found_in_half_precision(tmp_path: Path, case: str, dtype: str, samples: int, length: int) -> None:
     directory = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
     tokens = random_tokens(samples, length)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import niwaki
+from niwaki.checkpoints.reading import SINGLE_NAME
 from niwaki.evaluation import tasks
-from niwaki.models.checkpoint.reading import SINGLE_NAME
 from niwaki.models.structure import read_config, structure
 from support.models import edit_json, reference, save_model, save_model_with_tokenizer
 

@@ -86,6 +86,7 @@ def _heal(at: Path) -> None:
     ],
     ids=["the teacher", "the student", "prune", "shrink", "evaluate", "pack"],
 )
+@pytest.mark.slow
 def test_a_model_that_vanishes(tmp_path: Path, watch: Watch, which: str, work: Callable[[Path], object]) -> None:
     """It is a model that cannot be read, whichever file is opened, and nothing that could not be written."""
     watch.over(tmp_path / which)

@@ -73,12 +73,14 @@ def check(packed: PackedMatrix, dense: Tensor, vectors: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("vectors", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+@pytest.mark.slow
 def test_products(dtype: torch.dtype, vectors: int) -> None:
     W = random(3, 70, 0.5, dtype)
     check(pack(W), W, vectors, dtype)
 
 
 @pytest.mark.parametrize(("weights", "inputs"), [(HALF, BRAIN), (BRAIN, HALF), (SINGLE, HALF), (BRAIN, SINGLE)])
+@pytest.mark.slow
 def test_dtypes_that_differ(weights: torch.dtype, inputs: torch.dtype) -> None:
     """Products are of W as it is, not rounded to the dtype of x."""
     W = random(12, 70, 0.5, weights)
@@ -89,6 +91,7 @@ def test_dtypes_that_differ(weights: torch.dtype, inputs: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (17, 33), (33, 64), (5, 511), (2, 512), (3, 513), (2, 2048), (3, 4200)]
 )
+@pytest.mark.slow
 def test_shapes(rows: int, columns: int, vectors: int) -> None:
     """Parts of a tile, whole ones, and several steps with and without a rest."""
     W = random(rows, columns, 0.5, HALF)
@@ -97,12 +100,14 @@ def test_shapes(rows: int, columns: int, vectors: int) -> None:
 
 @pytest.mark.parametrize("vectors", [1, 4])
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.98, 1.0])
+@pytest.mark.slow
 def test_densities(density: float, vectors: int) -> None:
     W = random(4, 600, density, HALF)
     check(pack(W), W, vectors, HALF)
 
 
 @pytest.mark.parametrize("vectors", [1, 4])
+@pytest.mark.slow
 def test_rows_and_words_that_are_empty_or_full(vectors: int) -> None:
     W = random(19, 600, 0.5, HALF)
     W[0] = W[7] = W[18] = 0
@@ -121,6 +126,7 @@ def test_zeros_below_the_usual_are_values() -> None:
 
 
 @pytest.mark.parametrize("warps", [1, 2])
+@pytest.mark.slow
 def test_steps_of_large_matrices(warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that matrices of thousands of rows are given, on a small one."""
     monkeypatch.setattr(gpu, "_warps", lambda _: warps)
@@ -133,6 +139,7 @@ def test_steps_of_large_matrices(warps: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("vectors", [1, 2, 7])
 @pytest.mark.parametrize(("columns", "groups"), [(70, 1), (192, 3), (2304, 18)])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.slow
 def test_whole_numbers_with_scales(columns: int, groups: int, dtype: torch.dtype, vectors: int) -> None:
     """By lanes the numbers are not rounded; tensor cores take them in the dtype of W."""
     generator = torch.Generator().manual_seed(columns)

@@ -48,6 +48,7 @@ def emulated(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", [8, 64, 100, 320])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_product(path: Instructions, columns: int, batch: int, dtype: torch.dtype) -> None:
     for sparsity in (0.0, 0.5, 0.8, 1.0):
         W, x = sparse(37, columns, sparsity), vectors(batch, columns, dtype)

@@ -88,6 +88,7 @@ def test_comes_back_bit_for_bit(dtype: torch.dtype, columns: int, sparsity: floa
 
 
 @given(st.integers(1, 12), st.integers(1, 150), st.floats(0, 1), st.sampled_from(DTYPES), st.integers(0, 99))
+@pytest.mark.slow
 def test_any_shape_comes_back(rows: int, columns: int, sparsity: float, dtype: torch.dtype, seed: int) -> None:
     W = sparse(rows, columns, sparsity, dtype, seed)
     assert same_bits(kernels.expand(pack(W)), W)
@@ -231,6 +232,7 @@ def test_what_tiles_are_multiplied_in(
 class TestLargePages:
     """2 MiB each, for matrices of at least two of them."""
 
+    @pytest.mark.slow
     def test_is_the_same_matrix(self) -> None:
         W = sparse(1_024, 4_096, 0.4)
         moved = in_large_pages(pack(W))
@@ -253,6 +255,7 @@ class TestLargePages:
         assert (moved.values is packed.values, moved.mask is packed.mask) == (True, True)
 
     @pytest.mark.parametrize("change", ["refused", "unknown"])
+    @pytest.mark.slow
     def test_systems_without_them(self, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if change == "refused":
             monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
@@ -393,6 +396,7 @@ class TestSparseLinear:
         assert same_bits(state["weight"], W.T if transposed else W)
 
     @pytest.mark.filterwarnings("ignore")  # of torch, about its own tools
+    @pytest.mark.slow
     def test_compiled(self) -> None:
         """Compilers do not look into it: they let go of what the library still reads."""
         _, layer = self.layers(dtype=torch.bfloat16)

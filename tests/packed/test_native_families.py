@@ -44,6 +44,7 @@ def native_tokens(tokens: int, given: int) -> int:
 
 
 @pytest.mark.parametrize("kind", EACH)
+@pytest.mark.slow
 def test_as_transformers(kind: str) -> None:
     """Also right after a first token, and beyond all limits of positions and windows."""
     model, tokens = packed_model(kind), random_tokens(1, 12)
@@ -90,6 +91,7 @@ def test_layers_of_both_kinds() -> None:
     assert native == [True, False, True]
 
 
+@pytest.mark.slow
 def test_every_family_is_tried() -> None:
     """What transformers has of this structure, by the text of its modules."""
     tried: dict[str, set[str]] = {}

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, JambaConfig
 
 import niwaki
+from niwaki.checkpoints.tensors import DTYPES
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
 from niwaki.evaluation.evaluate import evaluate
-from niwaki.models.checkpoint.tensors import DTYPES
 from niwaki.models.scales import FILE as SCALES
 from niwaki.options import Calibration, Measurement
 from niwaki.packed import kernels
@@ -60,6 +60,7 @@ def same_files(a: Path, b: Path) -> bool:
 
 
 @each_case
+@pytest.mark.slow
 def test_every_family_there_and_back(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16, sparsity=0.9)
     sizes = niwaki.pack(model, tmp_path / "packed")
@@ -88,6 +89,7 @@ def as_documented(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.slow
 def test_the_format_is_as_documented(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case, dtype=torch.bfloat16)
     calls: list[tuple[int, int]] = []
@@ -152,6 +154,7 @@ def test_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", KINDS)
+@pytest.mark.slow
 def test_loads_as_the_same_model(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case)
     niwaki.pack(model, tmp_path / "packed")
@@ -229,6 +232,7 @@ def test_a_model_that_reads_weights_of_its_layers(tmp_path: Path) -> None:
     assert isinstance(whole.get_submodule("model.layers.0.mamba.dt_proj"), SparseLinear)
 
 
+@pytest.mark.slow
 def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
     """Whatever reads a model reads a packed one."""
     model = save_model_with_tokenizer(tmp_path / "model")
@@ -251,6 +255,7 @@ def test_perplexity_of_a_packed_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("grid", "bits"), [("int8", 8), ("int4", 4), ("int3", 4), ("int4:16", 0)])
+@pytest.mark.slow
 def test_weights_on_a_grid(grid: str, bits: int, tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
     edit = tmp_path / "pruned"
@@ -307,6 +312,7 @@ def model_on_a_grid(path: Path, case: str, dtype: torch.dtype) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.slow
 def test_all_weights_on_a_grid_are_whole_numbers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """In half precision too, and experts in one tensor or in several."""
     model = model_on_a_grid(tmp_path / "model", case, dtype)
@@ -351,6 +357,7 @@ def test_negative_zeros_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
+@pytest.mark.slow
 def test_what_a_loaded_model_saves_is_the_dense_one(case: str, tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", case)
     niwaki.pack(model, tmp_path / "packed")
@@ -384,6 +391,7 @@ def test_a_loaded_model_takes_its_own_state_only(tmp_path: Path) -> None:
         (torch.float32, torch.bfloat16, torch.float32),
     ],
 )
+@pytest.mark.slow
 def test_what_is_computed_in(
     dtype: str | torch.dtype, stored: torch.dtype, computed: torch.dtype, tmp_path: Path
 ) -> None:
@@ -440,6 +448,7 @@ class TestTheCard:
         ],
         ids=["none", "no text", "no YAML", "odd tags", "deep"],
     )
+    @pytest.mark.slow
     def test_whatever_that_is_like(self, base: bytes | None, tmp_path: Path) -> None:
         model = sparse_model(tmp_path / "model")
         if base is not None:
@@ -548,7 +557,7 @@ def test_what_cannot_be_written(error: int, said: str, tmp_path: Path, monkeypat
     def full(*_: Any) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("niwaki.models.checkpoint.shards.reserve", full)
+    monkeypatch.setattr("niwaki.checkpoints.shards.reserve", full)
     assert re.search(said, message(lambda: niwaki.pack(model, tmp_path / "packed"), OutputError))
     assert not (tmp_path / "packed").exists()
 
@@ -667,6 +676,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.slow
 def test_a_damaged_byte_is_an_error_or_changes_nothing(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     expected = load_file(whole / "model" / "model.safetensors")
     directory = tmp_path / "copy"
@@ -842,6 +852,7 @@ def test_values_that_no_kernel_knows(dtype: str, whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3e38, 3e36])
+@pytest.mark.slow
 def test_forged_scales(scale: float, tmp_path: Path) -> None:
     """They never make anything that is not finite. 3e36 does if its whole numbers are large."""
     model_on_a_grid(tmp_path / "model", "llama", torch.float32)

@@ -76,6 +76,7 @@ def test_points_that_were_measured_are_on_the_curve() -> None:
     st.sampled_from([0.0, 0.25, 0.5]),
 )
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_curves_increase_and_are_finite(measured: list[tuple[float, float]], all_zero: float, least: float) -> None:
     curve = smooth(100, sorted(measured), all_zero, least)
     sparsities, losses = zip(*curve.points, strict=True)
@@ -90,6 +91,7 @@ def test_curves_increase_and_are_finite(measured: list[tuple[float, float]], all
     st.floats(0, 0.9),
 )
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_the_total_is_exact(shapes: list[tuple[int, float, float]], sparsity: float) -> None:
     curves = [smooth(n, [(0.3, scale * 0.3**power), (0.6, scale * 0.6**power)], scale) for n, power, scale in shapes]
     zeros = round(sparsity * sum(n for n, _, _ in shapes))
@@ -103,6 +105,7 @@ def test_the_total_is_exact(shapes: list[tuple[int, float, float]], sparsity: fl
     st.floats(0.9, 1) | st.sampled_from([0.99, 0.995, 0.999, 1.0]),
 )
 @settings(max_examples=300, deadline=None)
+@pytest.mark.slow
 def test_the_total_is_exact_however_high(shapes: list[tuple[int, float, float]], sparsity: float) -> None:
     weights = [n for n, _, _ in shapes]
     zeros = round(sparsity * sum(weights))

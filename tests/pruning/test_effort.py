@@ -102,6 +102,7 @@ def test_efforts_that_are_none(tmp_path: Path, name: str, said: str) -> None:
         make_effort(name)
 
 
+@pytest.mark.slow
 def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
     assert usual_effort(None, None) == DEFAULT_EFFORT
     assert usual_effort("wanda", None) == usual_effort(None, "wanda") == PLAIN_EFFORT
@@ -116,6 +117,7 @@ def test_methods_that_are_named_are_plain(tmp_path: Path) -> None:
 
 
 @each_case
+@pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     """The right weights are pruned, and nothing besides is changed."""
     model = save_model(tmp_path / "model", case)
@@ -157,6 +159,7 @@ def block_errors(model: Path, out: Path, tokens: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
+@pytest.mark.slow
 def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
     """On the calibration text the outputs come nearer to the dense model's."""
     model, tokens = save_model(tmp_path / "model", case), random_tokens(64, 24)
@@ -194,6 +197,7 @@ def test_experts_without_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("computing", ["half", "float32"])
+@pytest.mark.slow
 def test_half_precision(tmp_path: Path, dtype: str, computing: str) -> None:
     model = save_model(tmp_path / "model", "mixtral", dtype=getattr(torch, dtype))
     record = run(
@@ -219,6 +223,7 @@ def test_a_given_mask_stays(tmp_path: Path) -> None:
         assert torch.equal(value, lent[key]) != is_pruned("llama", key)
 
 
+@pytest.mark.slow
 def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     for measure in ("both", "after", "none"):
@@ -245,6 +250,7 @@ def test_the_dense_model_does_not_run_behind_the_last_block(
 
 
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 2), (1, 3), (2, 3)])
+@pytest.mark.slow
 def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
     """Like a run over all of a model in which the blocks before have nothing to prune."""
     model = save_model(tmp_path / "model", "llama grouped")
@@ -264,6 +270,7 @@ def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
 @pytest.mark.parametrize("effort", [TARGETS, BEST])
+@pytest.mark.slow
 def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str) -> None:
     """Twice; with little memory; stopped behind each block, with and without little memory."""
     model = save_model(tmp_path / "model", case, shards=True)
@@ -297,6 +304,7 @@ def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str)
             assert resumed.perplexity == record.perplexity
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_it_fits(tmp_path: Path) -> None:
     """The block counts as not done: it is solved again from the original weights."""
     model = save_model(tmp_path / "model", "llama grouped")
@@ -318,6 +326,7 @@ def test_a_run_that_is_stopped_while_it_fits(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_another_effort_is_another_run(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     with pytest.raises(KeyboardInterrupt):

@@ -176,6 +176,7 @@ def test_neurons_of_experts(tmp_path: Path, case: str) -> None:
         assert each.error <= float(each.stats["error_before_fit"])
 
 
+@pytest.mark.slow
 def test_a_multiple_of_32_neurons_of_experts_stays(tmp_path: Path) -> None:
     """And not 184 of 256, the nearest multiple of 8."""
     source, out = tmp_path / "source", tmp_path / "out"

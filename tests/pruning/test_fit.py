@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Effort
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.fit import Fit
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.processes import World
@@ -156,6 +156,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 0.5, 1.5])
+@pytest.mark.slow
 def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
     directory = save_model(tmp_path / "model")
     model = stream_of(directory)
@@ -179,6 +180,7 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
 
 
 @pytest.mark.parametrize("room", [None, 0])
+@pytest.mark.slow
 def test_steps_of_parts_of_batches(tmp_path: Path, room: int | None) -> None:
     """As if batches had been that small, in memory or in a file."""
     directory, found = save_model(tmp_path / "model"), []
@@ -223,6 +225,7 @@ def test_fewer_targets(tmp_path: Path) -> None:
         assert torch.equal(value, found[1][3][name])
 
 
+@pytest.mark.slow
 def test_weights_on_a_grid(tmp_path: Path) -> None:
     """Gradients of rounded weights move weights that are not: some end at another number of the grid."""
     directory = save_model(tmp_path / "model")
@@ -303,6 +306,7 @@ def test_one_batch_is_held_out_and_fitted_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+@pytest.mark.slow
 def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> None:
     computing = getattr(torch, dtype)
     directory = save_model(tmp_path / "model", case, dtype=computing)
@@ -328,6 +332,7 @@ def test_zeros_stay_and_are_no_more(tmp_path: Path, case: str, dtype: str) -> No
 
 
 @pytest.mark.parametrize("computing", ["float32", "float16"])
+@pytest.mark.slow
 def test_no_weight_becomes_zero_by_rounding(tmp_path: Path, computing: str) -> None:
     """Stored in float16, weights of 1e-7 are 0 when they become half as large."""
     whole = reference(save_model(tmp_path / "dense"))

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 import niwaki
+from niwaki.checkpoints.reading import SINGLE_NAME, Checkpoint
 from niwaki.errors import OutputError, UsageError
-from niwaki.models.checkpoint.reading import SINGLE_NAME, Checkpoint
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import make_effort
 from niwaki.errors import OutputError
 from niwaki.layer.patterns import parse_pattern
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.pruning.plan import Plan, plan
@@ -58,6 +58,7 @@ def change(model: Path, factors: dict[str, float]) -> None:
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral", "gpt2", "phi3", "gpt_oss"])
 @pytest.mark.parametrize("effort", ["fast:allocation=loss", "fast:allocation=error", "fast:allocation=owl"])
 @pytest.mark.parametrize("per", ["matrix", "block"])
+@pytest.mark.slow
 def test_the_total_is_exact(tmp_path: Path, case: str, effort: str, per: str) -> None:
     model = save_model(tmp_path / "model", case)
     record = run(model, tmp_path / "out", f"{effort}:per={per}", solver="sparsegpt", sparsity=0.6)
@@ -73,6 +74,7 @@ def test_the_total_is_exact(tmp_path: Path, case: str, effort: str, per: str) ->
             assert max(sparsities) - min(sparsities) <= 2 / smallest
 
 
+@pytest.mark.slow
 def test_what_the_model_hardly_hears_is_pruned_most(tmp_path: Path) -> None:
     """A block whose outputs are scaled down to a thousandth, and a matrix of another."""
     model = save_model(tmp_path / "model", "llama grouped")
@@ -162,6 +164,7 @@ def test_weights_are_those_of_the_weighted_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "transposable-2:4", "4:8"])
+@pytest.mark.slow
 def test_patterns_of_hardware_stay(tmp_path: Path, pattern: str) -> None:
     model = save_model(tmp_path / "model")
     expected = run(model, tmp_path / "uniform", "fast", sparsity=None, pattern=pattern)
@@ -171,6 +174,7 @@ def test_patterns_of_hardware_stay(tmp_path: Path, pattern: str) -> None:
         assert torch.equal(value, tensors(tmp_path / "uniform")[key])
 
 
+@pytest.mark.slow
 def test_mixed_groups(tmp_path: Path) -> None:
     """Each matrix has one n of every four, all together half of their weights at most."""
     model = save_model(tmp_path / "model", "llama grouped")
@@ -195,6 +199,7 @@ def test_mixed_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["per-row:0.5", "block-4x4:0.5", "2:4+unstructured:0.6"])
+@pytest.mark.slow
 def test_other_patterns_take_part(tmp_path: Path, pattern: str) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     record = run(model, tmp_path / "out", "fast:allocation=loss", sparsity=None, pattern=pattern)
@@ -215,6 +220,7 @@ def test_some_blocks_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["fast:allocation=loss", "balanced:synthetic=0", "fast:allocation=owl"])
+@pytest.mark.slow
 def test_a_run_that_was_stopped_keeps_its_plan(tmp_path: Path, effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "model", "llama grouped", shards=True)
     run(model, tmp_path / "whole", effort)

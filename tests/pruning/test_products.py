@@ -253,6 +253,7 @@ def watched(tmp_path: Path, **options: Any) -> tuple[Watch, Record]:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_what_a_run_computes_in_tf32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: str,
     options: dict[str, Any], grams: str, others: str,
@@ -268,6 +269,7 @@ def test_what_a_run_computes_in_tf32(
 
 
 @pytest.mark.parametrize("tf32", ["auto", "always", "never"])
+@pytest.mark.slow
 def test_a_device_that_has_none(tmp_path: Path, tf32: str) -> None:
     watch, record = watched(tmp_path, tf32=tf32, dtype="bfloat16")
     assert (watch.grams, watch.others) == ({"ieee"}, {"ieee"})

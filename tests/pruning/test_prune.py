@@ -48,6 +48,7 @@ def out(tmp_path: Path) -> Path:
 
 
 @each_case_and(("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.slow
 def test_a_solver_that_does_nothing_changes_nothing(
     tmp_path: Path, out: Path, case: str, dtype: torch.dtype, shards: bool
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_solver_that_does_nothing_changes_nothing(
     ],
     ids=["60 %", "2:4", "per row"],
 )
+@pytest.mark.slow
 def test_every_solver(
     tmp_path: Path, out: Path, solver: str, case: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -115,6 +117,7 @@ def test_every_solver(
 
 
 @each_case
+@pytest.mark.slow
 def test_every_family(tmp_path: Path, out: Path, case: str) -> None:
     source = save_model(tmp_path / "model", case, dtype=torch.bfloat16, shards=True)
     text = random_tokens(3, 24, seed=1)
@@ -139,6 +142,7 @@ def test_every_family(tmp_path: Path, out: Path, case: str) -> None:
         assert record.perplexity[name].value == pytest.approx(math.exp(float(loss)), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_negative_zeros_of_the_source_are_gone(tmp_path: Path, out: Path) -> None:
     source = save_model(tmp_path / "model", dtype=torch.bfloat16)
     dense = reference(source, torch.bfloat16)
@@ -254,6 +258,7 @@ def test_progress_is_told_everything(model: Path, out: Path, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize(("solver", "each"), [("sparsegpt", 1), ("admm1", 1), ("continuation", 3)])
+@pytest.mark.slow
 def test_each_distinct_input_is_factorised_once(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, solver: str, each: int
 ) -> None:

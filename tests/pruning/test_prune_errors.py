@@ -109,6 +109,7 @@ def test_perplexities_that_are_not_finite(tmp_path: Path, model: Path) -> None:
     "path",
     ["model.layers.1.mlp.gate_proj", "model.layers.0.input_layernorm", "model.embed_tokens", "model.norm"],
 )
+@pytest.mark.slow
 def test_weights_that_are_not_finite(tmp_path: Path, model: Path, path: str, bad: float) -> None:
     dense = reference(model)
     weight(dense, path).view(-1)[7] = bad
@@ -312,6 +313,7 @@ def test_dtypes_that_cannot_be_pruned(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "out", blocks=(0, 1))
 
 
+@pytest.mark.slow
 def test_no_space_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -324,7 +326,7 @@ def test_no_space_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_written_is_checked(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from niwaki.models.checkpoint.writing import CheckpointWriter
+    from niwaki.checkpoints.writing import CheckpointWriter
 
     real = CheckpointWriter.write
 

@@ -50,6 +50,7 @@ def kept(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("update", ["admm1", "sparsegpt", "continuation"])
+@pytest.mark.slow
 def test_the_mask_of_another_solver(model: Path, out: Path, update: str) -> None:
     run(model, out / "magnitude", solver="magnitude", sparsity=0.6)
     record = run(model, out / "both", solver=update, mask_from="magnitude", sparsity=0.6)
@@ -78,6 +79,7 @@ def test_a_mask_that_depends_on_the_inputs(model: Path, out: Path) -> None:
             assert torch.equal(mask, kept(out / "wanda")[key])
 
 
+@pytest.mark.slow
 def test_the_mask_of_a_pruned_model(tmp_path: Path, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model, out / "2-4", solver="wanda", pattern="2:4")
     monkeypatch.chdir(out)
@@ -109,6 +111,7 @@ def test_the_mask_of_a_pruned_model(tmp_path: Path, model: Path, out: Path, monk
     [{"pattern": "2:4"}, {"pattern": PerRow(0.6)}, {"sparsity": 0.5}, {"pattern": "2:4+per-row:0.6"}],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_mask_of_a_pruned_model_is_refined_within_a_pattern(
     model: Path, out: Path, solver: str, options: dict[str, Any]
 ) -> None:
@@ -133,6 +136,7 @@ def test_the_mask_of_a_pruned_model_is_refined_within_a_pattern(
     assert moved > 100
 
 
+@pytest.mark.slow
 def test_solvers_that_do_not_refine_keep_the_mask_of_a_pruned_model(model: Path, out: Path) -> None:
     run(model, out / "a", solver="magnitude", pattern="2:4")
     masks = kept(out / "a")
@@ -149,6 +153,7 @@ def test_solvers_that_do_not_refine_keep_the_mask_of_a_pruned_model(model: Path,
     assert not torch.equal(tensors(out / "b")[q_proj], tensors(out / "c")[q_proj])
 
 
+@pytest.mark.slow
 def test_masks_that_a_pattern_asks_more_zeros_of(model: Path, out: Path) -> None:
     for name, pattern in {"nm": "2:4", "unstructured": "unstructured:0.5", "rows": "per-row:0.5"}.items():
         run(model, out / name, solver="magnitude", pattern=pattern)
@@ -188,6 +193,7 @@ def test_masks_that_a_pattern_asks_more_zeros_of(model: Path, out: Path) -> None
 
 
 @pytest.mark.parametrize("solver", ["swaps", "dsnot", "swaps+exact"])
+@pytest.mark.slow
 def test_solvers_that_refine_ask_for_a_pattern(model: Path, out: Path, solver: str) -> None:
     run(model, out / "a", solver="magnitude", pattern="2:4")
     text = message(lambda: run(model, out / "x", solver=solver, mask_from=str(out / "a")), PatternError)
@@ -206,6 +212,7 @@ def in_blocks(*chosen: int) -> Callable[[str], bool]:
 
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)], ids=str)
+@pytest.mark.slow
 def test_some_blocks_only(tmp_path: Path, out: Path, blocks: tuple[int, int], held: bool) -> None:
     source = save_model(tmp_path / "model", "llama grouped", shards=True)
     text = random_tokens(3, 24, seed=1)
@@ -275,6 +282,7 @@ def test_text_of_fewer_tokens_than_a_matrix_has_inputs(tmp_path: Path, out: Path
     assert any("calibrated on" in each for each in record.notes) == is_few
 
 
+@pytest.mark.slow
 def test_some_blocks_only_of_a_run_that_is_stopped(tmp_path: Path, out: Path) -> None:
     source = save_model(tmp_path / "model", "llama grouped", shards=True)
     options = {"blocks": (1, 3), "solver": "wanda", "text": random_tokens(3, 24, seed=1)}

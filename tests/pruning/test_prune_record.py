@@ -129,6 +129,7 @@ def test_the_card(model: Path, out: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_whatever_the_base_card_is_like(model: Path, out: Path, base: bytes) -> None:
     # After hours of work is no time to stumble over somebody's YAML.
     (model / "README.md").write_bytes(base)
@@ -201,6 +202,7 @@ def test_the_record_of_one_window_is_json_too(model: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("solver", ["magnitude", "wanda", "sparsegpt", "continuation"])
+@pytest.mark.slow
 def test_errors_are_those_of_an_independent_computation(tmp_path: Path, out: Path, solver: str) -> None:
     source = save_model(tmp_path / "model", "llama grouped")
     tokens = random_tokens(8, 24)
@@ -249,6 +251,7 @@ def test_which_perplexities(model: Path, out: Path) -> None:
     assert any("perplexity was not measured" in note for note in silent.notes)
 
 
+@pytest.mark.slow
 def test_texts(tmp_path: Path, out: Path) -> None:
     source = save_model_with_tokenizer(tmp_path / "model")
     text = tmp_path / "text.txt"
@@ -293,6 +296,7 @@ def test_texts(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("solver", ["wanda", "continuation"])
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes(model: Path, out: Path, solver: str) -> None:
     (model / "README.md").write_text(CARD)
     text = random_tokens(3, 24, seed=1)

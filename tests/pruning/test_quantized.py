@@ -14,13 +14,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import summary
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
+from niwaki.exports.compressed_tensors import export, packed_integers
 from niwaki.layer.grid import Grid
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.scales import FILE, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.packed.compressed_tensors import export, packed_integers
 from niwaki.recipes import prune
 from niwaki.records.record import Record
 from support.arguments import arguments
@@ -80,6 +80,7 @@ def check(model: Path, out: Path, grid: Grid, case: str = "llama", even: bool = 
 
 
 @each_case
+@pytest.mark.slow
 def test_every_family(tmp_path: Path, case: str) -> None:
     model = save_model(tmp_path / "model", case)
     record = run(model, tmp_path / "out", measure="none")
@@ -96,6 +97,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("quantize", ["int8", "int4:8", "int3:16"])
+@pytest.mark.slow
 def test_every_dtype(tmp_path: Path, dtype: str, quantize: str) -> None:
     """What is stored is the product of code and scale in the dtype of the scales, to the bit."""
     model = save_model(tmp_path / "model", dtype=getattr(torch, dtype))
@@ -132,6 +134,7 @@ def test_nothing_is_pruned_at_sparsity_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["balanced", BEST])
+@pytest.mark.slow
 def test_efforts_keep_to_the_grid(tmp_path: Path, effort: str) -> None:
     model = save_model(tmp_path / "model", "llama grouped")
     record = run(model, tmp_path / "out", effort=effort, quantize="int4:16")
@@ -159,6 +162,7 @@ def test_importance_of_rows_leaves_no_trace_on_the_grid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_fitted_blocks_of_other_layouts(tmp_path: Path, case: str, dtype: str) -> None:
     model = save_model(tmp_path / "model", case, dtype=getattr(torch, dtype))
     record = run(model, tmp_path / "out", effort="fast:epochs=2:batch=48:rate=0.01", quantize="int8")
@@ -174,6 +178,7 @@ def test_the_perplexity_is_that_of_what_is_written(tmp_path: Path) -> None:
     assert record.perplexity["after"].value == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "llama grouped", shards=True)
     changes = {"quantize": "int4:16", "effort": BEST, "calibration": TOKENS}
@@ -188,6 +193,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert FILE in files(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_with_little_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     for memory in (None, 1):
@@ -197,6 +203,7 @@ def test_with_little_memory(tmp_path: Path) -> None:
         assert (tmp_path / "None" / path).read_bytes() == (tmp_path / "1" / path).read_bytes()
 
 
+@pytest.mark.slow
 def test_what_was_on_a_grid_can_be_pruned_again(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run(model, tmp_path / "first")
@@ -253,6 +260,7 @@ def test_what_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["weight", "scale"])
+@pytest.mark.slow
 def test_weights_off_the_grid_are_found(tmp_path: Path, what: str) -> None:
     """What is on the disk is compared, to the bit."""
     model, out = save_model(tmp_path / "model"), tmp_path / "out"
@@ -315,6 +323,7 @@ def test_packing(bits: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize(("quantize", "shards"), [("int4:16", False), ("int8", True)])
+@pytest.mark.slow
 def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
     model = save_model(tmp_path / "model", dtype=torch.bfloat16, shards=shards)
     (model / "notes.txt").write_text("notes")
@@ -362,6 +371,7 @@ def test_a_packed_model(tmp_path: Path, quantize: str, shards: bool) -> None:
 @pytest.mark.parametrize("quantize", ["int4:16", "int4", "int8"])
 @pytest.mark.parametrize("case", ["llama biases", "llama tied", "qwen3"])
 @torch.no_grad()
+@pytest.mark.slow
 def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case: str, quantize: str) -> None:
     pytest.importorskip("compressed_tensors")
     model = save_model(tmp_path / "model", case, dtype=torch.bfloat16)
@@ -386,6 +396,7 @@ def test_transformers_computes_the_same_with_packed_weights(tmp_path: Path, case
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_packed(tmp_path: Path, case: str, quantize: str | None, said: str) -> None:
     model = save_model(tmp_path / "model", case)
     run(model, tmp_path / "out", quantize=quantize, measure="none")
@@ -425,7 +436,7 @@ def test_packing_leaves_nothing_where_it_fails(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("niwaki.models.checkpoint.shards.reserve", full)
+    monkeypatch.setattr("niwaki.checkpoints.shards.reserve", full)
     assert "no space left" in message(lambda: export(tmp_path / "out", tmp_path / "packed"), OutputError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.tensors import read_header
 from niwaki.errors import OutputError
 from niwaki.files import write_json
 from niwaki.layer.solvers import describe, make_solver
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.tensors import read_header
 from niwaki.models.scales import FILE
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.runs.carried import MARGIN
@@ -64,6 +64,7 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, model: Path) -> None
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
 @pytest.mark.parametrize("matrices", [7, 8, 21])
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, matrices: int) -> None:
     """Interrupted before a block is done nothing stays, later all that is done."""
     run(model, tmp_path / "whole")
@@ -86,6 +87,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, model: Path, there: bool, ma
     assert not [n for n in names(where) if n.startswith(".")]
 
 
+@pytest.mark.slow
 def test_stopped_twice(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "whole")
     stopped(model, tmp_path / "out", 9)
@@ -94,6 +96,7 @@ def test_stopped_twice(tmp_path: Path, model: Path) -> None:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_both_perplexities(tmp_path: Path, model: Path) -> None:
     whole = run(model, tmp_path / "whole", measure="both")
     stopped(model, tmp_path / "out", measure="both")
@@ -113,6 +116,7 @@ def test_both_perplexities(tmp_path: Path, model: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_another_run_is_refused(tmp_path: Path, model: Path, changes: dict[str, Any], said: str) -> None:
     stopped(model, tmp_path / "out")
     before = files(tmp_path)
@@ -199,6 +203,7 @@ def forged(journal: Path, **changes: Any) -> str:
     return json.dumps({**values, "sha256": digest})
 
 
+@pytest.mark.slow
 def test_a_journal_that_is_broken(tmp_path: Path, model: Path) -> None:
     stopped(model, tmp_path / "out")
     journal = tmp_path / ".out.partial.json"
@@ -230,6 +235,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("damage", ["weight", "header", "scale", "cut", "gone", "folder", "all", "plan", "no plan"])
+@pytest.mark.slow
 def test_what_is_damaged_is_done_again(tmp_path: Path, model: Path, damage: str) -> None:
     whole = run(model, tmp_path / "whole", **ON_GRID)
     stopped(model, tmp_path / "out", 15, **ON_GRID)
@@ -269,6 +275,7 @@ def test_what_is_damaged_is_done_again(tmp_path: Path, model: Path, damage: str)
     assert names(tmp_path) == ["model", "out", "whole"]
 
 
+@pytest.mark.slow
 def test_a_shard_may_be_called_as_the_plan(tmp_path: Path, model: Path) -> None:
     shard = sorted(model.glob("*.safetensors"))[1]
     shard.rename(model / "plan.safetensors")
@@ -299,6 +306,7 @@ def unmoved(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
 @pytest.mark.parametrize("damage", ["", "weight", "record", "card"])
+@pytest.mark.slow
 def test_only_the_move_was_missing(
     tmp_path: Path, model: Path, unmoved: Callable[[Path], None], there: bool, damage: str
 ) -> None:
@@ -326,6 +334,7 @@ def test_only_the_move_was_missing(
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+@pytest.mark.slow
 def test_another_run_where_only_the_move_was_missing(
     tmp_path: Path, model: Path, unmoved: Callable[[Path], None], there: bool
 ) -> None:
@@ -439,6 +448,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, model: Path, small_disk: Path) -> None:
     """Too small from the start; full on the way; and room again."""
     ballast = small_disk / "ballast"
@@ -458,6 +468,7 @@ def test_a_full_disk(tmp_path: Path, model: Path, small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.slow
 def test_a_journal_that_cannot_be_written(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:

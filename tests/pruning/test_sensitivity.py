@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.models import streamed as blocks
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import choice
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
@@ -154,6 +154,7 @@ def compare(found: Found, wanted: Found, model: StreamedModel, tolerance: float 
 
 
 @each_case
+@pytest.mark.slow
 def test_sensitivities_are_those_of_the_whole_model(tmp_path: Path, case: str) -> None:
     directory = save_model(tmp_path / "model", case)
     model = stream_of(directory)
@@ -208,6 +209,7 @@ def assert_same(one: Found, other: Found) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "mixtral", "gemma2"])
+@pytest.mark.slow
 def test_batches_make_no_difference(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stream_of(save_model(tmp_path / "model", case))
     wanted = sensitivities(model, TOKENS)
@@ -232,6 +234,7 @@ BATCH = 2 * LENGTH * 32 * 4
 
 
 @pytest.mark.parametrize("size", [0, BATCH, 4 * BATCH, 2**30])
+@pytest.mark.slow
 def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, size: int) -> None:
     directory = save_model(tmp_path / "model", "mixtral")
     wanted = sensitivities(stream_of(directory), TOKENS)
@@ -255,6 +258,7 @@ def open_files() -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
 def test_processes_have_the_sums_of_all(tmp_path: Path, size: int) -> None:
     directory = save_starved(tmp_path / "model")
     tokens = torch.cat([TOKENS[:2].roll(1, 0), TOKENS[2:3].expand(3, -1)])
@@ -351,6 +355,7 @@ def total(values: dict[str, Tensor], name: str) -> float:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("factor", [1.0, 2.0**-7, 2.0**-13])
+@pytest.mark.slow
 def test_half_precision(tmp_path: Path, dtype: str, factor: float) -> None:
     """With a small head and a small norm before it gradients are below what float16 can have."""
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UnsupportedModelError
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Solution
 from niwaki.layer.solvers import Solver
 from niwaki.models import streamed
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.record import Record
 from support.models import (

@@ -72,6 +72,7 @@ def check(model: Path, out: Path, record: Record, case: str = "llama") -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_two_of_four_over_a_model_with_more_zeros(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     record = run(model, tmp_path / "out", sparsity=None, pattern="2:4", measure="none", **options)
     check(model, tmp_path / "out", record)
@@ -241,6 +242,7 @@ def test_a_run_that_was_stopped(model: Path, tmp_path: Path) -> None:
         *(("admm1", "block-4x4:0.5"), ("obc", "2:4+per-row:0.6")),
     ],
 )
+@pytest.mark.slow
 def test_masks_are_extended_to_a_pattern(tmp_path: Path, solver: str, pattern: str) -> None:
     """Their zeros are the first to go."""
     dense, lender = save_model(tmp_path / "dense"), sparse_model(tmp_path / "lender", sparsity=0.4)
@@ -282,6 +284,7 @@ def test_masks_with_more_zeros_than_a_pattern_asks_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revive", [False, True])
+@pytest.mark.slow
 def test_masks_over_a_model_with_zeros(model: Path, tmp_path: Path, revive: bool) -> None:
     """Of its zeros none comes back by a mask or by exchanges alone, and what does is counted."""
     lender = tmp_path / "lender"

@@ -26,9 +26,9 @@ pytest.importorskip("altair", reason="needs the extra niwaki[report]")
 pytest.importorskip("vl_convert", reason="needs the extra niwaki[report]")
 
 import niwaki
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli import main as cli
 from niwaki.errors import CheckpointError, NiwakiError, OutputError, UsageError
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.tokens import load_tokenizer
 from niwaki.records.comparison import Comparison
 from niwaki.records.healing import HealingPoint, HealingRecord
@@ -144,6 +144,7 @@ def only(section: Section | None) -> Exhibit:
 # Numbers
 
 
+@pytest.mark.slow
 def test_a_page_replaces_only_pages(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
     for _ in range(2):
@@ -178,6 +179,7 @@ def smaller(path: Path, **more: Any) -> Path:
     return model_directory(path, sparsity=0.0, structure=structure, pattern=pattern, **more)
 
 
+@pytest.mark.slow
 def test_a_smaller_model(tmp_path: Path) -> None:
     """Nothing of zeros and masks, which it has none of."""
     material = load(smaller(tmp_path / "m"))
@@ -207,6 +209,7 @@ def test_a_smaller_model(tmp_path: Path) -> None:
     assert "error" not in dict(head.facts(blocks_only))
 
 
+@pytest.mark.slow
 def test_a_single_run(tmp_path: Path) -> None:
     """The tiles have its perplexities; beside published ones it is drawn."""
     material = load(model_directory(tmp_path / "m"))
@@ -236,6 +239,7 @@ def test_a_model_that_was_not_measured(tmp_path: Path) -> None:
     assert head.notes(material) == ["a note", "stopped and resumed after block 2"]
 
 
+@pytest.mark.slow
 def test_the_table_of_a_comparison(tmp_path: Path) -> None:
     material = load(comparison(tmp_path / "c"))
     section = sections.frontier(material)
@@ -293,6 +297,7 @@ def test_errors_and_zeros_of_matrices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "errors", [(1e300, 5e-324), (0.1, math.nextafter(0.1, 1)), *([(0.0, 5e-324), (1e300, 1e300)] * FULL)]
 )
+@pytest.mark.slow
 def test_extreme_numbers(tmp_path: Path, errors: tuple[float, float]) -> None:
     """All that can be in a record can be drawn."""
     matrices = [
@@ -313,6 +318,7 @@ def test_extreme_numbers(tmp_path: Path, errors: tuple[float, float]) -> None:
     assert not [name for _, names in page.elements for name in ("d", "transform") if "NaN" in (names.get(name) or "")]
 
 
+@pytest.mark.slow
 def test_time(tmp_path: Path) -> None:
     section = sections.time(load(model_directory(tmp_path / "m")))
     assert section is not None
@@ -347,6 +353,7 @@ def test_stages_have_colours_of_their_own(tmp_path: Path) -> None:
         assert len({value for (value,) in values}) == len(stages)
 
 
+@pytest.mark.slow
 def test_speed(tmp_path: Path) -> None:
     """Forms of the model are columns: three and their names have room on a phone."""
     forms = (("dense", "bfloat16", 40.0), ("dense", "float32", 30.5), ("packed", "float32", 45.25))
@@ -410,6 +417,7 @@ def marks(svg: str) -> dict[str, float]:
     return {label: float(y) for label, _, y in found}
 
 
+@pytest.mark.slow
 def test_points_are_where_their_values_are(tmp_path: Path) -> None:
     """The axis is logarithmic here; heights are those of the perplexities that the marks say."""
     section = sections.frontier(load(comparison(tmp_path / "c")))
@@ -438,6 +446,7 @@ def test_points_are_where_their_values_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("patterns", [["2:4", "4:8"], ["2:4", "transposable-2:4", "2:4+per-row:0.6", "mixed-2:4"]])
+@pytest.mark.slow
 def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
     """Beside each other where there is room, otherwise turned, with a line's height between them."""
     points = [
@@ -456,6 +465,7 @@ def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
             assert apart > (7 * (len(name) + len(following)) / 2 if angle == 0 else 16)
 
 
+@pytest.mark.slow
 def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:
     material = load(comparison(tmp_path / "c"))
     first = next(item for item in sections.published(material).exhibits if "LLaMA-7B" in item.title)
@@ -502,6 +512,7 @@ def test_which_patterns_are_no_percentages(tmp_path: Path, pattern: str, grouped
 # The page
 
 
+@pytest.mark.slow
 def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
     picture = MaskPicture(0, f"q{EVIL}", (9, 9), (2, 3), 0.5, png(torch.tensor([[True, False, True], [False] * 3])))
     samples = [Sample(EVIL, f"pruned{EVIL}", f"dense{EVIL}"), Sample("p", "</pre></script>", None)]
@@ -533,6 +544,7 @@ def test_nothing_in_a_page_runs_or_loads(tmp_path: Path) -> None:
             assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
+@pytest.mark.slow
 def test_the_record_is_in_the_page(tmp_path: Path) -> None:
     material = load(model_directory(tmp_path / "m"))
     page = Page(render(material))
@@ -547,6 +559,7 @@ def test_the_record_is_in_the_page(tmp_path: Path) -> None:
     assert records == kept
 
 
+@pytest.mark.slow
 def test_where_lines_break(tmp_path: Path) -> None:
     """In commands between words, in names of methods at the @."""
     path = comparison(tmp_path / "c")
@@ -561,6 +574,7 @@ def test_where_lines_break(tmp_path: Path) -> None:
     assert "".join(data for _, data in Page(command).said) == values["command"]
 
 
+@pytest.mark.slow
 def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = comparison(tmp_path / "c")
     assert report(path) == path / "report.html"
@@ -693,6 +707,7 @@ def test_text_is_the_most_likely_one(pruned: Path) -> None:
     assert text == tokenizer.decode(tokens[len(given) :])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_said(pruned: Path, tmp_path: Path) -> None:
     done = Record.from_json((pruned / "niwaki.json").read_text())
     found = extras(pruned, done, ["One"])
@@ -712,6 +727,7 @@ def test_what_cannot_be_had_is_said(pruned: Path, tmp_path: Path) -> None:
     assert said.startswith("masks and text: ")
 
 
+@pytest.mark.slow
 def test_text_of_a_smaller_model(pruned: Path, tmp_path: Path) -> None:
     """Its dense one is known by the number of parameters; there are no masks."""
     options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "text_samples": 0}
@@ -723,6 +739,7 @@ def test_text_of_a_smaller_model(pruned: Path, tmp_path: Path) -> None:
     assert said == "text of the dense model: demo is not the model that was pruned"
 
 
+@pytest.mark.slow
 def test_command(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

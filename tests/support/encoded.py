@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from niwaki.models.checkpoint.reading import INDEX_NAME, SINGLE_NAME
+from niwaki.checkpoints.reading import INDEX_NAME, SINGLE_NAME
 from support.models import edit_json, random_model
 
 #: Rows and columns that share a scale; neither divides all matrices.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from support.models import decoder_blocks, random_model

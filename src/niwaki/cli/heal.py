@@ -5,6 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from niwaki.choices import HealingMethod, Order
 from niwaki.cli.common import in_session, written
 from niwaki.cli.display import Display
 from niwaki.cli.options import TEXT, Output, Restart, spread
@@ -17,9 +18,7 @@ from niwaki.options import (
     OWN_TEXT,
     Calibration,
     Compute,
-    HealingMethod,
     Measurement,
-    Order,
 )
 
 PRUNED = Argument(metavar="PRUNED", help="The pruned model: a directory or a hub id.")

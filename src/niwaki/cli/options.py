@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from typer import Argument, Option
 
-from niwaki.options import TF32, Calibration, Compute, Measurement, Order
+from niwaki.choices import TF32, Order
+from niwaki.options import Calibration, Compute, Measurement
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

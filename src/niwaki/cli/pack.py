@@ -50,12 +50,12 @@ def export(model: Model, output: Exported, gguf: Gguf = None) -> None:
         if gguf is None and Path(output).suffix.lower() == ".gguf":
             raise UsageError(f"{output} would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0")
         if gguf:
-            from niwaki.packed.gguf_file import export_gguf
+            from niwaki.exports.gguf_file import export_gguf
 
             for note in export_gguf(model, output, gguf):
                 screen.note(note)
         else:
-            from niwaki.packed.compressed_tensors import export as run
+            from niwaki.exports.compressed_tensors import export as run
 
             run(model, output)
     written(output)

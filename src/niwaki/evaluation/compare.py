@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from niwaki.arguments import checked
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
 from niwaki.errors import CheckpointError, UsageError, named
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
 from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
 from niwaki.layer.solvers import Solver, describe, make_solver
-from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, fraction
 from niwaki.pruning.request import patterns_of
 from niwaki.recipes import prune
@@ -35,6 +33,9 @@ from niwaki.records.record import Record, versions
 from niwaki.records.wording import in_words
 from niwaki.runs.carried import find_carried
 from niwaki.runs.session import current_session
+from niwaki.texts.answers import with_answers
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 #: The end of the name of a model, while its cell is saved and until it is removed.
 _MEASURED = ".measured"
@@ -114,7 +115,7 @@ def compare(
     progress.status("reading texts")
     written = with_answers(streamed, calibration, compute.budget, current_session().world, progress)
     texts = Texts.read(streamed, written, measurement)
-    asked = Comparison(str(model), texts.windows.described(calibration.seed), list(texts.heldout))
+    asked = Comparison(str(model), texts.described(calibration.seed), list(texts.heldout))
     asked.missing = [run.key for run in runs]
     asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)
     asked.command, asked.versions = current_session().command, versions()

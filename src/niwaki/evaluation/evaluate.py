@@ -9,12 +9,12 @@ from niwaki.models.device import resident
 from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import read_heldout
-from niwaki.models.text_sources import check_field
 from niwaki.options import USUAL_TEXT, Compute, Measurement, Text
 from niwaki.packed.format import open_checkpoint
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
+from niwaki.texts.sources import check_field
+from niwaki.texts.texts import read_heldout
 
 
 @checked

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import checked
+from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, NumericalError, UsageError, first_line
-from niwaki.models.checkpoint.tensors import read_json
 from niwaki.models.locate import locate_model
 from niwaki.models.tokens import check_known, check_tokens, encode, load_tokenizer
 from niwaki.options import Compute, check_count

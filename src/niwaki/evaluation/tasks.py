@@ -38,12 +38,12 @@ from niwaki.errors import (
 from niwaki.models.device import find_device, find_dtype
 from niwaki.models.locate import locate_model
 from niwaki.models.structure import auto_class, read_config
-from niwaki.models.text_files import parse_json
 from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.options import Compute, check_count
 from niwaki.packed.format import PackedCheckpoint, open_checkpoint
 from niwaki.packed.load import load
 from niwaki.records.progress import Progress
+from niwaki.texts.files import parse_json
 
 #: The questions that ship with niwaki.
 SHIPPED = {"which-follows": Path(str(files("niwaki"))) / "data" / "which-follows.jsonl"}

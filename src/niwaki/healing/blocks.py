@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.effort import Effort
 from niwaki.healing.divergence import divergence
 from niwaki.healing.method import block_memory
 from niwaki.healing.run import HealingRun
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.models.device import resident
 from niwaki.models.fit import Fit, OnGrid, tokens_per_part
 from niwaki.models.generation import device_memory

@@ -3,9 +3,9 @@
 import contextlib
 from pathlib import Path
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, UsageError
 from niwaki.files import input_errors
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer

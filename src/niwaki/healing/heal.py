@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
 from niwaki.healing.blocks import BlockRun
 from niwaki.healing.checks import base_record, check_vocabulary, check_zeros
@@ -18,14 +20,11 @@ from niwaki.healing.objective import find_logits
 from niwaki.healing.run import HealingRun
 from niwaki.healing.whole import WholeRun
 from niwaki.layer.products import products
-from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import training_dtype
 from niwaki.models.extra import notes_of
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE, grid_of, stored_as_usual
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.options import (
     BLOCKS_RATE,
     HEALING_BATCH,
@@ -35,7 +34,6 @@ from niwaki.options import (
     OWN_TEXT,
     Calibration,
     Compute,
-    HealingMethod,
     parse_number,
     parse_share,
     parse_time,
@@ -45,6 +43,9 @@ from niwaki.records.record import CalibrationRecord, Record, versions
 from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.texts.answers import with_answers
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 #: Tokens that are held out: enough for an error that means something, and, because they are measured at each point, no
 #: more than that share of those to train on, but for the smaller number.

@@ -2,13 +2,14 @@
 
 import torch
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import HealingMethod
 from niwaki.errors import UnsupportedModelError
 from niwaki.healing.student import RANK
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.fit import COPIES
 from niwaki.models.generation import device_memory
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import Compute, HealingMethod
+from niwaki.options import Compute
 from niwaki.records.wording import size
 
 #: Bytes of memory for each trained weight, in addition to it: its gradient, two moments, and the best so far.

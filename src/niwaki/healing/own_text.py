@@ -8,8 +8,8 @@ from torch import Tensor
 
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.synthesis import synthesize
 from niwaki.records.progress import Progress
+from niwaki.texts.synthesis import synthesize
 
 #: Tokens of the first part and of the longest: each has twice as many as the one before.
 _FIRST, _LONGEST = 1 << 11, 1 << 15
@@ -25,7 +25,7 @@ def written(
     is_enough: Callable[[], bool],
     bos: int | None = None,
 ) -> Tensor:
-    """(up to ``count``, ``length``) int64: text of ``dense``, see :func:`niwaki.models.synthesis.synthesize`.
+    """(up to ``count``, ``length``) int64: text of ``dense``, see :func:`niwaki.texts.synthesis.synthesize`.
 
     In parts, at least one, until ``is_enough``, which the first process decides; the next part takes about as long as
     all before it. UnsupportedModelError where the dense model cannot write.

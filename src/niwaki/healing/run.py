@@ -10,17 +10,16 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import output_errors
 from niwaki.healing import own_text
 from niwaki.healing.checks import BASE, zeros_of
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import peak_memory
 from niwaki.models.processes import World
 from niwaki.models.scales import grid_of, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
@@ -29,6 +28,8 @@ from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.journal import Journal
 from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.workplace import Workplace, write_config
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 #: The share of a limit of time that writing own text may take.
 _WRITING_TIME = 0.1

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from niwaki.checkpoints.shards import write_tensors
 from niwaki.errors import NumericalError
 from niwaki.files import output_errors
 from niwaki.healing.student import Student
 from niwaki.healing.teacher import Lessons
-from niwaki.models.checkpoint.shards import write_tensors
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH
 from niwaki.records.healing import HealingPoint, HealingRecord

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError
 from niwaki.files import check_space, digest, output_errors
 from niwaki.healing.objective import Logits
@@ -16,7 +17,6 @@ from niwaki.healing.run import HealingRun
 from niwaki.healing.student import RANK, LowRankStudent, Student
 from niwaki.healing.teacher import Lessons, teach
 from niwaki.healing.training import Training, point_file
-from niwaki.models.checkpoint.writing import CheckpointWriter
 from niwaki.records.healing import HealingRecord
 from niwaki.records.wording import counted
 

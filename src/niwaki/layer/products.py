@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from niwaki.options import TF32
+from niwaki.choices import TF32
 
 _ONEDNN = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 #: Sizes of the products that show whether oneDNN rounds factors.

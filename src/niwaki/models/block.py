@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from niwaki.choices import TF32
 from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
 from niwaki.models.block_arguments import Handed
@@ -17,7 +18,6 @@ from niwaki.models.hidden_states import HiddenStates, samples_first, streams_fir
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
-from niwaki.options import TF32
 
 
 @dataclass(eq=False)

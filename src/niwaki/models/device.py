@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import torch
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import UsageError, first_line
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.records.wording import counted
 

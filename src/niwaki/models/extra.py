@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from niwaki.checkpoints.tensors import read_json
 from niwaki.files import write_json
-from niwaki.models.checkpoint.tensors import read_json
 from niwaki.models.families import is_draft, is_in_tower
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.wording import counted, kind, several, size

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL
 from niwaki.errors import CheckpointError, UnsupportedModelError, shown
-from niwaki.models.gguf_header import ANOTHER, ORIGINAL
 
 #: By key, the names that configurations have for it.
 _SAME: Mapping[str, tuple[str, ...]] = {

@@ -24,11 +24,11 @@ from accelerate import init_empty_weights
 from huggingface_hub import cached_assets_path
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
+from niwaki.checkpoints.reading import ORIGIN
 from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, shown
 from niwaki.files import check_space, digest, input_errors, output_errors, write_json
 from niwaki.layer.linalg import is_finite
-from niwaki.models.checkpoint.reading import ORIGIN
-from niwaki.models.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
 from niwaki.models.gguf_keys import check_keys, follow_keys, stretch
 from niwaki.models.gguf_source_tokenizer import read_tokenizer
 from niwaki.models.structure import check_sizes, refusals

@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL
 from niwaki.errors import CheckpointError, UnsupportedModelError, shown
-from niwaki.models.gguf_header import ANOTHER, ORIGINAL
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from niwaki.choices import TF32
 from niwaki.errors import NumericalError, UnsupportedModelError
 from niwaki.layer.linalg import is_finite
 from niwaki.layer.problem import Gram
@@ -18,7 +19,6 @@ from niwaki.layer.products import gram_in_tf32, products
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.products import Products
-from niwaki.options import TF32
 
 #: Rows of a Gram matrix that are computed at a time: few enough to leave out nearly all below the diagonal.
 _STRIP = 256

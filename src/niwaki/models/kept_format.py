@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.tensors import read_tensor
+from niwaki.checkpoints.writing import CheckpointWriter, check_zeros, verify
 from niwaki.errors import OutputError, UsageError
 from niwaki.layer.floats import TiledFloats
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.tensors import read_tensor
-from niwaki.models.checkpoint.writing import CheckpointWriter, check_zeros, verify
 from niwaki.models.layout import Matrix
 
 

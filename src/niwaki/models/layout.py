@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, UnsupportedModelError
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.families import EXPERTS_TRANSPOSED, OF_HEADS, choice, is_cross_attention, is_in_tower, is_reached
 from niwaki.records.wording import counted
 

@@ -3,9 +3,9 @@
 from importlib.resources import files
 from pathlib import Path
 
+from niwaki.checkpoints.foreign import of_file
 from niwaki.errors import CheckpointError, UsageError, first_line
 from niwaki.files import given_path, input_errors
-from niwaki.models.checkpoint.foreign import of_file
 from niwaki.models.gguf_source import as_directory
 
 

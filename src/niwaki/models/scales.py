@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
 from niwaki.errors import CheckpointError, OutputError, UsageError
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, new_shard
 from niwaki.models.layout import Matrix
 
 #: In a folder of its own, because some programs load every safetensors file that lies beside config.json.

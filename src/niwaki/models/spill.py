@@ -9,8 +9,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.files import output_errors
-from niwaki.models.checkpoint.tensors import raw_bytes
 
 
 class _Spilled(NamedTuple):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, unsupported
 from niwaki.models.block import DecoderBlock
 from niwaki.models.block_arguments import BlockArguments
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.device import find_device, find_dtype, return_freed
 from niwaki.models.families import FAMILIES, is_in_tower, is_reached
 from niwaki.models.hidden_states import HiddenStates, streams_first
@@ -30,10 +30,10 @@ from niwaki.models.recording import Inputs, check_towers, record_each, record_te
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import decoder_of, find_blocks, refusals, structure
-from niwaki.models.text import Windows
 from niwaki.models.tokens import check_tokens
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LeftDense
+from niwaki.windows import Windows
 
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
 _LEAST_COVERAGE = 0.9

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
+from niwaki.checkpoints.tensors import read_json
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, one_line
-from niwaki.models.checkpoint.tensors import read_json
 from niwaki.models.families import is_in_tower
 
 #: Decoder blocks, and experts of one.

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import msgspec
 from torch import Tensor
 
+from niwaki.checkpoints.reading import INDEX_NAME, PACKED_INDEX, Checkpoint, shards_of
+from niwaki.checkpoints.tensors import DTYPES, Entry, raw_bytes, read_header, read_json, read_tensor
 from niwaki.errors import CheckpointError, shown
-from niwaki.models.checkpoint.reading import INDEX_NAME, PACKED_INDEX, Checkpoint, shards_of
-from niwaki.models.checkpoint.tensors import DTYPES, Entry, raw_bytes, read_header, read_json, read_tensor
 from niwaki.packed.kernels import expand
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, PackedMatrix, groups_fit, stride, unpacked
 

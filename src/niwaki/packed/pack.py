@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from niwaki.arguments import checked
+from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint, without_index
+from niwaki.checkpoints.shards import Shards
+from niwaki.checkpoints.tensors import DTYPES, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
 from niwaki.files import given_path, input_errors, output_errors, write_json
-from niwaki.models.checkpoint.reading import INDEX_NAME, Checkpoint, without_index
-from niwaki.models.checkpoint.shards import Shards
-from niwaki.models.checkpoint.tensors import DTYPES, header_bytes, raw_bytes, read_header, read_tensor
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
@@ -32,6 +31,8 @@ from niwaki.records.record import Record
 from niwaki.runs.carried import find_carried
 from niwaki.runs.stage import Run, Stage
 from niwaki.runs.workplace import check_output, new_directory
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)

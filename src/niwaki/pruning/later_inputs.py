@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from niwaki.choices import TF32
 from niwaki.models.block import DecoderBlock
-from niwaki.models.conversations import Samples
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import TF32
 from niwaki.records.progress import Progress
+from niwaki.texts.conversations import Samples
 
 
 @dataclass

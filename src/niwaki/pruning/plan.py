@@ -10,24 +10,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from niwaki.choices import TF32
 from niwaki.effort import Effort
 from niwaki.errors import named
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.layer.solvers import Wanda
 from niwaki.models.block import DecoderBlock
-from niwaki.models.conversations import Samples
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.options import TF32
 from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
 from niwaki.records.progress import Progress
 from niwaki.runs.kept import load_tensors, save_tensors
+from niwaki.texts.conversations import Samples
 
 #: Densities where the cost of sparsity is measured, relative to the requested one.
 _DENSITIES = (2.2, 1.5, 1.0, 0.65, 0.35)

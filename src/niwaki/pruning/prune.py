@@ -5,21 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.effort import Effort, describe as describe_effort, described, make_effort, usual_effort
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid, parse_grid
 from niwaki.layer.patterns import Pattern, make_pattern
 from niwaki.layer.products import products
 from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
-from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.writing import CheckpointWriter, verify
 from niwaki.models.device import resident
 from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.scales import FILE, places, verify_grid
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.options import parse_range
 from niwaki.pruning.request import PatternOf, Request, patterns_of, take_masks
 from niwaki.pruning.walk import Walk
@@ -28,6 +26,9 @@ from niwaki.records.wording import in_words
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.runs.workplace import Workplace, write_config
+from niwaki.texts.answers import with_answers
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Effort, describe as describe_effort, described
 from niwaki.errors import UnknownNameError, UsageError, named
 from niwaki.files import given_path
@@ -14,7 +15,6 @@ from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Among, Fixed, MixedNM, Pattern
 from niwaki.layer.products import has_tf32
 from niwaki.layer.solvers import MaskThenUpdate, Solver, describe, make_solver
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.extra import notes_of
 from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix, check_dtypes
@@ -22,12 +22,13 @@ from niwaki.models.locate import locate_model
 from niwaki.models.scales import stored_as_usual
 from niwaki.models.sharing import sharing_notes
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.data import plain
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 PatternOf = Callable[[Matrix], Pattern]
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.writing import CheckpointWriter
-from niwaki.models.conversations import Samples
 from niwaki.models.device import peak_memory
 from niwaki.models.fit import Fit, tokens_per_part
 from niwaki.models.gram_capture import InputGram
@@ -21,8 +20,6 @@ from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.synthesis import synthesize
-from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.plan import Plan, plan
@@ -34,6 +31,10 @@ from niwaki.records.record import Clock, Record
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.journal import Journal
 from niwaki.runs.workplace import Workplace
+from niwaki.texts.conversations import Samples
+from niwaki.texts.synthesis import synthesize
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 
 class Streams(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
+from niwaki.choices import TF32
 from niwaki.errors import CheckpointError, UsageError
 from niwaki.files import given_path, write_json
-from niwaki.options import TF32
 from niwaki.records.data import (
     Amount,
     Count,

@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 from torch import Tensor
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError
 from niwaki.evaluation.generate import continue_text
 from niwaki.files import given_path
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer

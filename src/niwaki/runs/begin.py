@@ -4,10 +4,10 @@ from typing import Any
 
 from niwaki.models.device import device_name
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts
 from niwaki.options import Calibration
 from niwaki.records.record import Record, versions
 from niwaki.runs.session import current_session
+from niwaki.texts.texts import Texts
 
 #: Fewer zeros in a model than this share of its weights are chance, and nobody's pruning.
 FEW_ZEROS = 0.01
@@ -21,7 +21,7 @@ def begin_record(name: str, model: StreamedModel, texts: Texts, calibration: Cal
     return Record(
         command=session.command,
         model=name,
-        calibration=texts.calibration.described(calibration.seed),
+        calibration=texts.described(calibration.seed),
         device=device_name(model.device, session.world),
         dtype=str(model.dtype).removeprefix("torch."),
         versions=versions(),

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
+from niwaki.checkpoints.reading import ORIGIN, PACKED_INDEX, Checkpoint
 from niwaki.errors import CheckpointError
 from niwaki.files import check_space, input_errors, output_errors
-from niwaki.models.checkpoint.foreign import PICKLE_SUFFIXES
-from niwaki.models.checkpoint.reading import ORIGIN, PACKED_INDEX, Checkpoint
 from niwaki.models.scales import FOLDER
 from niwaki.records.record import FINDINGS
 from niwaki.records.wording import counted, several, size

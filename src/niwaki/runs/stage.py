@@ -6,17 +6,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import check_space
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
-from niwaki.models.text import Texts, Windows
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
 from niwaki.records.record import CalibrationRecord, Clock, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
 from niwaki.runs.journal import Journal
 from niwaki.runs.workplace import Workplace, unfinished_size
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 #: Windows that perplexity is measured on, where nobody says how many.
 USUAL_WINDOWS = 16

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from niwaki.checkpoints.shards import Shards
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.layout import Matrix
 from niwaki.models.streamed import StreamedModel
 from niwaki.shrinking.units import Removal

@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
-from niwaki.models.answers import with_answers
-from niwaki.models.checkpoint.reading import Checkpoint
 from niwaki.models.extra import notes_of
 from niwaki.models.layout import check_dtypes
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.options import parse_share
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record
@@ -23,6 +21,9 @@ from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_r
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal
 from niwaki.shrinking.units import Removal, head_removal, neuron_removal, notes_on
 from niwaki.shrinking.walk import Removing
+from niwaki.texts.answers import with_answers
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 _SHARES = ("neurons", "heads", "experts", "expert_neurons")
 

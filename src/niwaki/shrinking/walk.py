@@ -10,20 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.shards import Shards
 from niwaki.effort import Effort
 from niwaki.errors import named
 from niwaki.files import output_errors
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
-from niwaki.models.checkpoint.reading import Checkpoint
-from niwaki.models.checkpoint.shards import Shards
 from niwaki.models.device import peak_memory
 from niwaki.models.extra import find_extra, generation_without_drafts
 from niwaki.models.fit import Fit, tokens_per_part
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.models.text import Texts, Windows
 from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import MatrixRecord, Record, StructureRecord
@@ -38,6 +37,8 @@ from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neur
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
 from niwaki.shrinking.influence import influences, lowest
 from niwaki.shrinking.units import ColumnRemoval, Removal
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
 
 
 @dataclass

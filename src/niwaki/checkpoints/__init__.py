@@ -1,0 +1,1 @@
+"""The files and bytes of a model directory, below transformers and without it."""

@@ -1,0 +1,133 @@
+"""Weights on a grid as packed integers: the format ``pack-quantized`` of compressed-tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from niwaki.arguments import checked
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.shards import Shards
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
+from niwaki.files import write_json
+from niwaki.layer.grid import Grid
+from niwaki.models.extra import ExtraTensors, find_extra
+from niwaki.models.locate import locate_model
+from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
+from niwaki.models.streamed import StreamedModel
+from niwaki.records.record import Record
+from niwaki.runs.carried import find_carried
+from niwaki.runs.model_card import replace_note
+from niwaki.runs.workplace import check_output, new_directory
+
+#: The note that replaces the one that weights are not packed.
+_PACKED = (
+    "weights are packed integers in the format 'pack-quantized' of compressed-tensors, which has to be installed to "
+    "load them in transformers"
+)
+
+
+@checked
+def export(model: str | Path, out: str | Path) -> None:
+    """Writes the directory ``model`` of ``prune(..., quantize=...)`` with packed weights to ``out``, new or empty.
+
+    A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
+    all else is copied. Transformers loads it if the library compressed-tensors is installed.
+
+    Raises:
+        CheckpointError: its scales are missing, or cannot be those of its weights.
+        OutputError: weights are not on their grid any more, or a file cannot be written.
+        UsageError: the weights are not on a grid, or it has other than 4 or 8 bits.
+        UnsupportedModelError: a matrix is not the weight of a linear layer of its own, with the same name in the files.
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    path = locate_model(str(model))
+    target = check_output(path, out)
+    checkpoint = Checkpoint(path)
+    carried = find_carried(checkpoint, target)
+    grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
+    if grid is None:
+        raise UsageError(f"{model} has no weights on a grid; prune the dense model onto a grid such as int4:128")
+    if grid.bits not in (4, 8):  # which kernels of other programs take
+        raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
+    streamed = StreamedModel(checkpoint, "cpu")
+    if blocks is not None:
+        streamed.limit(range(*blocks))
+        if not streamed.matrices():
+            raise CheckpointError(f"{path / 'config.json'} says that blocks {blocks} are pruned, which are none")
+    config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
+    verify_grid(path, streamed.matrices(), grid)
+    with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
+        if directory:
+            carried.copy(directory)
+            _note(directory, stored_as_usual(grid, streamed.matrices()))
+            _write(streamed, grid, directory)
+            write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def packed_integers(codes: Tensor, bits: int) -> Tensor:
+    """(out, in bits / 32 rounded up) int32: the whole numbers q (out, in) as q + 2^(bits-1), the first ones lowest."""
+    each = 32 // bits
+    unsigned = codes.to(torch.int64) + 2 ** (bits - 1)
+    unsigned = nn.functional.pad(unsigned, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    words = (unsigned << (bits * torch.arange(each))).sum(dim=2)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
+    """Writes the shards, in which three tensors replace each matrix, and their index."""
+    shards, checkpoint = Shards(directory), model.checkpoint
+    matrices = {matrix.key: matrix for matrix in model.matrices()}
+    for shard in checkpoint.shards:
+        tensors: dict[str, Tensor] = {}
+        for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
+            W = checkpoint.read(key)
+            if key not in matrices:
+                tensors[key] = W
+                continue
+            scales = read_scales(checkpoint, matrices[key], grid)
+            packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
+            tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
+        shards.write(shard, tensors, tensors.__getitem__)
+    shards.finish()
+
+
+def _note(directory: Path, old: str) -> None:
+    """Replaces the note ``old`` in the record and on the model card by ``_PACKED``."""
+    file = directory / "niwaki.json"
+    if file.is_file():
+        record = Record.load(file)
+        record.notes = [_PACKED if note == old else note for note in record.notes]
+        record.save(file)
+        replace_note(directory, old, _PACKED)
+
+
+def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:
+    """``quantization_config`` of config.json."""
+    matrices = {f"{model.path}.{matrix.block}.{matrix.name}": matrix for matrix in model.matrices()}
+    for name, matrix in matrices.items():
+        if matrix.transposed or not matrix.is_module or matrix.key != f"{name}.weight" or matrix.blocks:
+            raise UnsupportedModelError(
+                f"{matrix.key!r} of {model.checkpoint.path} cannot be packed: it is not the weight of a linear layer "
+                "of its own; use the model as it is"
+            )
+    linear = [name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)]
+    # Other programs run draft layers too, and would look for packed integers there.
+    linear += [key.removesuffix(".weight") for key in _matrices_of(find_extra(model), model.checkpoint)]
+    groups = {"strategy": "group" if grid.group else "channel", "group_size": grid.group}
+    weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, **groups, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": [name for name in linear if name not in matrices],
+    }
+
+
+def _matrices_of(extra: list[ExtraTensors], checkpoint: Checkpoint) -> list[str]:
+    """The keys of tensors that may be the weights of linear layers, of what transformers' model has not."""
+    keys = [key for each in extra for key in each.keys]
+    return [key for key in keys if key.endswith(".weight") and len(checkpoint.entries[key].shape) > 1]

@@ -1,1 +1,0 @@
-"""Model directories of safetensors; nothing here knows of transformers."""

@@ -1,0 +1,297 @@
+"""Conversations in which the model answers prompts itself, as text to calibrate on.
+
+For a model that follows instructions, what it is calibrated on matters more than by which method it is pruned: with its
+own answers a model keeps most of its skills where it loses half of them with web text (arXiv 2509.12464).
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import cached_assets_path
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from niwaki.errors import CalibrationError, first_line
+from niwaki.files import output_errors, write_json
+from niwaki.layer.products import products
+from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
+from niwaki.models.tokens import check_known, encode, find_bos, load_tokenizer
+from niwaki.options import OWN_ANSWERS, Calibration
+from niwaki.records.progress import Progress
+from niwaki.records.record import versions
+from niwaki.texts.chat_templates import rendered
+from niwaki.texts.sources import read_prompts
+from niwaki.windows import Windows
+
+#: Answers that are written together.
+_TOGETHER = 32
+#: For models that do not say how to draw from them; small ones that draw from all tokens soon write nonsense.
+USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
+
+
+def with_answers(
+    model: StreamedModel, calibration: Calibration, budget: int | None, world: World, progress: Progress
+) -> Calibration:
+    """``calibration`` with windows of conversations in the place of prompts; the same where no answers are asked for.
+
+    The dense model writes the answers until there are enough windows, drawn as its ``generation_config.json`` says, or
+    with temperature 0.7 and top-p 0.95; where there are fewer prompts than that takes, each is answered several times.
+    A window begins with a conversation, and the last one in it is cut off. Answers are kept with what transformers
+    keeps on disk (``HF_HOME``), so that a run that is repeated, or goes on, has them.
+
+    The whole model with its keys and values takes up to ``budget`` bytes, by default the device's memory.
+
+    Raises:
+        CalibrationError: there are no prompts in the file, the model has no chat template or one that fails, a prompt
+            is longer than a window, the model does not fit in memory, or it answers nothing.
+        UnsupportedModelError: transformers cannot generate text with this model.
+    """
+    if not any(calibration.answered):
+        return calibration
+    length = model.window_length(calibration.length)
+    bos, seed = calibration.bos, calibration.seed
+    texts = [
+        _answered(model, str(text), share, length, bos, seed, budget, world, progress) if answered else text
+        for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
+    ]
+    return dataclasses.replace(calibration, text=texts, answers=None)
+
+
+def _answered(
+    model: StreamedModel,
+    source: str,
+    samples: int,
+    length: int,
+    bos: bool,
+    seed: int,
+    budget: int | None,
+    world: World,
+    progress: Progress,
+) -> Windows:
+    """So many windows of conversations that begin with the prompts of ``source``.
+
+    With ``bos`` they say which token texts of the model begin with, if one does.
+    """
+    tokenizer = load_tokenizer(model.checkpoint.path)
+    asked, answered = read_prompts(source)
+    prompts = _templated(asked, tokenizer, source, model.checkpoint.path)
+    check_known([token for prompt in prompts for token in prompt], tokenizer, source)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    if len(prompts[longest]) > length // 2:
+        raise CalibrationError(
+            f"prompt {longest + 1} of {source} has {len(prompts[longest]):,} tokens, more than half of a window of "
+            f"{length:,}; give longer windows (--seqlen), or shorter prompts"
+        )
+    model = for_writing(model)
+    together = min(world.collected(at_a_time(model, length + length // 2, budget, _TOGETHER)))
+    if not together:
+        raise CalibrationError(
+            f"the model's {model.size / 2**30:,.1f} GiB do not fit in memory as a whole, so it cannot answer {source}; "
+            "calibrate on a text"
+        )
+    windows, window, answers = [], list[int](), list[_Answer]()
+    settings = _own_settings(model)
+    ends, sampling = _ends(settings, tokenizer), _sampling(settings)
+    with _Writer(model, prompts, length, together, seed, ends, sampling) as writer:
+        for batch in writer.batches(world, progress):
+            answers += batch
+            for answer in batch:
+                window += [*prompts[answer.prompt], *answer.tokens]
+                if len(window) >= length:
+                    windows.append(window[:length])
+                    window = []
+            if not any(answer.length for answer in answers):
+                raise CalibrationError(f"the model answers none of the prompts of {source}; calibrate on a text")
+            if len(windows) >= samples:
+                break
+    origin = (
+        f"{len(answers):,} answers of the dense model to {source} in its chat template, drawn with {sampling}; a "
+        "window begins with one"
+    )
+    notes = list(writer.notes)
+    if answered:
+        notes.append(
+            f"{answered:,} of the {len(asked):,} conversations in {source} end with an answer, in the place of which "
+            "the model writes its own; without --answers they are read as they are"
+        )
+    for what, number in (
+        (f"had not ended at {length:,} tokens and were cut off", sum(not answer.ended for answer in answers)),
+        ("are empty", sum(not answer.length for answer in answers)),
+    ):
+        if number:
+            notes.append(f"{number:,} of the {len(answers):,} answers that the model wrote {what}")
+    name = "own answers" if source == OWN_ANSWERS else f"own answers to {source}"
+    first = find_bos(tokenizer) if bos else None
+    return Windows(
+        torch.tensor(windows[:samples], dtype=torch.int64), name, origin=origin, notes=tuple(notes), bos=first
+    )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    prompt: int
+    tokens: list[int]  # with the one that ends it
+    ended: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens that say something."""
+        return len(self.tokens) - self.ended
+
+
+@dataclass
+class _Writer(contextlib.ExitStack):
+    """Writes batches of answers, each always the same, whichever process does it; holds the whole model."""
+
+    model: StreamedModel
+    prompts: list[list[int]]
+    length: int
+    together: int
+    seed: int
+    ends: tuple[int, ...]
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        model = [self.model.checkpoint.fingerprint(), str(self.model.dtype), self.model.device.type, versions()]
+        asked = [self.prompts, self.length, self.together, self.seed, self.ends, str(self.sampling), model]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+        self.notes: list[str] = []
+        self._whole: PreTrainedModel | None = None
+        self._place: Path | None = None
+        try:
+            self._place = cached_assets_path("niwaki", "answers", key)
+        except (OSError, ValueError) as error:
+            self._unkept(error)
+
+    def batches(self, world: World, progress: Progress) -> Iterator[list[_Answer]]:
+        """One after the other, without end; each process writes every ``world.size``-th."""
+        first = 0
+        while True:
+            own = self._batch(first + world.rank, progress)
+            yield from world.collected(own)
+            first += world.size
+
+    def _batch(self, number: int, progress: Progress) -> list[_Answer]:
+        which = [(number * self.together + i) % len(self.prompts) for i in range(self.together)]
+        kept = self._kept(number, which)
+        if kept is None:
+            kept = self._written(number, [self.prompts[i] for i in which], progress)
+            if self._place:
+                try:
+                    with output_errors(self._place):
+                        write_json(self._place / f"{number}.json", json.dumps(kept) + "\n")
+                except Exception as error:  # answers that are not kept are written again some time
+                    self._unkept(error)
+        return [
+            _Answer(i, tokens, bool(tokens) and tokens[-1] in self.ends) for i, tokens in zip(which, kept, strict=True)
+        ]
+
+    def _kept(self, number: int, which: list[int]) -> list[list[int]] | None:
+        """The answers of an earlier run, where they are what this one writes there."""
+        if self._place is None:
+            return None
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            answers = json.loads((self._place / f"{number}.json").read_text())
+            known = self.model.config.get_text_config().vocab_size
+            if (
+                isinstance(answers, list)
+                and len(answers) == len(which)
+                and all(
+                    isinstance(answer, list)
+                    and len(answer) <= self.length
+                    and all(type(token) is int and 0 <= token < known for token in answer)
+                    for answer in answers
+                )
+            ):
+                return answers
+        return None
+
+    def _written(self, number: int, prompts: list[list[int]], progress: Progress) -> list[list[int]]:
+        width = max(map(len, prompts))
+        # On the left, where the model does not see it.
+        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device, steps = self.model.device, 0
+        length = self.length + width - min(map(len, prompts))  # for the shortest
+
+        def done() -> None:
+            nonlocal steps
+            steps += 1
+            progress.status("writing answers, token", steps, length - width)
+
+        if self._whole is None:
+            self._whole = self.enter_context(self.model.whole())
+        with products(tf32=False), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(1_000_003 * (self.seed + 1) + number)
+            text = continued(self._whole, padded.to(device), length, done, mask.to(device), self.ends, self.sampling)
+        return [self._cut(text[i, width:].tolist(), self.length - len(prompt)) for i, prompt in enumerate(prompts)]
+
+    def _cut(self, tokens: list[int], room: int) -> list[int]:
+        """Up to the first end."""
+        ends = (i + 1 for i, token in enumerate(tokens) if token in self.ends)
+        return tokens[: min(room, next(ends, room))]
+
+    def _unkept(self, error: Exception) -> None:
+        self._place = None
+        self.notes.append(f"the model's answers are not kept for another run: {first_line(error)}")
+
+
+def _templated(
+    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase, source: str, path: Path
+) -> list[list[int]]:
+    """The tokens of each, up to where the model's answer begins."""
+    if not tokenizer.chat_template:
+        raise CalibrationError(
+            f"{path} has no chat template, so its model cannot be asked; calibrate on a text, without --answers"
+        )
+    try:
+        texts = rendered(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
+    except ValueError as error:  # of the template, or of a choice of several
+        number = getattr(error, "number", 0) + 1
+        raise CalibrationError(
+            f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
+        ) from error
+    prompts = [encode(tokenizer, text) for text in texts]
+    if not all(prompts):
+        raise CalibrationError(f"the model's chat template makes nothing of the prompts of {source}")
+    return prompts
+
+
+def _own_settings(model: StreamedModel) -> dict[str, Any]:
+    """What the model's maker says about drawing from it, unchecked."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        settings = json.loads((model.checkpoint.path / "generation_config.json").read_text())
+        if isinstance(settings, dict):
+            return settings
+    return {}
+
+
+def _ends(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    own = settings.get("eos_token_id")
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return tuple(sorted({end for end in ends if type(end) is int}))
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    """How the model's maker wants it to be drawn from, as far as that is said and makes sense."""
+    if settings.get("do_sample") is not True:
+        return USUAL_SAMPLING
+
+    def number(name: str, least: float, most: float, usual: float) -> float:
+        value: Any = settings.get(name)
+        sensible = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        return float(value) if sensible else usual
+
+    return Sampling(
+        number("temperature", 0.01, 10, 1.0), number("top_p", 0.01, 1, 1.0), int(number("top_k", 0, 1e6, 0))
+    )

@@ -1,0 +1,194 @@
+"""Conversations with images to calibrate on, as a model's own processor makes them into what the model receives."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from niwaki.checkpoints.tensors import raw_bytes
+from niwaki.errors import CalibrationError, UsageError, first_line, named, panics_as_errors
+from niwaki.models.recording import Inputs
+from niwaki.options import Calibration
+from niwaki.texts.chat_templates import TemplateError, rendered, verbatim
+from niwaki.texts.sources import Conversation, read_conversations
+
+if TYPE_CHECKING:
+    from niwaki.models.streamed import StreamedModel
+    from niwaki.records.record import CalibrationRecord
+
+_TOKENS = "input_ids"
+_EXTRA = "pip install '.[images]' in niwaki's checkout"
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation, and what the model's chat template makes of it; None where the processor has none."""
+
+    own: Conversation
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Conversations(Sequence[Inputs]):
+    """Conversations with images: a sequence of what the model receives for each, which is made when it is asked for.
+
+    Attributes:
+        source: The file's name, as it was given.
+        origin: What they are, in words.
+        notes: What else a record should say of them.
+    """
+
+    source: str
+    origin: str
+    notes: tuple[str, ...]
+    _conversations: list[_Rendered]
+    _processor: Any
+    _longest: int
+    _digest: str
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    @overload
+    def __getitem__(self, index: int) -> Inputs: ...
+
+    @overload
+    def __getitem__(self, index: slice | Tensor) -> Conversations: ...
+
+    def __getitem__(self, index: int | slice | Tensor) -> Inputs | Conversations:
+        """What the model receives for one of them; or some of them, by a slice or their numbers."""
+        if isinstance(index, int):
+            return _processed(self._processor, self._conversations[index])
+        chosen = torch.arange(len(self))[index].tolist()
+        return dataclasses.replace(self, _conversations=[self._conversations[i] for i in chosen])
+
+    def described(self, seed: int) -> CalibrationRecord:
+        """What a record has of them; ``seed`` is that of random windows."""
+        return {
+            "source": self.source,
+            "samples": len(self),
+            "images": sum(len(each.own.images) for each in self._conversations),
+            "sequence_length": self._longest,
+            "order": "first",
+            "seed": seed,
+            "tokens_sha256": self._digest,
+        }
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that the model receives."""
+        return self._digest
+
+
+#: What blocks are calibrated on: (samples, length) int64 tokens of text, or conversations.
+Samples: TypeAlias = Tensor | Conversations
+
+
+def find_conversations(model: StreamedModel, calibration: Calibration) -> Conversations | None:
+    """The conversations that ``calibration`` is; None where it is text.
+
+    All are made into what the model receives once, so that errors show before the work: CalibrationError for files of
+    images that are missing or cannot be read, a model without a processor of images, a missing extra, and conversations
+    that are longer than the model's positions; UsageError for options that are for windows of text.
+    """
+    source, conversations = _with_images(calibration)
+    if not conversations:
+        return None
+    if len(calibration.texts) > 1:
+        raise UsageError(f"{source} has images, and cannot be one of several texts; give it alone")
+    usual = {
+        "--seqlen": calibration.length is None,
+        "--windows": calibration.order != "random",
+        "--no-bos": calibration.bos,
+    }
+    for option, is_usual in usual.items():
+        if not is_usual:
+            raise UsageError(f"{option} is for windows of text; {source} has conversations with images, as they are")
+    conversations = conversations[: calibration.samples]
+    processor = _load_processor(model.checkpoint.path, source)
+    digest, lengths = hashlib.sha256(), []
+    as_texts = _as_texts(processor, conversations)
+    for each in as_texts:
+        inputs = _processed(processor, each)
+        with named(each.own.where):
+            model.check(inputs[_TOKENS])
+        lengths.append(inputs[_TOKENS].shape[1])
+        for name, value in sorted(inputs.items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(raw_bytes(value))
+    notes = [f"the conversations of {source} have {min(lengths):,} to {max(lengths):,} tokens, each on its own"]
+    if len(conversations) < calibration.samples:
+        notes.append(f"{source} has {len(conversations):,} conversations, fewer than {calibration.samples:,} samples")
+    origin = f"{source}, in the model's chat template, with its images"
+    return Conversations(source, origin, tuple(notes), as_texts, processor, max(lengths), digest.hexdigest())
+
+
+def has_images(calibration: Calibration) -> bool:
+    """Whether any of its texts has images."""
+    return bool(_with_images(calibration)[1])
+
+
+def _with_images(calibration: Calibration) -> tuple[str, list[Conversation]]:
+    """The first of the texts that has images, and its conversations; ("", []) where none has, or a column is named."""
+    for text in calibration.texts if calibration.field is None else ():
+        if isinstance(text, str) and text and (found := read_conversations(text)):  # no name is refused elsewhere
+            return text, found
+    return "", []
+
+
+def _load_processor(path: Path, source: str) -> Any:
+    """The model's own processor of texts and images; CalibrationError where it has none, or an extra is missing."""
+    if importlib.util.find_spec("PIL") is None:
+        raise CalibrationError(f"images, as in {source}, need an extra: {_EXTRA}")
+    from transformers import AutoProcessor
+
+    try:
+        with panics_as_errors():
+            processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+    except ImportError as error:
+        raise CalibrationError(
+            f"the processor of {path} needs something else ({first_line(error)}); install the extra: {_EXTRA}"
+        ) from error
+    except Exception as error:  # a broken file surfaces as nearly anything
+        raise CalibrationError(f"{path} has no processor of images that can be loaded: {first_line(error)}") from error
+    if not hasattr(processor, "image_processor"):  # of a model of text that is its tokenizer
+        raise CalibrationError(f"{path} has no processor of images, and {source} has some; calibrate on a text")
+    return processor
+
+
+def _as_texts(processor: Any, conversations: list[Conversation]) -> list[_Rendered]:
+    """The conversations with their texts; CalibrationError, which names the line, where the chat template fails."""
+    template = getattr(processor, "chat_template", None)
+    if isinstance(template, dict):  # of several by name
+        template = template.get("default")
+    if not isinstance(template, str):
+        return [_Rendered(each, None) for each in conversations]
+    special = getattr(getattr(processor, "tokenizer", None), "special_tokens_map", {})
+    try:
+        texts = rendered(template, [each.messages for each in conversations], special, ask=False)
+    except TemplateError as error:
+        where = conversations[error.number].where
+        raise CalibrationError(f"{where}: the model's chat template fails: {error}") from error
+    return [_Rendered(each, text) for each, text in zip(conversations, texts, strict=True)]
+
+
+def _processed(processor: Any, conversation: _Rendered) -> dict[str, Tensor]:
+    """What the model receives; CalibrationError, which names the line, where the processor fails."""
+    # The template itself is run with limits alone.
+    text = {} if conversation.text is None else {"chat_template": verbatim(conversation.text)}
+    try:
+        with panics_as_errors():
+            inputs = processor.apply_chat_template(
+                conversation.own.messages, tokenize=True, return_dict=True, return_tensors="pt", **text
+            )
+    except Exception as error:  # of tokenizers and of decoders of images
+        where = conversation.own.where
+        raise CalibrationError(f"{where}: the model's processor fails: {first_line(error)}") from error
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}

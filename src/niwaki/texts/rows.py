@@ -1,0 +1,251 @@
+"""Rows of a table as texts: of which columns, and through the model's chat template or not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from niwaki.errors import CalibrationError, first_line, shown
+from niwaki.texts.chat_templates import TemplateError, rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Rows: TypeAlias = Iterator[tuple[str, Any]]
+Messages: TypeAlias = list[dict[str, Any]]
+
+#: The column of texts, where nobody names another one; between texts of one or several rows.
+TEXT, JOINT = "text", "\n\n"
+#: Columns of conversations.
+_TALKS = ("messages", "conversations", "conversation")
+#: Columns of a task, of more about it, which some rows or tables do not have, and of the answer.
+_TASKS = (
+    ("instruction", "input", "output"),
+    ("instruction", "context", "response"),
+    ("prompt", "", "completion"),
+    ("prompt", "", "response"),
+    ("question", "", "answer"),
+)
+#: What roles are called elsewhere.
+_ROLES = {"human": "user", "gpt": "assistant"}
+#: Conversations that the template is given together, at first and at most: each time takes a moment.
+_FIRST, _MOST = 512, 8192
+#: Names of columns in an error.
+_NAMED = 12
+#: What is no text alone: a number, as tables have them.
+_NUMBER = re.compile(r"\s*[-+]?[\d.,]*\d(e[-+]?\d+)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's chat template.
+
+    Attributes:
+        template: Its text.
+        special: The texts of special tokens by name.
+        bos: The text of the token that windows begin with, which is taken from the start of what the template makes; ""
+            where they begin with none.
+    """
+
+    template: str
+    special: Mapping[str, Any]
+    bos: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, bos: int | None) -> ChatTemplate | None:
+        """That of a tokenizer, where it has one; ``bos`` is the token that windows begin with, if any."""
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError as error:  # of several, of which none is the usual one
+            raise CalibrationError(f"the model's chat template: {first_line(error)}") from error
+        begins = "" if bos is None else str(tokenizer.convert_ids_to_tokens(bos))
+        return cls(template, tokenizer.special_tokens_map, begins)
+
+    def texts(self, wheres: Sequence[str], conversations: Sequence[Messages]) -> list[str]:
+        """What it makes of each of ``conversations``; CalibrationError, which says where one is, if it fails."""
+        try:
+            made = rendered(self.template, conversations, self.special, ask=False)
+        except TemplateError as error:
+            where = wheres[error.number]
+            raise CalibrationError(f"{where}: the model's chat template fails: {first_line(error)}") from error
+        return [text.removeprefix(self.bos) for text in made]
+
+
+class Form(ABC):
+    """How rows become texts."""
+
+    #: What is between two of them.
+    joint = JOINT
+
+    @abstractmethod
+    def texts(self, rows: Rows) -> Iterator[str]:
+        """That of each row; CalibrationError, which says where a row is, if it has none."""
+
+
+@dataclass(frozen=True)
+class Column(Form):
+    """Rows that have their text in a column, or are texts themselves."""
+
+    name: str | None
+
+    def __str__(self) -> str:
+        column = "" if self.name in (None, TEXT) else f" of the column {self.name!r}"
+        return f"texts{column} joined by {self.joint!r}"
+
+    def texts(self, rows: Rows) -> Iterator[str]:
+        for where, row in rows:
+            text = row if self.name is None else row.get(self.name) if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                what = "a text" if self.name is None else f"an object with a field {self.name!r} that is text"
+                raise CalibrationError(f"{where}: not {what}; got {shown(row)}")
+            yield text
+
+
+@dataclass(frozen=True)
+class Talk(Form):
+    """Rows that are conversations, which the chat template makes texts of."""
+
+    columns: tuple[str, ...]
+    template: ChatTemplate
+    joint = ""  # the template ends each as its model expects
+
+    def __str__(self) -> str:
+        return f"conversations of {_listed(self.columns)} in the model's chat template"
+
+    def texts(self, rows: Rows) -> Iterator[str]:
+        size = _FIRST
+        while batch := [(where, self.messages(row, where)) for where, row in itertools.islice(rows, size)]:
+            wheres, conversations = zip(*batch, strict=True)
+            yield from self.template.texts(wheres, conversations)
+            size = min(2 * size, _MOST)
+
+    def messages(self, row: Any, where: str) -> Messages:
+        """The conversation in a row."""
+        if len(self.columns) > 1:
+            asked, answer = _task(self.columns, row, where)
+            return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        (column,) = self.columns
+        messages = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(messages, list) or not messages:
+            raise CalibrationError(f"{where}: no messages in a field {column!r}; got {shown(row)}")
+        return [_message(each, where) for each in messages]
+
+
+@dataclass(frozen=True)
+class Task(Form):
+    """Rows that are tasks with answers, for models without a chat template."""
+
+    columns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{_listed(self.columns)} joined by {self.joint!r}, for want of a chat template"
+
+    def texts(self, rows: Rows) -> Iterator[str]:
+        for where, row in rows:
+            yield self.joint.join(_task(self.columns, row, where))
+
+
+def form_of(row: Any, where: str, field: str | None, template: ChatTemplate | None) -> Form:
+    """How rows like the first one become texts; CalibrationError where that is not known.
+
+    By ``field``, or by what columns there are: "text", a conversation, or a task with its answer.
+    """
+    if isinstance(row, str) and field is None:
+        return Column(None)
+    if not isinstance(row, dict):
+        raise CalibrationError(f"{where}: not an object with a field {field or TEXT!r}; got {shown(row)}")
+    if field is not None and field not in row:
+        raise CalibrationError(f"{where}: no column {field!r}, only {_names(row)}")
+    if field is None and TEXT in row:
+        field = TEXT
+    talk = next((name for name in ([field] if field else _TALKS) if _is_talk(row.get(name))), None)
+    if talk and template is None:
+        raise CalibrationError(
+            f"{where}: the model has no chat template, which conversations need ({talk!r}); give a text, or --field "
+            "with a column of texts"
+        )
+    if talk and template:
+        return Talk((talk,), template)
+    if field:
+        return Column(field)
+    for task, more, answer in _TASKS:
+        if isinstance(row.get(task), str) and isinstance(row.get(answer), str):
+            columns = (task, more, answer) if more else (task, answer)
+            return Task(columns) if template is None else Talk(columns, template)
+    hint = "; for the model's own answers to prompts, --answers own" if "prompt" in row else ""
+    raise CalibrationError(
+        f"{where}: no column {TEXT!r}, and none that is known, only {_names(row)}; choose one with --field{hint}"
+    )
+
+
+def as_texts(rows: Rows, field: str | None, template: ChatTemplate | None) -> tuple[Form, Iterator[str]]:
+    """How ``rows`` become texts, as the first one says, and these."""
+    first = next(rows, None)
+    if first is None:
+        return Column(field or TEXT), iter(())
+    form = form_of(first[1], first[0], field, template)
+    rows = itertools.chain([first], rows)
+    return form, form.texts(_not_of_numbers(rows, form.name) if isinstance(form, Column) and form.name else rows)
+
+
+def _not_of_numbers(rows: Rows, column: str) -> Rows:
+    """``rows``; CalibrationError where the first ones have numbers alone in ``column``, as another one than meant."""
+    seen, numbers = list[tuple[str, Any]](), list[str]()
+    for where, row in itertools.islice(rows, _FIRST):
+        seen.append((where, row))
+        value = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(value, str) or (value.strip() and not _NUMBER.fullmatch(value)):
+            break
+        numbers += [value.strip()] * bool(value.strip())
+    else:
+        if numbers:
+            raise CalibrationError(
+                f"{seen[0][0]}: the column {column!r} has numbers alone, such as {numbers[0]}, which are no text; of "
+                f"{_names(seen[0][1])}, choose one of texts with --field"
+            )
+    return itertools.chain(seen, rows)
+
+
+def _task(columns: Sequence[str], row: Any, where: str) -> tuple[str, str]:
+    """(what is asked, the answer) of a row with these columns."""
+    values: list[Any] = [row.get(name) if isinstance(row, dict) else None for name in columns]
+    values[1:-1] = ["" if value is None else value for value in values[1:-1]]
+    if not all(isinstance(value, str) for value in values):
+        raise CalibrationError(f"{where}: not all of {_listed(columns)} are text; got {shown(row)}")
+    *asked, answer = values
+    return JOINT.join(filter(None, asked)), answer
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    """A message as chat templates take it, with all that it has."""
+    message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    role, content = message.pop("role", message.pop("from", None)), message.pop("content", message.pop("value", None))
+    if isinstance(content, list) and all(isinstance(each, dict) for each in content):
+        if any(each.get("type") == "image" for each in content):
+            raise CalibrationError(f"{where}: an image; only prune takes some, to calibrate on, as its only text")
+        parts = [each.get("text") for each in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    calls = "tool_calls" in message
+    if not isinstance(role, str) or not (isinstance(content, str) or (calls and content is None)):
+        raise CalibrationError(f"{where}: not a message with a role and a content that is text; got {shown(given)}")
+    return {"role": _ROLES.get(role, role), "content": content or "", **message}
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _names(row: dict[Any, Any]) -> str:
+    """The columns of a row, as many as an error can have."""
+    names = [shown(name) if name else "a column without a name" for name in row]
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(columns[:-1]), columns[-1]]))

@@ -1,0 +1,290 @@
+"""All texts of a run: what it calibrates on, and what it measures on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from niwaki.choices import Order
+from niwaki.errors import UsageError
+from niwaki.models.tokens import load_tokenizer
+from niwaki.options import Calibration, Measurement
+from niwaki.texts.conversations import Conversations, Samples, find_conversations
+from niwaki.texts.reading import read_windows
+from niwaki.texts.sources import check_field, find_file
+from niwaki.windows import Windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from niwaki.models.processes import World
+    from niwaki.models.streamed import StreamedModel
+    from niwaki.records.record import CalibrationRecord
+
+#: Windows after those of the calibration, where the same text is measured on and nobody says how many.
+WINDOWS_AFTER = 256
+
+
+@dataclass(frozen=True)
+class Texts:
+    """All texts of a run: to calibrate on, and by name of the text to measure on; and notes for the record."""
+
+    calibration: Windows | Conversations
+    heldout: dict[str, Windows]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        model: StreamedModel,
+        calibration: Calibration,
+        measurement: Measurement,
+        usual: int | None = None,
+        fewer: bool = False,
+    ) -> Texts:
+        """Reads them with the tokenizer of ``model``, and checks that it takes them.
+
+        With ``usual`` a text to measure on may have fewer windows than the measurement says, and they are this many
+        where it does not say. Without, they are all of the text, or as many as the measurement says. With ``fewer`` the
+        calibration may have fewer windows than it says too, and where it has no order those of a file are random ones,
+        and not the first. Errors are as of :func:`read_heldout`; also UsageError
+        where a text has nothing after the calibration windows. Conversations with images are taken where they are the
+        calibration's only text, see :func:`.find_conversations`.
+        """
+        if conversations := find_conversations(model, calibration):
+            other = cls.read(model, Calibration(_no_text(model)), measurement, usual)
+            return cls(conversations, other.heldout, (*other.notes, *conversations.notes))
+        return _Reading(model, calibration, measurement, usual, fewer).texts()
+
+    @property
+    def windows(self) -> Windows:
+        """Those to calibrate on; UsageError where these are conversations with images."""
+        if isinstance(self.calibration, Conversations):
+            raise UsageError(f"{self.calibration.source} has images, on which only prune calibrates; give a text")
+        return self.calibration
+
+    @property
+    def samples(self) -> Samples:
+        """Those to calibrate on: tokens of text, or conversations with images."""
+        return self.calibration if isinstance(self.calibration, Conversations) else self.calibration.tokens
+
+    def shared(self, world: World) -> Texts:
+        """This process's share of all windows; UsageError where there are more processes than windows."""
+        if isinstance(self.calibration, Conversations):
+            if world.size > 1:
+                raise UsageError(f"{self.calibration.source} has images, on which only one process calibrates")
+            return self
+        every = (self.calibration, *self.heldout.values())
+        first, *others = (dataclasses.replace(each, tokens=world.share(each.tokens)) for each in every)
+        return Texts(first, dict(zip(self.heldout, others, strict=True)), self.notes)
+
+    @property
+    def only(self) -> Windows | None:
+        """The windows to measure on, where there is one text or none."""
+        return next(iter(self.heldout.values()), None)
+
+    def described(self, seed: int) -> CalibrationRecord:
+        """What a record has of the calibration; ``seed`` is that of random windows."""
+        if isinstance(windows := self.calibration, Conversations):
+            return windows.described(seed)
+        described: CalibrationRecord = {
+            "source": windows.source,
+            "samples": len(windows.tokens),
+            "sequence_length": windows.tokens.shape[1],
+            "order": windows.order,
+            "seed": seed,
+            "tokens_sha256": windows.fingerprint(),
+        }
+        if windows.origin:
+            described["origin"] = windows.origin
+        if windows.bos is not None and bool((windows.tokens[:, 0] == windows.bos).all()):
+            described["bos"] = windows.bos
+        return described
+
+
+@dataclass
+class _Reading:
+    """One call of :meth:`Texts.read` without images: its arguments, and what is found on the way."""
+
+    model: StreamedModel
+    calibration: Calibration
+    measurement: Measurement
+    usual: int | None
+    fewer: bool
+    #: What is left of each text of the calibration after its windows, by its name.
+    _rests: dict[str, Windows] = field(default_factory=dict)
+    _notes: list[str] = field(default_factory=list)
+
+    def texts(self) -> Texts:
+        check_field(self.calibration.field or self.measurement.field, [*self._names, *self._measured])
+        windows = self._calibrated()
+        heldout: dict[str, Windows] = {}
+        for text in self._measured:
+            heldout |= self._after(text) if self._follows(text) else self._apart(text)
+        return Texts(windows, heldout, tuple(self._notes))
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return [text for text in self.calibration.texts if isinstance(text, str)]
+
+    @property
+    def _count(self) -> int | None:
+        """Windows to measure on, of each text; None for all of it."""
+        return self.usual if self.measurement.samples is None else self.measurement.samples
+
+    @property
+    def _measured(self) -> tuple[object, ...]:
+        return () if self._count == 0 else self.measurement.texts
+
+    @functools.cached_property
+    def _given(self) -> list[Windows | None]:
+        """The calibration's windows that were given as such; None where a name was."""
+        texts = self.calibration.texts
+        return [None if isinstance(text, str) else _given_windows(self.model, text) for text in texts]
+
+    @functools.cached_property
+    def _length(self) -> int:
+        given = next((part.tokens.shape[1] for part in self._given if part), None)
+        return self.model.window_length(self.calibration.length or given)
+
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return load_tokenizer(self.model.checkpoint.path) if self._names else None
+
+    def _follows(self, text: object) -> bool:
+        """Whether ``text`` is measured on after its calibration windows."""
+        return text is None or (isinstance(text, str) and text in self._names)
+
+    @property
+    def _spare(self) -> int:
+        """Windows of each text to measure on after its calibration windows."""
+        return (self._count or WINDOWS_AFTER) if any(map(self._follows, self._measured)) else 0
+
+    def _calibrated(self) -> Windows:
+        """The calibration's windows; what is left of their texts is kept for :meth:`_after`."""
+        self._notes += [note for part in self._given if part for note in part.notes]
+        if self._names and not any(self._given):
+            if self.calibration.length is None:
+                self._notes.append(f"sequence length {self._length:,}, because none was asked for")
+            if self._tokenizer and self._tokenizer.chat_template:
+                self._notes.append(
+                    "this model has a chat template; if it is to answer questions, --calibration answers calibrates on "
+                    "what it answers itself"
+                )
+        parts = list(self._given)
+        for i, (text, samples) in enumerate(zip(self.calibration.texts, self.calibration.shares, strict=True)):
+            if isinstance(text, str):
+                parts[i], self._rests[text] = self._read(text, samples)
+        return _in_turn([part for part in parts if part])
+
+    def _read(self, name: str, samples: int) -> tuple[Windows, Windows]:
+        """The first ``samples`` windows of a text, to calibrate on, and those after them."""
+        assert self._tokenizer
+        usual: Order = "random" if self.fewer and find_file(name) else "first"
+        needed = 1 if self.fewer else samples
+        windows = read_windows(
+            name,
+            self._tokenizer,
+            self._length,
+            needed,
+            spare=self._spare + samples - needed,
+            order=self.calibration.order or usual,
+            seed=self.calibration.seed,
+            bos=self.calibration.bos and not self.model.sees_ahead,
+            field=self.calibration.field,
+        )
+        self.model.check(windows.tokens)
+        self._notes += windows.notes
+        source = f"the text after the calibration windows of {name}"
+        origin = f"after the calibration windows: {windows.origin}"
+        return (
+            dataclasses.replace(windows, tokens=windows.tokens[:samples]),
+            dataclasses.replace(windows, tokens=windows.tokens[samples:], source=source, origin=origin),
+        )
+
+    def _apart(self, text: object) -> dict[str, Windows]:
+        """The windows of a text that is only measured on."""
+        name = text if isinstance(text, str) else ""
+        length = self.measurement.length or self._length
+        asked = dataclasses.replace(self.measurement, length=length, samples=self._count)
+        windows = read_heldout(self.model, text, asked, self.usual is not None, self._tokenizer)
+        self._notes += [note for note in windows.notes if name and note not in self._notes]
+        return {name: windows}
+
+    def _after(self, text: object) -> dict[str, Windows]:
+        """The windows after the calibration's of one of its texts, or of all where ``text`` is None."""
+        left = [rest for name, rest in self._rests.items() if text in (None, name) and len(rest.tokens)]
+        if left:
+            self._check_alike()
+            rest = _in_turn(left)
+            name = text if isinstance(text, str) else " + ".join(self._names)
+            return {name: dataclasses.replace(rest, tokens=rest.tokens[: self._spare])}
+        if text is not None:
+            raise UsageError(f"{text} has nothing after the calibration windows to measure on; try another text")
+        self._notes.append("perplexity was not measured: no text was given and the calibration text has no more of it")
+        return {}
+
+    def _check_alike(self) -> None:
+        """Raises UsageError where what follows the calibration is to be measured in other windows than its own."""
+        asked, calibration = self.measurement, self.calibration
+        same = asked.length in (None, self._length) and asked.field in (None, calibration.field)
+        if not same or (calibration.bos and not asked.bos):
+            raise UsageError(
+                "what follows the calibration windows is measured in windows of their length, field and bos"
+            )
+
+
+def read_heldout(
+    model: StreamedModel,
+    text: object,
+    measurement: Measurement,
+    fewer: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Windows:
+    """The windows of one of its texts that a ``measurement`` asks for; with ``fewer`` those it has.
+
+    Errors are as of :func:`.read_windows`.
+    """
+    if not isinstance(text, str):
+        return _given_windows(model, text)
+    count, length = measurement.samples, model.window_length(measurement.length)
+    needed, spare = (1, count - 1) if fewer and count else (count, 0)
+    tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
+    bos = measurement.bos and not model.sees_ahead
+    windows = read_windows(text, tokenizer, length, needed, spare=spare, bos=bos, field=measurement.field)
+    model.check(windows.tokens)
+    return windows
+
+
+def _no_text(model: StreamedModel) -> Tensor:
+    """A window for what is not calibrated on text; what is measured beside it is as long."""
+    return torch.zeros(1, model.window_length(None), dtype=torch.int64)
+
+
+def _in_turn(parts: list[Windows]) -> Windows:
+    """The first window of each text, then the second of each, and so on, as of one text; of one alone what it is."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = {part.tokens.shape[1] for part in parts}
+    if len(lengths) > 1:
+        raise UsageError(f"windows of several texts have the same length; got {' and '.join(map(str, lengths))} tokens")
+    turns = itertools.zip_longest(*(part.tokens for part in parts))
+    tokens = torch.stack([window for turn in turns for window in turn if window is not None])
+    origin = "; ".join(f"{part.source}: {part.origin}" for part in parts if part.origin)
+    bos = next((part.bos for part in parts if part.bos is not None), None)
+    return Windows(tokens, " + ".join(part.source for part in parts), parts[0].order, origin, bos=bos)
+
+
+def _given_windows(model: StreamedModel, text: object) -> Windows:
+    """Windows or tokens that were given instead of the name of a text."""
+    windows = Windows(text, "given tokens") if isinstance(text, Tensor) else text
+    if not isinstance(windows, Windows) or not isinstance(windows.tokens, Tensor):
+        raise UsageError(f"a text is a name, windows or a tensor of tokens; got {text!r}")
+    model.check(windows.tokens)
+    return windows

@@ -1,0 +1,39 @@
+"""Windows of tokens: what every text becomes before a model reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from niwaki.arguments import check_fields
+from niwaki.choices import Order
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows and where they come from.
+
+    Attributes:
+        tokens: (windows, length) int64.
+        source: The text's name, as it was given.
+        order: ``first`` or ``random``.
+        origin: What text it is, how it became tokens, and which windows of it, in words; "" for given tokens.
+        notes: What else a record should say of them.
+        bos: The token that texts of the model begin with; None where they begin with none, or that is not known.
+    """
+
+    tokens: Tensor
+    source: str
+    order: Order = "first"
+    origin: str = ""
+    notes: tuple[str, ...] = ()
+    bos: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens: whether two runs saw the same text."""
+        return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()

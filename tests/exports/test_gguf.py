@@ -1,0 +1,347 @@
+"""Files for llama.cpp: transformers' own reader, llama.cpp's formulas and llama.cpp itself are the judges."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import niwaki
+from niwaki import Calibration, Measurement
+from niwaki.errors import CalibrationError, CheckpointError, NiwakiError, UnsupportedModelError, UsageError
+from niwaki.exports import gguf_file
+from support.llama_cpp import LLAMA_CPP, ask, distance
+from support.models import (
+    EMBEDDED,
+    EMBEDDED_VOCABULARY,
+    add_tokenizer,
+    edit_json,
+    message,
+    random_model,
+    random_tokens,
+    save_model,
+    save_model_with_tokenizer,
+)
+
+gguf: Any = pytest.importorskip("gguf")
+
+formulas: Any = pytest.importorskip("support.gguf_formulas")
+
+TEXT = "The old man sat by the river in 1984, and didn't say a word.\n\n  </s> WE'LL go: Größe 東京 ½"
+
+
+def saved(path: Path, case: str, **changes: Any) -> Path:
+    random_model(case, vocab_size=EMBEDDED_VOCABULARY, **changes).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+def exported(path: Path, case: str, kind: Any = "F16", **changes: Any) -> tuple[Path, list[str]]:
+    """A file of a random model, and what there was to say of it."""
+    file = path / "model.gguf"
+    return file, niwaki.export_gguf(saved(path / "source", case, **changes), file, kind)
+
+
+def logits(path: Path, tokens: Tensor | None = None, **options: Any) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    with torch.no_grad():
+        values: Tensor = model(random_tokens(2, 20) if tokens is None else tokens).logits
+    return values
+
+
+@pytest.mark.parametrize("case", ["llama", "llama grouped", "llama tied", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.slow
+def test_transformers_reads_the_same_model(tmp_path: Path, case: str) -> None:
+    source = saved(tmp_path / "source", case)
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
+    # For Qwen3 this reader takes neither the heads' width nor that of the experts from the file.
+    options = {"config": AutoConfig.from_pretrained(source)} if case.startswith("qwen3") else {}
+    tokens = random_tokens(1, 20)[0].tolist()
+    read = formulas.File(tmp_path / "model.gguf")
+    assert distance(read.logits(tokens), logits(source, random_tokens(1, 20))[0]).max() < 0.01
+    assert read.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
+    read = logits(tmp_path, gguf_file="model.gguf", **options)
+    torch.testing.assert_close(read, logits(source), atol=0.02, rtol=0.01)  # weights in half precision
+    if case.startswith("qwen"):  # for which this reader has a splitter of its own
+        return
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(path, **options)
+        for path, options in [(source, {}), (tmp_path, {"gguf_file": "model.gguf"})]
+    )
+    assert ours(TEXT).input_ids == theirs(TEXT).input_ids
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_values_in_groups(tmp_path: Path, kind: Any) -> None:
+    niwaki.export_gguf("demo", tmp_path / "model.gguf", kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    stored = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert stored["blk.0.ffn_down.weight"] == kind
+    assert stored["token_embd.weight"] == "Q8_0"
+    assert stored["blk.0.attn_norm.weight"] == "F32"
+    down = AutoModelForCausalLM.from_pretrained(EMBEDDED).model.layers[0].mlp.down_proj.weight.detach().float().numpy()
+    one = tensors["blk.0.ffn_down.weight"]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(down, one.tensor_type), one.tensor_type)
+    assert (gguf.quants.dequantize(one.data, one.tensor_type) == expected).all()
+
+
+@pytest.mark.slow
+def test_zeros_stay(tmp_path: Path) -> None:
+    out = tmp_path / "pruned"
+    niwaki.prune("demo", out, 0.5, effort="fast", solver="magnitude", calibration="demo", measurement=None)
+    niwaki.export_gguf(out, tmp_path / "model.gguf", "Q8_0")
+    pruned = AutoModelForCausalLM.from_pretrained(out).model.layers[3].mlp.up_proj.weight
+    (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "blk.3.ffn_up.weight"]
+    read = torch.from_numpy(gguf.quants.dequantize(one.data, one.tensor_type))
+    assert (read[pruned == 0] == 0).all()
+
+
+def test_stretched_positions(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    source = saved(tmp_path / "source", "llama", rope_parameters=rope)
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "rope_freqs.weight"]
+    model = AutoModelForCausalLM.from_pretrained(source)
+    plain = 10_000.0 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(plain / torch.from_numpy(one.data.copy()), model.model.rotary_emb.inv_freq)
+
+
+def too_large(path: Path) -> None:
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["niwaki"] = EMBEDDED_VOCABULARY
+    (path / "tokenizer.json").write_text(json.dumps(content))
+
+
+def change(**tensors: Any) -> Callable[[Path], None]:
+    """Changes the tensors of a model's file; None removes one. In names ``__`` stands for a point."""
+
+    def apply(path: Path) -> None:
+        file = path / "model.safetensors"
+        kept = load_file(file) | {key.replace("__", "."): value for key, value in tensors.items()}
+        save_file({key: value for key, value in kept.items() if value is not None}, file, {"format": "pt"})
+
+    return apply
+
+
+Q_PROJ = "model__layers__1__self_attn__q_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "error", "said"),
+    [
+        (too_large, "F16", CheckpointError, "has the token 4096, of 4096"),
+        (lambda path: (path / "tokenizer.json").unlink(), "F16", CalibrationError, "tokenizer.json"),
+        (lambda path: None, "Q5_0", UsageError, "kind"),
+        (change(**{Q_PROJ: None}), "F16", CheckpointError, "layers.1.self_attn.q_proj.weight"),
+        (change(**{Q_PROJ: torch.ones(32, 8)}), "F16", CheckpointError, "(32, 8)"),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path: Path, spoil: Any, kind: Any, error: type[NiwakiError], said: str) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    spoil(source)
+    assert said in message(lambda: niwaki.export_gguf(source, tmp_path / "model.gguf", kind), error)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest", "said"),
+    [
+        ("F16", 65_530.0, "'model.layers.1.self_attn.q_proj.weight' has a weight of 65530"),
+        ("Q8_0", 65_530.0, "a weight of 65530"),
+        ("Q4_0", 65_530.0 * 8, "a weight of 524240"),
+        ("F16", 3e-8, "too small for F16: 0 of 1,024"),
+        ("Q8_0", 3e-6, "32 of 32 scales"),
+        ("Q4_0", 1e-7, "32 of 32 scales"),
+        ("F16", float("inf"), "NaN or infinite"),
+    ],
+)
+def test_values_beyond_half_precision(tmp_path: Path, kind: Any, largest: float, said: str) -> None:
+    """Scales of groups are numbers of half precision, as all weights are in F16, and so is what comes of them."""
+    source, file = save_model_with_tokenizer(tmp_path / "source"), tmp_path / "model.gguf"
+    change(**{Q_PROJ: torch.full((32, 32), largest)})(source)
+    error = CheckpointError if largest == float("inf") else UnsupportedModelError
+    assert said in message(lambda: niwaki.export_gguf(source, file, kind), error)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    if largest > 1:
+        change(**{Q_PROJ: torch.full((32, 32), min(65_504.0, largest))})(source)
+        niwaki.export_gguf(source, file, kind)
+
+
+def test_rows_that_have_no_groups(tmp_path: Path) -> None:
+    file, notes = exported(tmp_path, "llama", "Q8_0", intermediate_size=179)
+    stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert stored["blk.1.ffn_down.weight"] == "F16"
+    assert stored["blk.1.ffn_up.weight"] == "Q8_0"
+    assert "2 of 21 tensors" in notes[0]
+    assert "'model.layers.0.mlp.down_proj.weight'" in notes[0]
+    assert "179" in notes[0]
+
+
+def test_tensors_that_transformers_has_no_place_for(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    change(model__layers__2__mlp__up_proj__weight=torch.ones(2, 2))(source)
+    change(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(source)
+    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert "model.layers.2 (beyond the model's 2 blocks), 1 tensor" in note
+    assert not any("blk.2" in tensor.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors)
+
+
+def test_other_families_and_places(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "gpt2")
+    said = message(lambda: niwaki.export_gguf(source, tmp_path / "model.gguf"), UnsupportedModelError)
+    assert "gpt2" in said
+    assert "qwen3_moe" in said
+    (tmp_path / "there.gguf").touch()
+    assert "exists" in message(lambda: niwaki.export_gguf("demo", tmp_path / "there.gguf"))
+    assert "no directory" in message(lambda: niwaki.export_gguf("demo", tmp_path / "none" / "model.gguf"))
+
+
+def test_no_place_of_the_model(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    (source / "inner").mkdir()
+    (tmp_path / "link").symlink_to(source)
+    for out in (source / "model.gguf", source / "inner" / "model.gguf", tmp_path / "link" / "model.gguf"):
+        assert "inside the model's own" in message(functools.partial(niwaki.export_gguf, source, out))
+    (tmp_path / "dangling.gguf").symlink_to(tmp_path / "nowhere")
+    assert "exists" in message(lambda: niwaki.export_gguf(source, tmp_path / "dangling.gguf"))
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_two_exports_to_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, file = save_model_with_tokenizer(tmp_path / "source"), tmp_path / "model.gguf"
+    read, said = gguf_file._read, list[str]()
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(gguf_file, "_read", read)
+        said.append(message(lambda: niwaki.export_gguf(source, file, "Q8_0")))
+        return read(*arguments)
+
+    monkeypatch.setattr(gguf_file, "_read", meanwhile)
+    niwaki.export_gguf(source, file, "F16")
+    assert "another run" in said[0]
+    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors} == {"F16", "F32"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
+
+
+@pytest.mark.slow
+def test_what_has_the_name_of_the_temporary_file(tmp_path: Path) -> None:
+    source, file, temporary = tmp_path / "source", tmp_path / "model.gguf", tmp_path / ".model.gguf.partial"
+    save_model_with_tokenizer(source)
+    (tmp_path / "mine").write_text("mine")
+    for link in (tmp_path / "mine", tmp_path / "nowhere"):
+        temporary.symlink_to(link)
+        assert "is a link" in message(lambda: niwaki.export_gguf(source, file))
+        temporary.unlink()
+    temporary.write_text("mine, too")
+    assert "move it away" in message(lambda: niwaki.export_gguf(source, file))
+    assert temporary.read_text() == "mine, too"
+    for left in (b"", b"GGUF and what was written until the process was killed" * 100_000):
+        temporary.write_bytes(left)
+        niwaki.export_gguf(source, file, "F16")
+        assert not temporary.exists()
+        assert len(gguf.GGUFReader(file).tensors) == 20
+        assert file.stat().st_mode & 0o777 == 0o666 & ~current_umask()
+        file.unlink()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def compare(path: Path, files: list[tuple[Path, Path, float]]) -> None:
+    """llama.cpp's tokens and logits of files with transformers' of the directory each is of, how far they may be off.
+
+    Of a file that rounds with those of the formulas, which have the rounded weights. All from one process.
+    """
+    tokens = random_tokens(1, 20)
+    questions = [(file, [TEXT, "a"], tokens[0].tolist()) for _, file, _ in files]
+    for (source, file, far), answer in zip(files, ask(path, questions), strict=True):
+        assert not answer.error, f"{source}: {answer.error}"
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        assert answer.split == [tokenizer(text).input_ids for text in (TEXT, "a")]
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
+        with torch.no_grad():
+            expected = model(tokens).logits[0]
+        if far > 0.01:
+            expected = formulas.File(file).logits(tokens[0].tolist())
+        off = distance(answer.logits, expected)[: answer.length]
+        # Inputs are rounded there, so that a token may go to another expert.
+        assert off.quantile(0.75 if hasattr(model.config, "num_experts") else 1.0) < far, f"{source}: {off}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="needs node-llama-cpp in $NIWAKI_LLAMA_CPP")
+def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
+    """Each family, and each kind of what is no default and is written all the same."""
+    rope = {"rope_theta": 100.0, "factor": 8.0}
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        *((case, "F16", {}) for case in ("llama grouped", "llama biases", "mistral", "qwen2", "qwen3", "qwen3_moe")),
+        ("llama tied", "Q8_0", {"intermediate_size": 179}),
+        ("qwen3_moe", "Q8_0", {"moe_intermediate_size": 36, "num_experts_per_tok": 1}),
+        ("llama", "Q4_0", {"head_dim": 16}),
+        ("llama", "F16", {"rope_parameters": {"rope_type": "linear", **rope}}),
+        ("llama", "F16", {"rope_parameters": {"rope_type": "llama3", **rope, **bands}}),
+        ("qwen3", "F16", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.3}),
+        ("mistral window", "F16", {}),
+        ("qwen2 window", "F16", {}),
+    ]
+    files = []
+    for i, (case, kind, changes) in enumerate(cases):
+        (place := tmp_path / str(i)).mkdir()
+        file, _ = exported(place, case, kind, **changes)
+        files.append((place / "source", file, {"F16": 0.01, "Q8_0": 0.1, "Q4_0": 0.2}[kind]))
+    begins(files[0][0])
+    files[0][1].unlink()
+    niwaki.export_gguf(files[0][0], files[0][1], "F16")
+    compare(tmp_path, files)
+
+
+def begins(path: Path) -> None:
+    """Gives a tokenizer the beginning of text before each."""
+    part: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    tokens = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
+    pair = [start, part, {"Sequence": {"id": "B", "type_id": 1}}]
+    template = {"type": "TemplateProcessing", "single": [start, part], "pair": pair, "special_tokens": tokens}
+    edit_json(path / "tokenizer.json", post_processor=template)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="needs node-llama-cpp in $NIWAKI_LLAMA_CPP")
+@pytest.mark.parametrize("made", ["pruned", "shrunk", "fewer experts"])
+def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
+    model = tmp_path / "model"
+    few: dict[str, Any] = {
+        "calibration": Calibration("demo", samples=8, length=64),
+        "measurement": Measurement(samples=0),
+    }
+    if made == "pruned":
+        niwaki.prune("demo", model, 0.5, effort="fast", **few)
+    elif made == "shrunk":
+        niwaki.shrink("demo", model, neurons=0.25, **few)
+    else:
+        niwaki.shrink(saved(tmp_path / "source", "qwen3_moe", moe_intermediate_size=32), model, experts=0.5, **few)
+    kinds: dict[Any, float] = {"F16": 0.01, "Q8_0": 0.1, "Q4_0": 0.2}
+    for kind in kinds:
+        niwaki.export_gguf(model, tmp_path / f"{kind}.gguf", kind)
+    compare(tmp_path, [(model, tmp_path / f"{kind}.gguf", far) for kind, far in kinds.items()])

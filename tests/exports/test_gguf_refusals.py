@@ -1,0 +1,374 @@
+"""What llama.cpp computes otherwise than transformers is refused before a byte is written, or said."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import niwaki
+from niwaki.errors import UnsupportedModelError
+from support.models import (
+    EMBEDDED_VOCABULARY,
+    add_tokenizer,
+    edit_json,
+    message,
+    random_model,
+    save_model_with_tokenizer,
+)
+
+gguf: Any = pytest.importorskip("gguf")
+formulas: Any = pytest.importorskip("support.gguf_formulas")
+
+TEXT = "It's 1984: WE'LL see 12345 <x  and\n\n \tGröße</s> 東京"
+
+
+def saved(path: Path, case: str, **changes: Any) -> Path:
+    random_model(case, vocab_size=EMBEDDED_VOCABULARY, **changes).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+def refusal(source: Path) -> str:
+    out = source.parent / "model.gguf"
+    said = message(lambda: niwaki.export_gguf(source, out, "F16"), UnsupportedModelError)
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+    return said
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10_000.0, **values}
+
+
+YARN = rope("yarn", factor=2.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "said"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("mistral", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("qwen2", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen2", {"head_dim": 16}, "4 heads of 16 are not as wide as the model (32)"),
+        ("llama", {"is_causal": False}, "is_causal is False"),
+        ("llama", {"attention_chunk_size": 4}, "attention_chunk_size is 4"),
+        ("llama", {"rope_parameters": YARN}, "'yarn'"),
+        ("llama", {"rope_parameters": rope("dynamic", factor=2.0)}, "'dynamic'"),
+        ("qwen3", {"rope_parameters": rope("linear", factor=2.0)}, "'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e39}}, "rope_theta is 1e+39"),
+        ("llama", {"sliding_window": "x"}, "sliding_window is 'x'"),
+    ],
+)
+@pytest.mark.slow
+def test_configurations(tmp_path: Path, case: str, changes: dict[str, Any], said: str) -> None:
+    assert said in refusal(saved(tmp_path / "source", case, **changes))
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5, [], {}, math.nan, True])
+def test_numbers_of_experts(tmp_path: Path, value: Any) -> None:
+    """By the name that transformers has for it, and does not look at."""
+    source = saved(tmp_path / "source", "qwen3_moe")
+    edit_json(source / "config.json", num_local_experts=value)
+    assert f"num_local_experts is {value!r}" in refusal(source)
+
+
+def test_more_experts_for_a_token_than_there_are(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "qwen3_moe")
+    edit_json(source / "config.json", num_experts_per_tok=9)
+    said = refusal(source)
+    assert "num_experts_per_tok is 9" in said
+    assert "num_experts is 4" in said
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_layers_that_differ(tmp_path: Path, case: str) -> None:
+    source = saved(tmp_path / "source", case)
+    edit_json(source / "config.json", per_layer_config={"0": {"num_key_value_heads": 1}})
+    said = refusal(source)
+    assert "per_layer_config is {" in said
+    assert "'num_key_value_heads': 1}" in said
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("value", [1, 3, "x"])
+def test_experts_of_models_that_have_none(tmp_path: Path, case: str, value: Any) -> None:
+    """Families without experts do not read their number, and the file says nothing of it."""
+    source = saved(tmp_path / "source", case)
+    edit_json(source / "config.json", num_experts=value)
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert not [key for key in formulas.File(tmp_path / "model.gguf").keys if "expert" in key]
+
+
+def test_a_key_that_nobody_thought_of(tmp_path: Path) -> None:
+    """What transformers' class knows and has no row here is refused unless it is the default."""
+    source = saved(tmp_path / "source", "llama")
+    edit_json(source / "config.json", is_encoder_decoder=True)
+    assert "is_encoder_decoder is True" in refusal(source)
+    edit_json(source / "config.json", is_encoder_decoder=False, unsloth_fixed=True)  # unknown to transformers
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "length"),
+    [
+        ("mistral window", {}, 6),
+        ("mistral", {"sliding_window": 1000}, 128),
+        ("qwen2 window", {}, 6),
+        ("qwen2", {"sliding_window": 6, "use_sliding_window": False}, 128),
+        ("qwen3_moe", {"sliding_window": 7, "use_sliding_window": True}, 7),
+    ],
+)
+@pytest.mark.slow
+def test_a_window_is_a_limit(tmp_path: Path, case: str, changes: dict[str, Any], length: int) -> None:
+    file = tmp_path / "model.gguf"
+    notes = niwaki.export_gguf(saved(tmp_path / "source", case, **changes), file, "F16")
+    assert formulas.File(file).length == length
+    assert any("sliding window" in note and f" {length} tokens" in note for note in notes) == (length < 128)
+
+
+def tokenizer(path: Path, change: Any) -> Path:
+    """A model whose tokenizer.json ``change`` has changed."""
+    source = save_model_with_tokenizer(path / "source")
+    content = json.loads((source / "tokenizer.json").read_text())
+    change(content)
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    return source
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+
+def split(expression: str, **flags: Any) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False, **flags}
+
+
+def steps(*parts: dict[str, Any], **model: Any) -> Any:
+    def change(content: dict[str, Any]) -> None:
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(parts)}
+        content["model"] |= model
+
+    return change
+
+
+def model(**values: Any) -> Any:
+    return lambda content: content["model"].update(values)
+
+
+def added(*texts: str, **flags: Any) -> Any:
+    """Tokens instead of the last ones of the vocabulary."""
+
+    def change(content: dict[str, Any]) -> None:
+        words = {number: word for word, number in content["model"]["vocab"].items()}
+        for number, text in enumerate(texts, EMBEDDED_VOCABULARY - len(texts)):
+            word = words[number]
+            merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in content["model"]["merges"]]
+            content["model"]["merges"] = [pair for pair in merges if word not in ("".join(pair), *pair)]
+            del content["model"]["vocab"][word]
+            plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+            content["added_tokens"].append({"id": number, "content": text, **plain, **flags})
+
+    return change
+
+
+def normalizer(kind: str) -> Any:
+    return lambda content: content.update(normalizer={"type": kind})
+
+
+def template(*order: str) -> Any:
+    def change(content: dict[str, Any]) -> None:
+        ids = {"<s>": 0, "</s>": 1}
+        parts = [
+            {"SpecialToken": {"id": each, "type_id": 0}} if each in ids else {"Sequence": {"id": each, "type_id": 0}}
+            for each in order
+        ]
+        tokens = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in ids.items()}
+        both = [*parts, {"Sequence": {"id": "B", "type_id": 1}}]
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": parts,
+            "pair": both,
+            "special_tokens": tokens,
+        }
+
+    return change
+
+
+def taken(content: dict[str, Any]) -> None:
+    vocabulary = content["model"]["vocab"]
+    number = vocabulary.pop(next(word for word, number in vocabulary.items() if number == EMBEDDED_VOCABULARY - 1))
+    vocabulary["<EOT>"] = number
+    content["model"]["merges"] = content["model"]["merges"][:-50]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (steps({**BYTES, "add_prefix_space": True}), "'add_prefix_space': True"),
+        (steps({**BYTES, "use_regex": False}), "'use_regex': False"),
+        (steps({"type": "Digits", "individual_digits": False}, BYTES), "'individual_digits': False"),
+        (steps(split(QWEN, behavior="Removed"), {**BYTES, "use_regex": False}), "'behavior': 'Removed'"),
+        (steps(split(QWEN, invert=True), {**BYTES, "use_regex": False}), "'invert': True"),
+        (steps(split(QWEN), BYTES), "'use_regex': True"),
+        (steps(split(QWEN), {**BYTES, "use_regex": False}, ignore_merges=True), "ignore_merges True"),
+        (steps(split(QWEN.replace("s|'t", "s")), {**BYTES, "use_regex": False}), "splits text in a way"),
+        (steps({"type": "Whitespace"}), "splits text in a way"),
+        (model(ignore_merges=True), "ignore_merges True"),
+        (model(byte_fallback=True), "byte_fallback True"),
+        (model(dropout=0.5), "dropout 0.5"),
+        (model(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>'"),
+        (normalizer("Lowercase"), "Lowercase"),
+        (normalizer("NFKC"), "NFKC"),
+        (added("<x", lstrip=True), "'<x' with lstrip"),
+        (added("<x", rstrip=True), "'<x' with rstrip"),
+        (added("<x", single_word=True), "'<x' with single_word"),
+        (added("<x", "x>"), "'<x' and 'x>', which can overlap"),
+        (template("</s>", "A"), "adds tokens to a text"),
+        (template("<s>", "<s>", "A"), "adds tokens to a text"),
+        (taken, "the ordinary token '<EOT>'"),
+        (lambda content: content.update(decoder={"type": "Fuse"}), "decoder Fuse"),
+    ],
+)
+@pytest.mark.slow
+def test_tokenizers(tmp_path: Path, change: Any, said: str) -> None:
+    source = tokenizer(tmp_path, change)
+    assert said in refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda content: None, "gpt-2"),
+        (steps(BYTES), "gpt-2"),
+        (steps({"type": "Digits", "individual_digits": True}, BYTES), "smollm"),
+        (steps(split(QWEN), {**BYTES, "use_regex": False}), "qwen2"),
+        (steps(split(LLAMA), {**BYTES, "use_regex": False}, ignore_merges=True), "llama-bpe"),
+        (steps(split(LLAMA), {**BYTES, "use_regex": False}), "smaug-bpe"),
+        (template("<s>", "A"), "gpt-2"),
+        (template("<s>", "A", "</s>"), "gpt-2"),
+        (added("<x", "Größe", special=True), "gpt-2"),
+        (added("a<x>b", "<x>", normalized=True), "gpt-2"),
+        (lambda content: content["model"]["merges"].append(content["model"]["merges"][0]), "gpt-2"),
+    ],
+)
+@pytest.mark.slow
+def test_tokenizers_that_are_written(tmp_path: Path, change: Any, name: str) -> None:
+    source = tokenizer(tmp_path, change)
+    assert niwaki.export_gguf(source, tmp_path / "model.gguf", "F16") == []
+    file = formulas.File(tmp_path / "model.gguf")
+    assert file.keys["tokenizer.ggml.pre"] == name
+    assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
+
+
+def test_composed_letters_are_said(tmp_path: Path) -> None:
+    source = tokenizer(tmp_path, normalizer("NFC"))
+    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert "NFC" in note
+
+
+def composing(**flags: Any) -> Any:
+    """A tokenizer that composes characters, with a token that is not composed."""
+
+    def change(content: dict[str, Any]) -> None:
+        normalizer("NFC")(content)
+        added(unicodedata.normalize("NFD", "<é>"), **flags)(content)
+
+    return change
+
+
+def test_tokens_that_are_composed_themselves(tmp_path: Path) -> None:
+    said = refusal(tokenizer(tmp_path / "first", composing(normalized=True)))
+    assert "normalized, and brings it into the form NFC" in said
+    source = tokenizer(tmp_path / "second", composing(normalized=False))
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+
+
+def test_special_tokens_that_are_split(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    edit_json(source / "tokenizer_config.json", split_special_tokens=True)
+    assert "has split_special_tokens True" in refusal(source)
+
+
+def test_a_class_that_replaces_what_the_file_says(tmp_path: Path) -> None:
+    """transformers gives Qwen 2 its own steps, whatever tokenizer.json has."""
+    source = saved(tmp_path / "source", "qwen2")
+    notes = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    file = formulas.File(tmp_path / "model.gguf")
+    assert file.keys["tokenizer.ggml.pre"] == "qwen2"
+    assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
+    assert any("'<|endoftext|>'" in note for note in notes)  # which the class adds, beyond the vocabulary
+
+
+def test_files_of_slow_tokenizers(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    expected = AutoTokenizer.from_pretrained(source)(TEXT).input_ids
+    content = json.loads((source / "tokenizer.json").read_text())["model"]
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["merges"]]
+    (source / "vocab.json").write_text(json.dumps(content["vocab"]))
+    (source / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]))
+    (source / "tokenizer.json").unlink()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>"}
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **names}))
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    file = formulas.File(tmp_path / "model.gguf")
+    assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids == expected
+
+
+def test_a_file_of_sentencepiece(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    (source / "tokenizer.json").rename(source / "tokenizer.model")
+    assert "SentencePiece" in refusal(source)
+
+
+def test_where_texts_end(tmp_path: Path) -> None:
+    """llama.cpp ends a text at three tokens that a file names."""
+    source = save_model_with_tokenizer(tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 7, 9]}))
+    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    keys = formulas.File(tmp_path / "model.gguf").keys
+    assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [1, 5, 7]
+    assert "does not end texts at" in note
+
+
+def test_no_end_of_text_is_said(tmp_path: Path) -> None:
+    source = save_model_with_tokenizer(tmp_path / "source")
+    edit_json(source / "tokenizer_config.json", eos_token=None)
+    edit_json(source / "config.json", eos_token_id=None)
+    (source / "generation_config.json").unlink(missing_ok=True)
+    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert "the token 11" in note
+
+
+@pytest.mark.parametrize("name", ["my-Phi-3-mini", "phi3", "modern-bert"])
+@pytest.mark.slow
+def test_names_that_llama_cpp_takes_for_another_model(tmp_path: Path, name: str) -> None:
+    source = save_model_with_tokenizer(tmp_path / name)
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    assert "general.name" not in formulas.File(tmp_path / "model.gguf").keys
+
+
+def test_tokens_of_the_padding(tmp_path: Path) -> None:
+    """Numbers without a token get a name that no token has: llama.cpp loads no file with one twice."""
+    source = tokenizer(tmp_path, added("[PAD4100]", special=True))
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    more = torch.zeros(EMBEDDED_VOCABULARY + 10, 32)
+    more[:EMBEDDED_VOCABULARY] = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "model.embed_tokens.weight": more}, file, {"format": "pt"})
+    edit_json(source / "config.json", vocab_size=EMBEDDED_VOCABULARY + 10)
+    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    tokens = formulas.File(tmp_path / "model.gguf").keys["tokenizer.ggml.tokens"]
+    assert len(set(tokens)) == len(tokens) == EMBEDDED_VOCABULARY + 10

@@ -1,0 +1,788 @@
+"""From a model directory to one of a smaller model; transformers is the judge."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import niwaki
+from niwaki.cli import main as cli
+from niwaki.cli.display import Display
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.evaluation.evaluate import evaluate
+from niwaki.options import Measurement
+from niwaki.records.record import MatrixRecord, Record
+from niwaki.runs.workplace import Workplace
+from niwaki.shrinking import walk as shrinking
+from niwaki.shrinking.units import UnitParameter
+from support.arguments import arguments
+from support.command import without_sign_of_life
+from support.models import (
+    decoder_blocks,
+    edit_json,
+    is_pruned,
+    linear_inputs,
+    message,
+    random_model,
+    random_tokens,
+    reference,
+    save_model,
+    save_model_with_tokenizer,
+    sparse_model,
+    weight,
+)
+from support.runs import SMALL, files
+
+RIDGE = 0.01
+CALIBRATION = random_tokens(8, 24)
+#: Of a model of 2 blocks.
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+def run(model: Path, out: Path, **changes: Any) -> Record:
+    """``shrink`` with small inputs and without a tokenizer."""
+    options: dict[str, Any] = {
+        "calibration": CALIBRATION,
+        "text": random_tokens(3, 24, seed=1),
+        "device": "cpu",
+    }
+    return niwaki.shrink(model, out, **arguments(**{**options, **changes}))
+
+
+def save(path: Path, case: str, **changes: Any) -> Path:
+    """A random model with another configuration than that of its case."""
+    random_model(case, **changes).save_pretrained(path)
+    return path
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def config(directory: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return values
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    found: Tensor = model(random_tokens(3, 20, seed=5), use_cache=False).logits
+    return found
+
+
+def generate(directory: Path) -> Tensor:
+    """What the model says when it uses its cache, which counts blocks and heads."""
+    model, tokens = reference(directory), random_tokens(2, 8)
+    model.generation_config.eos_token_id = None
+    found = model.generate(  # type: ignore[operator]
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    assert isinstance(found, Tensor)
+    assert found.shape == (2, 14)
+    with torch.no_grad():  # and without the cache
+        assert torch.equal(model(found[:, :-1], use_cache=False).logits[:, 7:].argmax(-1), found[:, 8:])
+    return found
+
+
+def gone_of(record: Record, item: MatrixRecord) -> tuple[str, list[int]]:
+    """(kind, units that went) of a matrix that was fitted."""
+    assert record.structure is not None
+    kind = "heads" if "attn" in item.name else "neurons"
+    number = kept_blocks(record).index(item.block)
+    return kind, getattr(record.structure, kind)[number]
+
+
+def kept_blocks(record: Record) -> list[int]:
+    structure = record.structure
+    assert structure is not None
+    depth = len({item.block for item in record.matrices}) or len(structure.influence) - len(structure.blocks)
+    return [block for block in range(depth + len(structure.blocks)) if block not in structure.blocks]
+
+
+def kept_columns(record: Record, item: MatrixRecord, columns: int) -> list[int]:
+    _, gone = gone_of(record, item)
+    size = (columns - item.shape[1]) // len(gone)
+    return [column for column in range(columns) if column // size not in gone]
+
+
+def twins(source: Path, out: Path, record: Record) -> Iterator[tuple[PreTrainedModel, MatrixRecord]]:
+    """The dense model, with zeros for what went and the fitted weights of ``out``: before each of these steps."""
+    twin, small = reference(source), reference(out)
+    for item in record.matrices:
+        yield twin, item
+        new = matrix(small, kept_blocks(record).index(item.block), item.name)
+        old = matrix(twin, item.block, item.name)
+        assert new.shape == item.shape
+        columns = kept_columns(record, item, old.shape[1])
+        old.zero_()
+        old[:, columns] = new
+    yield twin, item
+
+
+def matrix(model: PreTrainedModel, block: int, name: str) -> Tensor:
+    """(out, in): a view of a weight of a block."""
+    module = decoder_blocks(model)[block].get_submodule(name)
+    assert isinstance(module.weight, Tensor)
+    return module.weight.T if isinstance(module, Conv1D) else module.weight
+
+
+def fitted(X: Tensor, W: Tensor, kept: list[int]) -> Tensor:
+    """The regression with the ridge, in float64."""
+    X, W = X.double(), W.double()
+    rows = torch.cat([X / len(X) ** 0.5, RIDGE**0.5 * X.square().mean(dim=0).sqrt().diag()])
+    solution: Tensor = torch.linalg.lstsq(rows[:, kept], rows @ W.T).solution
+    return solution.T
+
+
+# Neurons and heads
+
+WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2}
+#: (case, changes of its configuration, options, what the configuration says then)
+SMALLER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {"neurons": 0.3}, {"intermediate_size": 34}),
+    ("llama", {}, {"heads": 0.5}, {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}),
+    ("llama tied", {}, {"neurons": 0.5, "heads": 0.5}, {"intermediate_size": 24, "num_attention_heads": 2}),
+    ("llama biases", {"num_key_value_heads": 4}, {"neurons": 0.25, "heads": 0.75},
+     {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    ("mistral", {}, {"heads": 0.5, "neurons": 0.1}, {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    ("qwen2", WIDE, {"heads": 0.5}, {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 4}),
+    ("mistral window", {"num_attention_heads": 8, "num_key_value_heads": 4}, {"heads": 0.25},
+     {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}),
+    ("qwen2 window", {}, {"neurons": 0.5}, {"intermediate_size": 24}),
+    ("qwen3", {}, {"heads": 0.5, "neurons": 0.5}, {"num_attention_heads": 2, "head_dim": 16}),
+    ("qwen3_moe", {}, {"heads": 0.5}, {"num_attention_heads": 2}),
+    ("gemma2", {}, {"neurons": 0.5, "heads": 0.5}, {"intermediate_size": 24, "num_attention_heads": 2}),
+    ("gemma3", {}, {"neurons": 0.5, "heads": 0.5}, {"intermediate_size": 24, "num_attention_heads": 2}),
+    ("phi3", {}, {"neurons": 0.5}, {"intermediate_size": 24}),
+    ("opt", {}, {"neurons": 0.5}, {"ffn_dim": 24}),
+    ("gpt2", {}, {"neurons": 0.25}, {"n_inner": 36}),
+    ("gpt_neox", {}, {"neurons": 0.25}, {"intermediate_size": 36}),
+    ("olmo2", {}, {"neurons": 0.25}, {"intermediate_size": 36}),
+    ("cohere2", {}, {"neurons": 0.25, "heads": 0.5}, {"intermediate_size": 36, "num_attention_heads": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "changes", "options", "said"), SMALLER, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.slow
+def test_a_smaller_model_is_the_dense_one_with_zeros(
+    tmp_path: Path, case: str, changes: dict[str, Any], options: dict[str, Any], said: dict[str, Any]
+) -> None:
+    source, out = save(tmp_path / "model", case, **changes), tmp_path / "out"
+    record = run(source, out, **options)
+    text = config(out).get("text_config", config(out))
+    assert {name: text[name] for name in said} == said
+    # Transformers makes the same shapes of the configuration; a mistake here would be a tensor of random numbers.
+    small = reference(out)
+    assert {key: value.shape for key, value in small.state_dict().items() if key in tensors(out)} == {
+        key: value.shape for key, value in tensors(out).items() if key in small.state_dict()
+    }
+    *_, (twin, _) = twins(source, out, record)
+    torch.testing.assert_close(logits(small), logits(twin), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(small), logits(reference(source)), rtol=0.01, atol=0.01)
+    generate(out)
+    assert len(record.matrices) == len(decoder_blocks(small)) * len(options)
+    check_parameters(source, out, record)
+
+
+#: (neurons, fraction, how many stay, what a note says of it)
+ROUNDED = [
+    (256, "0.3", 192, "192 of 256 neurons stay, a multiple of 32 as"),  # and not 179
+    (256, 0.25, 192, None),
+    (256, "90 %", 32, "87.5 % go instead of 90 %"),
+    (128, 0.1, 115, "115 of 128 neurons stay, no multiple of 32"),  # the nearest one would leave all
+    (128, 0.97, 4, "no multiple of 32"),  # and here none
+    (96, 0.5, 48, "no multiple of 32"),  # which 32 or 64 are too far from
+    (48, 0.3, 34, None),
+]
+
+
+@pytest.mark.parametrize(("width", "fraction", "stay", "said"), ROUNDED)
+@pytest.mark.slow
+def test_a_multiple_of_32_neurons_stays(
+    tmp_path: Path, width: int, fraction: float | str, stay: int, said: str | None
+) -> None:
+    source, out = save(tmp_path / "model", "llama", intermediate_size=width), tmp_path / "out"
+    record = run(source, out, neurons=fraction, text_samples=0)
+    assert config(out)["intermediate_size"] == stay
+    assert record.pattern == f"{100 * (width - stay) / width:.3g} % of the neurons of each block"
+    notes = [note for note in record.notes if "neurons stay" in note]
+    assert len(notes) == (said is not None)
+    assert all(str(said) in note for note in notes)
+
+
+def check_parameters(source: Path, out: Path, record: Record) -> None:
+    """What the record says of them, against the files and against the modules of transformers."""
+    structure, in_blocks = record.structure, []
+    assert structure is not None
+    for when, directory in (("before", source), ("after", out)):
+        assert structure.parameters[when] == sum(value.numel() for value in tensors(directory).values())
+        in_blocks.append(sum(p.numel() for b in decoder_blocks(reference(directory)) for p in b.state_dict().values()))
+    assert structure.removed == pytest.approx(1 - in_blocks[1] / in_blocks[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("llama grouped", {"neurons": 0.25, "heads": 0.5}),
+        ("qwen3", {"neurons": 0.5}),
+        ("llama biases", {"neurons": 0.25}),
+    ],
+)
+@pytest.mark.slow
+def test_what_stays_is_fitted_to_the_inputs_that_it_gets(tmp_path: Path, case: str, options: dict[str, Any]) -> None:
+    """The inputs of each matrix are those in the model of transformers with all that was dropped before it."""
+    source, out = save_model(tmp_path / "model", case), tmp_path / "out"
+    record = run(source, out, **options)
+    small, seen = reference(out), 0
+    for twin, item in twins(source, out, record):
+        if seen == len(record.matrices):
+            break
+        seen += 1
+        X = linear_inputs(twin, item.block, CALIBRATION)[item.name]
+        W = matrix(twin, item.block, item.name).clone()
+        kept = kept_columns(record, item, W.shape[1])
+        expected = fitted(X, W, kept)
+        found = matrix(small, item.block, item.name).double()
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        Y = X.double() @ W.double().T
+        error = (Y - X[:, kept].double() @ expected.T).square().sum() / Y.square().sum()
+        assert item.error == pytest.approx(error.item(), rel=1e-3)
+        assert item.tokens == CALIBRATION.numel()
+    assert seen == 3 * 2 if case == "llama grouped" else seen >= 2
+
+
+def test_what_is_dropped_is_what_costs_least(tmp_path: Path) -> None:
+    """A head and neurons whose outputs are 0 go, and nothing is lost by it."""
+    model = random_model("llama")
+    with torch.no_grad():
+        weight(model, "model.layers.1.self_attn.v_proj")[8:16] = 0
+        weight(model, "model.layers.1.mlp.up_proj")[torch.tensor([3, 30, 40])] = 0
+        weight(model, "model.layers.0.self_attn.v_proj")[16:32] = 0
+    source, out = tmp_path / "model", tmp_path / "out"
+    model.save_pretrained(source)
+    record = run(source, out, heads=0.5, neurons=0.1)
+    structure = record.structure
+    assert structure is not None
+    assert structure.heads[0] == [2, 3]
+    assert record.matrices[0].error < 1e-12
+    assert 1 in structure.heads[1]
+    assert {3, 30, 40} <= set(structure.neurons[1])
+    assert [len(gone) for gone in structure.neurons] == [5] * len(structure.heads)
+
+
+# Blocks
+
+
+def influences(model: PreTrainedModel) -> list[float]:
+    """1 - mean cosine, from the hidden states of transformers; of the last block by a hook."""
+    ends: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        def hook(_: Any, args: Any, kwargs: Any, answer: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            ends[index] = hidden, answer[0] if isinstance(answer, tuple) else answer
+
+        return hook
+
+    handles = [
+        block.register_forward_hook(keep(index), with_kwargs=True) for index, block in enumerate(decoder_blocks(model))
+    ]
+    with torch.no_grad():
+        model(CALIBRATION, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    found = []
+    for index in range(len(ends)):
+        a, b = (end.double() for end in ends[index])
+        found.append(1 - ((a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))).mean().item())
+    return found
+
+
+def let_through(model: PreTrainedModel, dropped: list[int]) -> PreTrainedModel:
+    """``model`` where these blocks answer their inputs."""
+
+    def hook(_: Any, args: Any, kwargs: Any, answer: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *answer[1:]) if isinstance(answer, tuple) else hidden
+
+    for index in dropped:
+        decoder_blocks(model)[index].register_forward_hook(hook, with_kwargs=True)
+    return model
+
+
+_FOUR = {"num_hidden_layers": 4, "sliding_window": 6}
+_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+BLOCKS: list[tuple[str, dict[str, Any], int]] = [
+    ("llama grouped", {}, 2),
+    ("llama tied", {}, 1),
+    ("mistral window", {"num_hidden_layers": 4}, 2),
+    ("mixtral", {}, 1),
+    ("qwen2 window", {}, 1),
+    ("qwen3", {}, 1),
+    ("qwen2_moe dense", {}, 1),
+    ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [1, 2]}, 2),
+    ("gemma2", {**_FOUR, "layer_types": _TYPES}, 1),
+    ("gemma3_text", {**_FOUR, "layer_types": _TYPES}, 2),
+    ("gemma3", {}, 1),
+    ("cohere2", {**_FOUR, "layer_types": _TYPES}, 2),
+    ("gpt_oss", {**_FOUR, "layer_types": _TYPES}, 1),
+    ("llama4_text", {}, 1),
+    ("llama4", {}, 1),
+    ("phi3", {}, 1),
+    ("opt", {}, 1),
+    ("gpt2", {}, 1),
+    ("gpt_neox", {}, 1),
+    ("bloom", {}, 1),
+    ("falcon new", {}, 1),
+    ("deepseek_v3", {}, 1),
+]
+
+
+def drop_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their influence: then all others get another number."""
+    monkeypatch.setattr(shrinking, "lowest", lambda scores, count: list(range(count)))
+
+
+@pytest.mark.parametrize(("case", "changes", "count"), BLOCKS, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.slow
+def test_without_its_first_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, changes: dict[str, Any], count: int
+) -> None:
+    drop_the_first(monkeypatch)
+    source, out = save(tmp_path / "model", case, **changes), tmp_path / "out"
+    before, dense = tensors(source), reference(source)
+    record = run(source, out, blocks=count)
+    structure = record.structure
+    assert structure is not None
+    assert structure.influence == pytest.approx(influences(dense), rel=1e-4, abs=1e-6)
+    small = reference(out)
+    assert len(decoder_blocks(small)) == len(structure.influence) - count
+    expected = logits(let_through(dense, list(range(count))))
+    torch.testing.assert_close(logits(small), expected, rtol=1e-4, atol=1e-4)
+    generate(out)
+    # No tensor is another than before, and none is left over.
+    old = {value.numpy().tobytes() for value in before.values()}
+    assert all(value.numpy().tobytes() in old for value in tensors(out).values())
+    check_parameters(source, out, record)
+
+
+@pytest.mark.parametrize(("count", "gone"), [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3])])
+@pytest.mark.slow
+def test_blocks_of_the_least_influence_go(tmp_path: Path, count: int, gone: list[int]) -> None:
+    source, out = save(tmp_path / "model", "mistral", num_hidden_layers=5), tmp_path / "out"
+    values = tensors(source)
+    for block, size in enumerate((0.5, 1e-3, 0.3, 0.1, 2.0)):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            values[f"model.layers.{block}.{name}.weight"] *= size
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    record = run(source, out, blocks=count)
+    expected = influences(reference(source))
+    assert record.structure is not None
+    assert record.structure.influence == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert sorted(range(5), key=lambda index: expected[index])[:count] == [1, 3, 2, 0][:count]
+    assert record.structure.blocks == gone
+    torch.testing.assert_close(
+        logits(reference(out)), logits(let_through(reference(source), gone)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_entries_for_each_block(tmp_path: Path) -> None:
+    """What configurations say of blocks, whichever go; the block that goes here is the second of four."""
+    source = save(
+        tmp_path / "model",
+        "qwen2 window",
+        num_hidden_layers=4,
+        max_window_layers=2,
+        layer_types=[*["full_attention"] * 2, *["sliding_attention"] * 2],
+    )
+    assert "layer_types" in config(source)
+    edit_json(source / "config.json", layer_types=..., sliding_window_pattern=2)  # as in older files
+    quiet(source, 1)
+    record = run(source, tmp_path / "out", blocks=1)
+    assert record.structure is not None
+    assert record.structure.blocks == [1]
+    found = config(tmp_path / "out")
+    assert found["num_hidden_layers"] == 3
+    assert found["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
+    assert found["max_window_layers"] == 1
+    assert "sliding_window_pattern" not in found
+
+
+def quiet(source: Path, block: int) -> None:
+    """Lets a block of a LLaMA or Qwen add next to nothing, so that it is the first to go."""
+    values = tensors(source)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        values[f"model.layers.{block}.{name}.weight"] *= 1e-3
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+
+
+def test_what_the_model_has_no_use_for_goes_with_its_block(tmp_path: Path) -> None:
+    """Old files have buffers that transformers computes now."""
+    source, out = save_model(tmp_path / "model", "llama grouped"), tmp_path / "out"
+    quiet(source, 1)
+    values = tensors(source)
+    for block in range(4):  # DeepSeek-V3 has a block more than its configuration says
+        values[f"model.layers.{block}.self_attn.rotary_emb.inv_freq"] = torch.full((4,), float(block))
+    values["something.else"] = torch.ones(2)
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    run(source, out, blocks=1)
+    found = tensors(out)
+    assert torch.equal(found["something.else"], torch.ones(2))
+    buffers = {key: value[0].item() for key, value in found.items() if "inv_freq" in key}
+    assert buffers == {
+        f"model.layers.{new}.self_attn.rotary_emb.inv_freq": old for new, old in ((0, 0), (1, 2), (3, 3))
+    }
+
+
+# All together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+def test_all_three_from_shards(tmp_path: Path, dtype: torch.dtype) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    save_model(source, "llama grouped", dtype=dtype, shards=True)
+    record = run(source, out, blocks=1, neurons=0.25, heads=0.5)
+    assert all(value.dtype == dtype for value in tensors(out).values())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors(out))
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors(out).values())
+    for key, shard in index["weight_map"].items():
+        assert key in load_file(out / shard)
+        assert int.from_bytes((out / shard).read_bytes()[:8], "little") % 8 == 0  # so that numbers are aligned
+    assert record.structure is not None
+    dropped, kept = record.structure.blocks, kept_blocks(record)
+    *_, (twin, _) = twins(source, out, record)
+    torch.testing.assert_close(logits(reference(out)), logits(let_through(twin, dropped)), rtol=1e-4, atol=1e-4)
+    assert [(item.block, item.name) for item in record.matrices] == [
+        (block, name) for block in kept for name in ("self_attn.o_proj", "mlp.down_proj")
+    ]
+    generate(out)
+    check_parameters(source, out, record)
+    assert record == Record.from_json((out / "niwaki.json").read_text())
+    said = config(out)["pruning_config"]
+    assert said["method"] == "shrink"
+    assert said["pattern"] == "1 of 3 blocks, 50 % of the heads of each block, 25 % of the neurons of each block"
+    assert not [path for path in listing(tmp_path) if path.startswith(".")]
+
+
+def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model", "llama grouped")
+    outs = [tmp_path / "one", tmp_path / "other"]
+    records = [run(source, out, blocks=1, neurons=0.3, heads=0.5) for out in outs]
+    assert listing(outs[0]) == listing(outs[1])
+    for name in listing(outs[0]):
+        if name != "niwaki.json":
+            assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes(), name
+    assert records[0].structure == records[1].structure
+
+
+@pytest.mark.slow
+def test_perplexity_and_files(tmp_path: Path) -> None:
+    source, out = save_model_with_tokenizer(tmp_path / "model"), tmp_path / "out"
+    (source / "README.md").write_text("---\nlicense: mit\n---\n# dense\n")
+    options: dict[str, Any] = {"calibration": "demo", "samples": 4, "length": 32, "device": "cpu"}
+    record = niwaki.shrink(source, out, **arguments(neurons=0.5, text="demo-held", text_samples=3, **options))
+    for when, directory in (("before", source), ("after", out)):
+        found = evaluate(directory, Measurement("demo-held", length=32, samples=3), compute="cpu")
+        assert record.perplexity[when].value == pytest.approx(found.value, rel=1e-6)
+    card = (out / "README.md").read_text()
+    assert "license: mit" in card
+    assert "50 % of the neurons of each block" in card
+    assert "sparse" not in card
+    assert f"{record.perplexity['after'].value:.2f}" in card
+    assert (out / "README.base.md").read_text().endswith("# dense\n")
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    none = niwaki.shrink(source, tmp_path / "none", **arguments(neurons=0.5, text_samples=0, **options))
+    assert none.perplexity == {}
+    assert tensors(tmp_path / "none").keys() == tensors(out).keys()
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    source = save_model_with_tokenizer(tmp_path / "model", blocks=3)
+    capfd.readouterr()
+    told = ["--blocks", "1", "--neurons", "0.5", "--heads", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["niwaki", "shrink", str(source), str(tmp_path / "out"), *SMALL, *told])
+    with contextlib.suppress(SystemExit):  # of typer, with 0
+        cli.main()
+    out, err = capfd.readouterr()
+    assert err == f"shrinking {source}\n"
+    assert "\x1b" not in out
+    record = Record.from_json((tmp_path / "out/niwaki.json").read_text())
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    for block in kept_blocks(record):
+        errors = [f"{item.error:.4f}" for item in record.matrices if item.block == block]
+        assert len(errors) == 2
+        assert rows[str(block)][1:] == errors
+    (gone,) = set(range(3)) - set(kept_blocks(record))
+    assert str(gone) not in rows
+    said = "1 of 3 blocks, 50 % of the heads of each block, 50 % of the neurons of each block"
+    assert " ".join(rows["removed"]) == said
+    assert str(record.structure) in out
+    assert f"perplexity after   {record.perplexity['after'].value:.2f}" in out
+    assert out.rstrip().endswith(f"written to {tmp_path / 'out'}")
+    assert record.command.startswith(f"niwaki shrink {source}")
+    # And once more, over what is there.
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    out, err = capfd.readouterr()
+    assert len(without_sign_of_life(err).splitlines()) == 1
+    assert "is not an empty directory" in err
+
+
+# What cannot be had
+
+_STEP = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "options", "said"),
+    [
+        ("mixtral", {}, {"neurons": 0.5}, "block 0 has experts"),
+        ("deepseek_v3", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
+        ("llama biases", {}, {"heads": 0.5}, "none of its 1 groups of 4 heads that share keys and"),
+        ("gpt2", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
+        ("phi3", {}, {"heads": 0.5}, "attention of block 0 is not made of q_proj"),
+        ("bloom", {}, {"neurons": 0.5}, "no entry for their number, 128"),
+        ("olmo2", {}, {"heads": 0.5}, "self_attn.q_norm.weight would be (16,) and should be (32,)"),
+        ("gpt_oss", {}, {"heads": 0.5}, "self_attn.sinks would be (2,) and should be (4,)"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3}, {"blocks": 1}, "attn.scaling would be"),
+        ("qwen2_moe", {**_STEP, "decoder_sparse_step": 2}, {"blocks": 1}, "in block 1 as block 0 of 3, mlp"),
+    ],
+)  # fmt: skip
+@pytest.mark.slow
+def test_models_that_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    said: str,
+) -> None:
+    drop_the_first(monkeypatch)
+    source = save(tmp_path / "model", case, **changes)
+    before = listing(tmp_path)
+    told = message(lambda: run(source, tmp_path / "out", **options), UnsupportedModelError)
+    assert said in told
+    assert f"{source} ({case.split()[0]})" in told
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "nothing to remove; give blocks, neurons, heads, experts or expert_neurons"),
+        ({"blocks": 3}, "blocks 3 of 3: from 0 to 2 can be removed"),
+        ({"blocks": -1}, "blocks -1 of 3"),
+        ({"neurons": 1.0}, "neurons is a fraction, from 0 to below 1; got 1"),
+        ({"neurons": -0.1}, "neurons is a fraction"),
+        ({"neurons": "25"}, "neurons is a fraction, from 0 to below 1; got 25; did you mean 0.25 (25 %)?"),
+        ({"expert_neurons": 40}, "got 40; did you mean 0.4 (40 %)?"),
+        ({"heads": "half"}, "heads is a fraction, such as 0.25 or 25%; got 'half'"),
+        ({"heads": float("nan")}, "heads is a fraction"),
+        ({"neurons": 0.995}, "neurons 0.995 of 48 would be 48; from 1 to 47 can be removed"),
+        ({"neurons": 0.001}, "neurons 0.001 of 48 would be 0"),
+        ({"heads": 0.2}, "heads 0.2 of 2 groups of 2 heads that share keys and values would be 0; its "
+                         "configuration allows 0.5"),
+        ({"heads": 0.95}, "would be 2; its configuration allows 0.5"),
+        ({"neurons": 0.5, "samples": 0}, "samples must be 1 or more"),
+        ({"neurons": 0.5, "calibration": random_tokens(2, 8, vocabulary=99)}, "tokens go from 0 to 63"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    source = save_model(tmp_path / "model", "llama grouped")
+    before = listing(tmp_path)
+    assert said in message(lambda: run(source, tmp_path / "out", **options), UsageError)
+    assert listing(tmp_path) == before
+
+
+def test_numbers_of_heads_that_the_configuration_refuses(tmp_path: Path) -> None:
+    """Transformers wants LLaMA's to divide the hidden size, here 32, and does not mind Mistral's."""
+    source = save_model(tmp_path / "llama", "llama")
+    said = message(lambda: run(source, tmp_path / "out", heads=0.25))
+    assert said.endswith("its configuration allows 0.5, 0.75")
+    source = save(tmp_path / "mistral", "mistral", num_key_value_heads=4)
+    run(source, tmp_path / "out", heads=0.25)
+    assert config(tmp_path / "out")["num_attention_heads"] == 3
+    generate(tmp_path / "out")
+
+
+def test_outputs_that_are_taken(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model")
+    before = listing(tmp_path)
+    for out in (tmp_path, source, source / "out"):
+        assert str(out) in message(lambda out=out: run(source, out, neurons=0.5))  # type: ignore[misc]
+    assert listing(tmp_path) == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run(source, empty, neurons=0.5)
+    assert all((empty / name).exists() for name in SHARDS)
+
+
+@pytest.mark.parametrize("options", [{"heads": 0.5}, {"neurons": 0.5}, {"blocks": 1}])
+@pytest.mark.slow
+def test_a_failure_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    source = save_model(tmp_path / "model", "llama grouped")
+    before = listing(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("niwaki.checkpoints.shards.reserve", full)
+        assert "no space left" in message(lambda: run(source, tmp_path / "out", **options), OutputError)
+    assert listing(tmp_path) == before
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shrinking, "check_outputs", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", **options)
+    monkeypatch.undo()
+    assert run(source, tmp_path / "out", **options).resumed == [2 if "blocks" in options else 3]
+    run(source, tmp_path / "whole", **options)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_files_have_the_usual_mode(tmp_path: Path) -> None:
+    run(save_model(tmp_path / "model"), tmp_path / "out", neurons=0.5)
+    (tmp_path / "usual").touch()
+    modes = {path.stat().st_mode for path in (*(tmp_path / "out").iterdir(), tmp_path / "usual")}
+    assert len(modes) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is written and checked, only the name is missing: the same command gives it that."""
+    source, out, aside = save_model(tmp_path / "model"), tmp_path / "out", tmp_path / "aside"
+    hidden = [tmp_path / ".out.partial", tmp_path / ".out.partial.json"]
+
+    def kill(_: Workplace) -> None:
+        aside.mkdir()
+        for path in hidden:
+            path.rename(aside / path.name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workplace, "move", kill)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, out, neurons=0.5)
+    for path in hidden:
+        (aside / path.name).rename(path)
+    monkeypatch.setattr(shrinking, "remove_units", None)
+    for options in ({"neurons": 0.4}, {"neurons": 0.5, "heads": 0.5}):
+        assert "unfinished run" in message(lambda options=options: run(source, out, **options))  # type: ignore[misc]
+    record = run(source, out, neurons=0.5)
+    assert not any(path.exists() for path in hidden)
+    monkeypatch.undo()
+    again = run(source, tmp_path / "again", neurons=0.5)
+    assert record.structure == again.structure
+    assert all((out / name).read_bytes() == (tmp_path / "again" / name).read_bytes() for name in SHARDS)
+
+
+def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of other units have the right shapes."""
+    without = UnitParameter.without
+
+    def wrong(part: UnitParameter, value: Tensor, kept: Tensor) -> Tensor:
+        return without(part, value, kept if part.dimension == 1 else kept.roll(1))
+
+    monkeypatch.setattr(UnitParameter, "without", wrong)
+    source = save_model(tmp_path / "model")
+    for options in ({"heads": 0.5}, {"neurons": 0.5}):
+        said = message(lambda options=options: run(source, tmp_path / "out", **options, restart=True), OutputError)  # type: ignore[misc]
+        assert "hidden states differ" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "names"),
+    [
+        ("llama", {"neurons": 0.25}, ["mlp.down_proj"]),
+        ("llama", {"heads": 0.5, "neurons": 0.25, "blocks": 1}, ["o_proj", "mlp.down_proj"]),
+        ("mixtral", {"experts": 0.25}, ["down_proj", "w2"]),
+        ("mixtral", {"expert_neurons": 0.25}, ["down_proj", "w2"]),
+        ("llama", {"neurons": 0.25, "effort": "fast:epochs=1:batch=24"}, [""]),
+    ],
+)
+def test_zeros_that_fits_lose(
+    tmp_path: Path, case: str, options: dict[str, Any], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their number is in the record and on the screen; the others stay."""
+    source = sparse_model(tmp_path / "model", case)
+    with Display("shrinking") as display:
+        record = run(source, tmp_path / "out", progress=display, **options)
+    before, after = tensors(source), tensors(tmp_path / "out")
+    notes = [note for note in record.notes if "not zero any more" in note]
+    (said,) = notes
+    revived, zeros = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", said)[:2])
+    fitted = {key for key in after if is_pruned(case, key) and any(name in key for name in names)}
+    left = {key: int((after[key] == 0).sum()) for key in after if is_pruned(case, key)}
+    assert zeros - revived == sum(left[key] for key in fitted)
+    share = sum(value.numel() for key, value in after.items() if key in fitted) * 0.7
+    assert zeros == pytest.approx(share, rel=0.1)
+    assert all(left[key] > 0.6 * after[key].numel() for key in left.keys() - fitted)
+    assert "shrink before you prune" in said
+    assert f"note: {said}" in capsys.readouterr().out
+    assert said in Record.load(tmp_path / "out" / "niwaki.json").notes
+    if [*options] == ["neurons"]:
+        assert record.structure
+        columns = [before[key].T for key in sorted(fitted)]
+        gone = [column[numbers] for column, numbers in zip(columns, record.structure.neurons, strict=True)]
+        assert zeros == sum(int((each == 0).sum()) for each in columns) - sum(int((each == 0).sum()) for each in gone)
+
+
+def test_zeros_by_chance_are_not_worth_a_note(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model")
+    values = tensors(source)
+    values["model.layers.0.mlp.down_proj.weight"][0, 0] = 0
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    assert not [note for note in run(source, tmp_path / "out", neurons=0.25).notes if "zero" in note]
+
+
+def test_damaged_weights(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model")
+    values = tensors(source)
+    values["model.layers.1.mlp.up_proj.weight"][3] = math.nan
+    save_file(values, source / "model.safetensors", {"format": "pt"})
+    before = listing(tmp_path)
+    said = message(lambda: run(source, tmp_path / "out", neurons=0.5), CheckpointError)
+    assert "'model.layers.1.mlp.up_proj.weight' has NaN" in said
+    assert listing(tmp_path) == before
+
+
+def test_a_configuration_that_cannot_be_smaller(tmp_path: Path) -> None:
+    """It is in no file that anybody has; what is at fault is the model that it would be of."""
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError) as caught:
+        niwaki.shrink(tmp_path / "model", tmp_path / "out", blocks=1, calibration=random_tokens(2, 16))
+    assert "like this: the smaller model's config.json is refused by transformers: " in str(caught.value)
+    assert str(tmp_path / "out") not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

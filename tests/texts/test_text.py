@@ -1,0 +1,680 @@
+"""From text to windows of tokens; the whole text tokenised at once is the judge."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from niwaki.errors import CalibrationError, NiwakiError, UnknownNameError, UsageError
+from niwaki.models import tokens
+from niwaki.models.tokens import load_tokenizer
+from niwaki.options import Calibration, Measurement
+from niwaki.texts import files as text_files, reading as calibration, sources as text_sources
+from niwaki.texts.reading import read_windows
+from niwaki.texts.sources import EXCERPTS
+from niwaki.texts.texts import Texts
+from support.models import EMBEDDED
+from support.streams import stream_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(EMBEDDED)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prose(words: int, seed: int = 0) -> str:
+    """Words of all sorts; each of them only once, so that a stretch of it has one place."""
+    generator = random.Random(seed)
+    parts = []
+    for number in range(words):
+        word = generator.choice(["gentleman", "the", "naïve", "x", "CHAPTER", "日本", "don't", "--", "🙂"])
+        parts.append(f"{word}{number:05d}" + generator.choice([" ", " ", " ", ", ", "\n", "\n\n", "  ", ". "]))
+    return "".join(parts)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return prose(3000)
+
+
+@pytest.fixture
+def path(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message(call: Callable[[], object], kind: type[Exception] = CalibrationError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+# The first windows
+
+
+def test_first_windows_are_the_start_of_the_text(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    windows = read_windows(str(path), tokenizer, 32, 9)
+    assert windows.tokens.shape == (9, 32)
+    assert windows.tokens.dtype == torch.int64
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[: 9 * 32]
+    assert (windows.source, windows.order) == (str(path), "first")
+
+
+@pytest.mark.parametrize("guess", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 40, 150])
+@pytest.mark.slow
+def test_the_same_when_the_text_is_read_in_rounds(
+    path: Path,
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    guess: int,
+    count: int,
+) -> None:
+    encoded = []
+    real = tokens.encode
+
+    def count_rounds(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        encoded.append(len(text))
+        return real(tokenizer, text)
+
+    monkeypatch.setattr(calibration, "encode", count_rounds)
+    monkeypatch.setattr(text_files, "_PIECE", 97)
+    monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", guess)
+    windows = read_windows(str(path), tokenizer, 41, count)
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[: 41 * count]
+    assert guess > 1 or len(encoded) > 1  # the text has more than 2 characters a token
+    # Not all of the text is read where a part of it is enough.
+    assert count > 2 or encoded[-1] < len(text) / 4
+
+
+def test_the_first_guess_may_cut_a_token(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tokens of three characters, but for the first, of four: each guess ends inside the last token.
+    monkeypatch.setattr(calibration, "_CHARACTERS_PER_TOKEN", 3)
+    text = "that" + " of to in is it as at be by he" * 20
+    expected = encode(tokenizer, text)
+    assert len(expected) == 201
+    for count in range(3, 180):
+        cut = encode(tokenizer, text[: 3 * count])
+        assert len(cut) >= count
+        assert cut[:count] != expected[:count]
+        assert calibration._first_tokens(iter([text]), tokenizer, count) == expected[:count]
+
+
+@pytest.mark.parametrize(("at_once", "overlap"), [(777, 300), (3001, 1000), (60_000, 700)])
+def test_long_texts_become_tokens_in_parts(
+    text: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, at_once: int, overlap: int
+) -> None:
+    """The same tokens as at once, also of characters that are several tokens, and of text without a word."""
+    emoji = "".join(chr(0x1F300 + n % 700) + "é日" * (n % 3) for n in range(3000))
+    blanks = [" " * 9000 + text[:5000], text[:5000] + "\n" * 4000 + text[5000:9000]]
+    texts = [text, emoji, "x" * 9000, "ab" * 5000, *blanks]
+    whole = [encode(tokenizer, each) for each in texts]
+    monkeypatch.setattr(tokens, "_AT_ONCE", at_once)
+    monkeypatch.setattr(tokens, "_OVERLAP", overlap)
+    assert [encode(tokenizer, each) for each in texts] == whole
+
+
+def test_text_with_long_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    # More than 8 characters a token, which is the first guess.
+    text = " nevertheless understanding circumstances" * 500
+    ids = encode(tokenizer, text)
+    assert len(text) / len(ids) > 8
+    (tmp_path / "a.txt").write_text(text)
+    count = len(ids) // 16
+    windows = read_windows(str(tmp_path / "a.txt"), tokenizer, 16, count)
+    assert windows.tokens.flatten().tolist() == ids[: 16 * count]
+
+
+def test_spare_windows_are_welcome_and_not_needed(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    whole = len(encode(tokenizer, text)) // 100
+    assert len(read_windows(str(path), tokenizer, 100, whole - 2, spare=1).tokens) == whole - 1
+    assert len(read_windows(str(path), tokenizer, 100, whole - 2, spare=50).tokens) == whole
+    assert len(read_windows(str(path), tokenizer, 100, whole, spare=50).tokens) == whole
+
+
+def test_all_of_the_text(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = encode(tokenizer, text)
+    windows = read_windows(str(path), tokenizer, 64)
+    assert windows.tokens.flatten().tolist() == ids[: len(ids) // 64 * 64]
+    assert windows.origin.endswith(f"; all windows, {len(ids) % 64} tokens behind them left out")
+    assert len(ids) % 64
+
+
+def test_a_text_that_is_too_short(path: Path, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    total = len(encode(tokenizer, text))
+    count = total // 50 + 3
+    said = message(lambda: read_windows(str(path), tokenizer, 50, count))
+    assert f"{count} windows of 50 tokens need {50 * count} tokens" in said
+    assert f"it has {total}, {50 * count - total} are missing" in said
+    # One token more or less decides.
+    assert len(read_windows(str(path), tokenizer, total, 1).tokens) == 1
+    assert ", 1 are missing" in message(lambda: read_windows(str(path), tokenizer, total + 1, 1))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_an_empty_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    for count in (2, None):
+        missing = 16 * (count or 1)
+        said = message(lambda count=count: read_windows(str(path), tokenizer, 16, count))  # type: ignore[misc]
+        assert f"it has 0, {missing} are missing" in said
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 1), (1, 1), (-5, 1), (16, 0), (16, -1)])
+def test_lengths_and_counts(path: Path, tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> None:
+    assert str(length) in message(lambda: read_windows(str(path), tokenizer, length, count), UsageError)
+
+
+def test_fingerprints(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    first, again, other = (read_windows(str(path), tokenizer, n, 4).fingerprint() for n in (16, 16, 17))
+    assert first == again != other
+    assert re.fullmatch("[0-9a-f]{64}", first)
+
+
+# Kinds of files
+
+
+def as_jsonl(texts: Iterable[str]) -> str:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n\n" for i, text in enumerate(texts))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"),
+    [
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".xz", lzma.compress),
+        (".bz2", bz2.compress),
+    ],
+)
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", "", ".md"])
+def test_files(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    suffix: str,
+    pack: Callable[[bytes], bytes],
+    kind: str,
+) -> None:
+    documents = [text[:500], text[500:501], text[501:3000]]
+    joined = "\n\n".join(documents) if kind == ".jsonl" else text[:3000]
+    raw = as_jsonl(documents) if kind == ".jsonl" else joined
+    path = tmp_path / f"some.text{kind}{suffix}"
+    path.write_bytes(pack(raw.encode()))
+    windows = read_windows(str(path), tokenizer, 10)
+    ids = encode(tokenizer, joined)
+    assert windows.tokens.flatten().tolist() == ids[: len(ids) // 10 * 10]
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name, raw in (("a.txt", "a b c d e f"), ("a.jsonl", '{"text": "a b c d e f"}')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + raw.encode())
+        windows = read_windows(str(tmp_path / name), tokenizer, 4, 1)
+        assert windows.tokens.flatten().tolist() == encode(tokenizer, "a b c d")[:4]
+
+
+def test_only_jsonl_is_described_as_such(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name, joined in (("a.json.txt", False), ("a.jsonl", True), ("a.json.gz", True), ("a.jsonl.md", False)):
+        raw = b'{"text": "a b c d e f"}'
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+        windows = read_windows(str(tmp_path / name), tokenizer, 4, 1)
+        assert ("texts joined" in windows.origin) == joined
+        text = "a b c d e f" if joined else raw.decode()
+        assert windows.tokens.flatten().tolist() == encode(tokenizer, text)[:4]
+
+
+@pytest.mark.parametrize("name", EXCERPTS)
+@pytest.mark.slow
+def test_excerpts_ship_with_niwaki(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lzma.decompress((EMBEDDED.parent / EXCERPTS[name]).read_bytes()).decode()
+    windows = read_windows(name, tokenizer, 256, 100)
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, whole)[:25600]
+    assert windows.source == name
+    # A file of that name in the current directory comes first, a directory does not.
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    assert read_windows(name, tokenizer, 256, 100).fingerprint() == windows.fingerprint()
+    Path(name).rmdir()
+    Path(name).write_text("a b c d e f g h")
+    own = read_windows(name, tokenizer, 4, 1).tokens
+    assert own.flatten().tolist() == encode(tokenizer, "a b c d")[:4]
+
+
+def corrupt(raw: bytes) -> bytes:
+    middle = len(raw) // 2
+    return raw[:middle] + bytes(b ^ 0x55 for b in raw[middle : middle + 64]) + raw[middle + 64 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("a.txt", b"fine\xff\xfe\x00 not fine"),
+        ("a.txt", bytes(range(256)) * 10),
+        ("a.gz", b"no gzip at all"),
+        ("a.gz", gzip.compress(random.Random(0).randbytes(5000).hex().encode())[:-2000]),
+        ("a.gz", corrupt(gzip.compress(random.Random(0).randbytes(5000).hex().encode()))),
+        ("a.gz", gzip.compress(b"text" * 100)[:10] + b"\xff" * 50),
+        ("a.xz", b"no xz at all"),
+        ("a.xz", corrupt(lzma.compress(random.Random(0).randbytes(5000).hex().encode()))),
+        ("a.bz2", corrupt(bz2.compress(random.Random(0).randbytes(5000).hex().encode()))),
+    ],
+    ids=["cut character", "binary", "no gz", "short gz", "bad gz", "bad block", "no xz", "bad xz", "bad bz2"],
+)
+def test_what_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, name: str, raw: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(raw)
+    said = message(lambda: read_windows(str(path), tokenizer, 16, 1))
+    assert str(path) in said
+    assert "cannot be read as UTF-8 text" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '["text", {"text": "x"}]',
+        "7",
+        "null",
+        '{"content": "x"}',
+        '{"text": null}',
+        '{"text": 7}',
+        '{"text": ["x"]}',
+        '{"text": "\\ud83d"}',
+        '{"text": "x", "n": ' + "9" * 5000 + "}",
+        '{"text": ' + "[" * 100_000,
+        '{"text": "' + "x" * 1000 + '"}',
+    ],
+)
+def test_bad_jsonl(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    if "xxx" in line:
+        monkeypatch.setattr(text_files, "_LONGEST", 1000)
+    path = tmp_path / "a.jsonl"
+    for good in ("", '{"text": "good"}\n'):
+        path.write_text(f"{good}{line}\n")
+        if line[0] == "[" and not good:
+            continue  # a list is a file of its own
+        said = message(lambda: read_windows(str(path), tokenizer, 16, 1))
+        assert str(path) in said
+        assert f"line {2 if good else 1}" in said
+        assert "'text'" in said or "longer than 1,000" in said or "not a JSON object: " in said
+
+
+def test_files_that_are_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    long, nul = f"{tmp_path}/{'a' * 300}", f"{tmp_path}/a\0"
+    for source in (str(tmp_path / "a"), "./a", "~/no/such/file", "~nobody/a", "a.txt", "a.jsonl.gz", long, nul):
+        said = message(lambda source=source: read_windows(source, tokenizer, 16, 1), NiwakiError)  # type: ignore[misc]
+        assert f"there is no file {source}" in said or "cannot be used as a path" in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has neither")
+def test_what_could_be_read_for_ever(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in (str(tmp_path / "pipe"), "/dev/zero"):
+        assert f"{source} is a pipe or a device" in message(
+            lambda source=source: read_windows(source, tokenizer, 16, 1)  # type: ignore[misc]
+        )
+
+
+def test_a_text_that_is_too_long_to_take_all_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_LONGEST", 1000)
+    assert "say how many samples" in message(lambda: read_windows(str(path), tokenizer, 16))
+    assert len(read_windows(str(path), tokenizer, 16, 100).tokens) == 100
+
+
+# Random windows
+
+
+def places(windows: torch.Tensor, text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """Where each window is in the text."""
+    found = []
+    for window in windows:
+        # A window may end inside a character; it never begins in one.
+        part = str(tokenizer.decode(window, clean_up_tokenization_spaces=False)).rstrip("\ufffd")
+        assert text.count(part) == 1
+        start = text.index(part)
+        found.append((start, start + len(part)))
+    return found
+
+
+def test_random_windows_are_pieces_of_the_text(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    windows = read_windows(str(path), tokenizer, 24, 12, order="random", seed=1)
+    assert windows.tokens.shape == (12, 24)
+    assert windows.order == "random"
+    found = places(windows.tokens, text, tokenizer)
+    ordered = sorted(found)
+    assert ordered != found  # shuffled
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))  # none overlap
+    assert all(start == 0 or text[start - 1] == " " for start, _ in found)  # no cut words
+    assert ordered[0][0] < len(text) / 3 < 2 * len(text) / 3 < ordered[-1][1]  # from all over the text
+
+
+def test_the_seed_decides(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    runs = [read_windows(str(path), tokenizer, 24, 12, order="random", seed=s).tokens for s in (0, 0, 1)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.1])
+@pytest.mark.slow
+def test_random_windows_of_a_text_that_is_short(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, share: float
+) -> None:
+    text = lzma.decompress((EMBEDDED.parent / EXCERPTS["demo"]).read_bytes()).decode()[:50_000]
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    total = len(encode(tokenizer, text))
+    count = int(share * total / 64)
+    try:
+        windows = read_windows(str(path), tokenizer, 64, count, order="random")
+    except CalibrationError as error:
+        said = str(error)
+    else:
+        assert share < 1
+        assert len(windows.tokens) == len(windows.tokens.unique(dim=0)) == count
+        return
+    assert share > 1
+    assert f"only {total // 64} random windows" in said
+
+
+def test_random_windows_of_the_first_part_of_a_long_text(
+    path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which part that is."""
+    assert not read_windows(str(path), tokenizer, 8, 4, order="random").notes
+    monkeypatch.setattr("niwaki.texts.reading._LONGEST", 3000)
+    monkeypatch.setattr("niwaki.texts.files._PIECE", 500)
+    windows = read_windows(str(path), tokenizer, 24, 4, order="random")
+    (note,) = windows.notes
+    assert f"the first 3,000 characters of {path}" in note
+    assert all(end <= 3000 for _, end in places(windows.tokens, path.read_text(), tokenizer))
+    assert "characters" not in "".join(read_windows(str(path), tokenizer, 8, 4).notes)
+
+
+# Data sets
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of ``datasets.load_dataset``, which is not left to look for anything."""
+    import datasets
+
+    calls: list[tuple[Any, ...]] = []
+
+    def load(name: str, configuration: str | None, **others: Any) -> Iterable[dict[str, str]]:
+        calls.append((name, configuration, others))
+        if name == "no/text":
+            return [{"sentence": "x", "label": "y"}]
+        if name == "no/rows":
+            return []
+        if name == "bad/rows":
+            return [{"text": "x"}, {"text": None}]  # type: ignore[dict-item]
+        if name == "bad/first":
+            return [{"text": 5}]  # type: ignore[dict-item]
+        field = "sentence" if name == "ptb-text-only/ptb_text_only" else "text"
+        return ({field: f"document {n} of the data set"} for n in range(10**9))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return calls
+
+
+def test_named_data_sets_are_streamed(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:
+    for order in ("first", "random"):
+        for source in ("c4", "wikitext2", "wikitext2-train", "me/mine", "me/mine:part", "me/mine:part:valid"):
+            # The data set has a thousand million rows: this ends only where it is read as a stream.
+            windows = read_windows(source, tokenizer, 16, 8, order=order)
+            assert windows.tokens.shape == (8, 16)
+    assert all(others["streaming"] is True for _, _, others in loaded)
+    asked = [(name, configuration, others["split"]) for name, configuration, others in loaded]
+    assert asked == 2 * [
+        ("allenai/c4", None, "train"),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", "train"),
+        ("me/mine", None, "train"),
+        ("me/mine", "part", "train"),
+        ("me/mine", "part", "valid"),
+    ]
+    # The files of a split go by its name: otherwise all are its "train".
+    files = [others["data_files"] for *_, others in loaded[:2]]
+    assert files == [{"train": "en/c4-train.00000-of-01024.json.gz"}, None]
+    documents = "\n\n".join(f"document {n} of the data set" for n in range(100))
+    windows = read_windows("me/mine", tokenizer, 16, 8)
+    assert windows.tokens.flatten().tolist() == encode(tokenizer, documents)[:128]
+
+
+def test_names_of_no_data_set(tokenizer: PreTrainedTokenizerBase, loaded: list[Any]) -> None:
+    for source, hint in (
+        ("c5", "did you mean c4"),
+        ("nosuch", "give a file, or a data set as OWNER/NAME"),
+        ("a b", "a b"),
+    ):
+        assert hint in message(lambda source=source: read_windows(source, tokenizer, 16, 8), UnknownNameError)  # type: ignore[misc]
+    assert not loaded
+
+
+def test_a_directory_that_is_no_data_set(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, loaded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_sources, "_MOST_FILES", 2)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").touch()
+    assert "more than 2 files" in message(lambda: read_windows(str(tmp_path), tokenizer, 16, 8))
+    assert not loaded
+
+
+def test_data_sets_of_the_wrong_kind(tokenizer: PreTrainedTokenizerBase, loaded: list[Any]) -> None:
+    said = message(lambda: read_windows("no/text", tokenizer, 16, 8))
+    assert "no column 'text'" in said
+    assert "only 'sentence', 'label'" in said
+    assert "it has 0, 128 are missing" in message(lambda: read_windows("no/rows", tokenizer, 16, 8))
+    for name in ("bad/rows", "bad/first"):
+        said = message(lambda name=name: read_windows(name, tokenizer, 16, 8))  # type: ignore[misc]
+        assert f"{name}, row {1 + (name == 'bad/rows')}: not an object with a field 'text' that is text" in said
+    assert len(loaded) == 4
+
+
+def test_a_directory_is_a_data_set(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "a.jsonl").write_text(as_jsonl([text[:400], text[400:900]]))
+    (directory / "b.jsonl").write_text(as_jsonl([text[900:2000]]))
+    joined = "\n\n".join([text[:400], text[400:900], text[900:2000]])
+    ids = encode(tokenizer, joined)
+    monkeypatch.chdir(tmp_path)
+    for source in (str(directory), "data", "./data"):
+        windows = read_windows(source, tokenizer, 10)
+        assert windows.tokens.flatten().tolist() == ids[: len(ids) // 10 * 10]
+
+
+def test_without_the_extra(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for source, said in (
+        ("c4", "the data set c4 (which is read without --calibration text.txt) needs an extra"),
+        ("ptb", "the data set ptb needs an extra"),
+        ("me/mine", "me/mine is not a file, and data sets need an extra"),
+    ):
+        told = message(lambda source=source: read_windows(source, tokenizer, 16, 8))  # type: ignore[misc]
+        assert said in told
+        assert "pip install '.[datasets]'" in told
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route\nto the hub"), ValueError(""), RuntimeError("x"), OSError(28, "full")]
+)
+def test_a_hub_that_cannot_be_reached(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    import datasets
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    said = message(lambda: read_windows("ptb", tokenizer, 16, 8))
+    assert "the data set ptb is not available" in said
+    assert (str(error).splitlines() or [type(error).__name__])[0] in said
+    assert "'demo' (to calibrate) or 'demo-held' (to measure)" in said  # what to do instead
+    assert "--" not in said  # commands differ in their options
+    # Nobody has to have named these.
+    for source, option in (("c4", "without --calibration text.txt"), ("wikitext2", "without --text text.txt")):
+        assert option in message(lambda source=source: read_windows(source, tokenizer, 16, 8))  # type: ignore[misc]
+
+
+def test_the_texts_of_the_papers(tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]) -> None:
+    """C4's 1,100 first documents with blanks between them, in 256 windows at most; Penn Treebank's sentences."""
+    documents = " ".join(f"document {n} of the data set" for n in range(1100))
+    ids = encode(tokenizer, documents)
+    short, long = (read_windows("c4-validation", tokenizer, length) for length in (16, 64))
+    assert short.tokens.flatten().tolist() == ids[: 256 * 16]
+    assert short.origin.endswith(f"; first windows, {len(ids) - 256 * 16:,} tokens behind them left out")
+    assert len(long.tokens) == len(ids) // 64 < 256
+    assert read_windows("c4-validation", tokenizer, 16, 2).tokens.flatten().tolist() == ids[:32]
+    assert read_windows("ptb", tokenizer, 16, 8).tokens.flatten().tolist() == ids[: 16 * 8]
+    assert [(name, others["split"]) for name, _, others in loaded[2:]] == [
+        ("allenai/c4", "validation"),
+        ("ptb-text-only/ptb_text_only", "test"),
+    ]
+    assert loaded[0][2]["data_files"] == {"validation": "en/c4-validation.00000-of-00008.json.gz"}
+    assert loaded[-1][2]["revision"] == "refs/convert/parquet"
+
+
+def test_where_windows_come_from(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, loaded: list[tuple[Any, ...]]
+) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {n} of the file"}) + "\n" for n in range(50)))
+    ids = encode(tokenizer, "\n\n".join(f"document {n} of the file" for n in range(50)))
+    whole = read_windows(str(path), tokenizer, 16)
+    tail = "one text, no special tokens (no BOS)"
+    assert whole.origin == (
+        f"{path}, texts joined by '\\n\\n'; {tail}; all windows, {len(ids) % 16} tokens behind them left out"
+    )
+    random = read_windows("demo", tokenizer, 16, 2, order="random")
+    assert random.origin == f"the excerpt demo that ships with niwaki; {tail}; random windows"
+    first = read_windows("c4-validation", tokenizer, 16)
+    excess = len(encode(tokenizer, " ".join(f"document {n} of the data set" for n in range(1100)))) - 256 * 16
+    assert first.origin == (
+        "allenai/c4, split validation, en/c4-validation.00000-of-00008.json.gz, first 1,100 rows joined by ' '; "
+        f"{tail}; first windows, {excess:,} tokens behind them left out"
+    )
+    wiki = read_windows("wikitext2", tokenizer, 16, 1).origin
+    assert wiki.startswith("Salesforce/wikitext, wikitext-2-raw-v1, split test, rows joined by '\\n\\n'; ")
+
+
+# Tokenizers
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    said = message(lambda: load_tokenizer(tmp_path))
+    assert f"{tmp_path} has no tokenizer that can be loaded: neither tokenizer.json nor" in said
+    assert said.endswith("; is the download complete?")
+
+
+@pytest.mark.parametrize("raw", ["", "{", "[]", '{"version": "1.0"}'])
+def test_a_broken_tokenizer(tmp_path: Path, raw: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    (tmp_path / "tokenizer.json").write_text(raw)
+    assert f"{tmp_path} has no tokenizer" in message(lambda: load_tokenizer(tmp_path))
+
+
+class Words:
+    """A tokenizer, as far as texts need one, of words that it was given."""
+
+    unk_token_id = 0
+
+    def __init__(self, *known: str) -> None:
+        self._known = {word: number for number, word in enumerate(known, 1)}
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        if "!" in text:
+            raise RuntimeError("WordLevel error:\nno token")
+        return {"input_ids": [self._known.get(word, 0) for word in text.split() if word != "-"]}
+
+
+def test_tokenizers_that_make_nothing_of_a_text(tmp_path: Path) -> None:
+    path, words = tmp_path / "a.txt", Words("a", "b")
+    for text, said in (
+        ("- " * 100_000, f"the model's tokenizer makes no tokens of {path}"),
+        (" ", "it has 0, 16 are missing"),
+        ("x y z " * 100_000, f"the model's tokenizer knows nothing of {path}"),
+        ("a b ! " * 100_000, "the model's tokenizer fails on this text: WordLevel error:"),
+    ):
+        path.write_text(text)
+        assert said in message(lambda: read_windows(str(path), words, 16, 1))  # type: ignore[arg-type]
+    path.write_text("a x " * 100)
+    tokens = read_windows(str(path), words, 4, 1).tokens  # type: ignore[arg-type]
+    assert tokens.tolist() == [[1, 0, 1, 0]]
+    # A stream without an end, of which no text has tokens.
+    endless = itertools.repeat("- " * 1000)
+    assert calibration._first_tokens(endless, words, 16) == []  # type: ignore[arg-type]
+
+
+def test_long_texts_are_not_warned_about(tokenizer: PreTrainedTokenizerBase) -> None:
+    # The embedded model's limit is 256; warnings are errors here, and transformers logs this one.
+    assert tokenizer.model_max_length > 10**9
+
+
+# Several texts
+
+
+def test_several_texts_take_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = stream_of(EMBEDDED)
+    texts = Texts.read(model, Calibration(["demo", "demo-held"], 5, 32), Measurement(samples=3))
+    one, two = (read_windows(name, tokenizer, 32, 8).tokens for name in ("demo", "demo-held"))
+    assert texts.windows.tokens.tolist() == torch.stack([one[0], two[0], one[1], two[1], one[2]]).tolist()
+    assert (texts.calibration.source, texts.calibration.origin.count("excerpt")) == ("demo + demo-held", 2)
+    assert texts.only is not None
+    assert texts.only.tokens.tolist() == torch.stack([one[3], two[2], one[4]]).tolist()
+    after = Texts.read(model, Calibration(("demo", "demo-held"), 5, 32), Measurement("demo-held", samples=3)).only
+    assert after is not None
+    assert after.tokens.tolist() == two[2:5].tolist()
+
+
+def test_a_text_beside_given_windows(tokenizer: PreTrainedTokenizerBase) -> None:
+    model, given = stream_of(EMBEDDED), torch.arange(96).view(3, 32)
+    texts = Texts.read(model, Calibration([given, "demo"], 3), Measurement(samples=0))
+    demo = read_windows("demo", tokenizer, 32, 1).tokens[0]
+    assert texts.windows.tokens.tolist() == torch.stack([given[0], demo, given[1], given[2]]).tolist()
+    with pytest.raises(UsageError, match="windows of several texts have the same length; got 16 and 32 tokens"):
+        Texts.read(model, Calibration([given[:, :16], given], 3), Measurement(samples=0))
+
+
+def test_several_texts_that_are_one_or_none() -> None:
+    assert Calibration([Path("a.txt"), "a.txt"]) == Calibration("a.txt")
+    with pytest.raises(UsageError, match="no text to calibrate on"):
+        Calibration([])
+    with pytest.raises(UsageError, match="samples must be 2 or more"):
+        Calibration(["a.txt", "b.txt"], samples=1)
