@@ -6,6 +6,7 @@ forward pass with blocks that return their inputs; for some families they differ
 """
 
 import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -14,7 +15,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NumericalError, UnsupportedModelError, UsageError, unsupported
@@ -30,7 +31,7 @@ from niwaki.models.recording import Inputs, check_towers, record_each, record_te
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import decoder_of, find_blocks, refusals, structure
-from niwaki.models.tokens import check_tokens
+from niwaki.models.tokens import check_tokens, load_tokenizer
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LeftDense
 from niwaki.windows import Windows
@@ -118,6 +119,11 @@ class StreamedModel:
             )
         self._found: Interface | None = None  # not known yet
         self._ahead = self.device.type == "cuda"  # whether to read the next block while the present one is at work
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer; errors as of :func:`.load_tokenizer`."""
+        return load_tokenizer(self.checkpoint.path)
 
     def _is_inside(self, name: str) -> bool:
         return name.startswith(f"{self.path}.")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from niwaki.choices import Order
 from niwaki.errors import UsageError
-from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Measurement
 from niwaki.texts.conversations import Conversations, Samples, find_conversations
 from niwaki.texts.reading import read_windows
@@ -21,8 +19,6 @@ from niwaki.texts.sources import check_field, find_file
 from niwaki.windows import Windows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from niwaki.models.processes import World
     from niwaki.models.streamed import StreamedModel
     from niwaki.records.record import CalibrationRecord
@@ -58,9 +54,13 @@ class Texts:
         calibration's only text, see :func:`.find_conversations`.
         """
         if conversations := find_conversations(model, calibration):
-            other = cls.read(model, Calibration(_no_text(model)), measurement, usual)
+            # A window for what is not calibrated on text; what is measured beside it is as long.
+            no_text = torch.zeros(1, model.window_length(None), dtype=torch.int64)
+            other = cls.read(model, Calibration(no_text), measurement, usual)
             return cls(conversations, other.heldout, (*other.notes, *conversations.notes))
-        return _Reading(model, calibration, measurement, usual, fewer).texts()
+        if measurement.samples is None:
+            measurement = dataclasses.replace(measurement, samples=usual)
+        return _Reading(model, calibration, measurement, fewer, usual is not None).texts()
 
     @property
     def windows(self) -> Windows:
@@ -114,57 +114,35 @@ class _Reading:
 
     model: StreamedModel
     calibration: Calibration
-    measurement: Measurement
-    usual: int | None
+    measurement: Measurement  # of as many windows as are measured; None for all of a text
     fewer: bool
-    #: What is left of each text of the calibration after its windows, by its name.
-    _rests: dict[str, Windows] = field(default_factory=dict)
-    _notes: list[str] = field(default_factory=list)
+    fewer_heldout: bool  # whether a text to measure on may have fewer windows
+
+    def __post_init__(self) -> None:
+        texts = self.calibration.texts
+        self._names = [text for text in texts if isinstance(text, str)]
+        self._measured = () if self.measurement.samples == 0 else self.measurement.texts
+        check_field(self.calibration.field or self.measurement.field, [*self._names, *self._measured])
+        #: The calibration's windows that were given as such; None where a name was.
+        self._given = [None if isinstance(text, str) else _given_windows(self.model, text) for text in texts]
+        given = next((part.tokens.shape[1] for part in self._given if part), None)
+        self._length = self.model.window_length(self.calibration.length or given)
+        #: Windows of each text to measure on after its calibration windows, and what there is, by the text's name.
+        follows = any(map(self._follows, self._measured))
+        self._spare = (self.measurement.samples or WINDOWS_AFTER) if follows else 0
+        self._rests: dict[str, Windows] = {}
+        self._notes: list[str] = []
 
     def texts(self) -> Texts:
-        check_field(self.calibration.field or self.measurement.field, [*self._names, *self._measured])
         windows = self._calibrated()
         heldout: dict[str, Windows] = {}
         for text in self._measured:
             heldout |= self._after(text) if self._follows(text) else self._apart(text)
         return Texts(windows, heldout, tuple(self._notes))
 
-    @functools.cached_property
-    def _names(self) -> list[str]:
-        return [text for text in self.calibration.texts if isinstance(text, str)]
-
-    @property
-    def _count(self) -> int | None:
-        """Windows to measure on, of each text; None for all of it."""
-        return self.usual if self.measurement.samples is None else self.measurement.samples
-
-    @property
-    def _measured(self) -> tuple[object, ...]:
-        return () if self._count == 0 else self.measurement.texts
-
-    @functools.cached_property
-    def _given(self) -> list[Windows | None]:
-        """The calibration's windows that were given as such; None where a name was."""
-        texts = self.calibration.texts
-        return [None if isinstance(text, str) else _given_windows(self.model, text) for text in texts]
-
-    @functools.cached_property
-    def _length(self) -> int:
-        given = next((part.tokens.shape[1] for part in self._given if part), None)
-        return self.model.window_length(self.calibration.length or given)
-
-    @functools.cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return load_tokenizer(self.model.checkpoint.path) if self._names else None
-
     def _follows(self, text: object) -> bool:
         """Whether ``text`` is measured on after its calibration windows."""
         return text is None or (isinstance(text, str) and text in self._names)
-
-    @property
-    def _spare(self) -> int:
-        """Windows of each text to measure on after its calibration windows."""
-        return (self._count or WINDOWS_AFTER) if any(map(self._follows, self._measured)) else 0
 
     def _calibrated(self) -> Windows:
         """The calibration's windows; what is left of their texts is kept for :meth:`_after`."""
@@ -172,7 +150,7 @@ class _Reading:
         if self._names and not any(self._given):
             if self.calibration.length is None:
                 self._notes.append(f"sequence length {self._length:,}, because none was asked for")
-            if self._tokenizer and self._tokenizer.chat_template:
+            if self.model.tokenizer.chat_template:
                 self._notes.append(
                     "this model has a chat template; if it is to answer questions, --calibration answers calibrates on "
                     "what it answers itself"
@@ -185,21 +163,11 @@ class _Reading:
 
     def _read(self, name: str, samples: int) -> tuple[Windows, Windows]:
         """The first ``samples`` windows of a text, to calibrate on, and those after them."""
-        assert self._tokenizer
         usual: Order = "random" if self.fewer and find_file(name) else "first"
+        order = self.calibration.order or usual
         needed = 1 if self.fewer else samples
-        windows = read_windows(
-            name,
-            self._tokenizer,
-            self._length,
-            needed,
-            spare=self._spare + samples - needed,
-            order=self.calibration.order or usual,
-            seed=self.calibration.seed,
-            bos=self.calibration.bos and not self.model.sees_ahead,
-            field=self.calibration.field,
-        )
-        self.model.check(windows.tokens)
+        spare = self._spare + samples - needed
+        windows = _read(self.model, name, self.calibration, self._length, needed, spare, order, self.calibration.seed)
         self._notes += windows.notes
         source = f"the text after the calibration windows of {name}"
         origin = f"after the calibration windows: {windows.origin}"
@@ -211,9 +179,8 @@ class _Reading:
     def _apart(self, text: object) -> dict[str, Windows]:
         """The windows of a text that is only measured on."""
         name = text if isinstance(text, str) else ""
-        length = self.measurement.length or self._length
-        asked = dataclasses.replace(self.measurement, length=length, samples=self._count)
-        windows = read_heldout(self.model, text, asked, self.usual is not None, self._tokenizer)
+        asked = dataclasses.replace(self.measurement, length=self.measurement.length or self._length)
+        windows = read_heldout(self.model, text, asked, self.fewer_heldout)
         self._notes += [note for note in windows.notes if name and note not in self._notes]
         return {name: windows}
 
@@ -240,13 +207,7 @@ class _Reading:
             )
 
 
-def read_heldout(
-    model: StreamedModel,
-    text: object,
-    measurement: Measurement,
-    fewer: bool = False,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Windows:
+def read_heldout(model: StreamedModel, text: object, measurement: Measurement, fewer: bool = False) -> Windows:
     """The windows of one of its texts that a ``measurement`` asks for; with ``fewer`` those it has.
 
     Errors are as of :func:`.read_windows`.
@@ -255,16 +216,26 @@ def read_heldout(
         return _given_windows(model, text)
     count, length = measurement.samples, model.window_length(measurement.length)
     needed, spare = (1, count - 1) if fewer and count else (count, 0)
-    tokenizer = tokenizer or load_tokenizer(model.checkpoint.path)
-    bos = measurement.bos and not model.sees_ahead
-    windows = read_windows(text, tokenizer, length, needed, spare=spare, bos=bos, field=measurement.field)
+    return _read(model, text, measurement, length, needed, spare)
+
+
+def _read(
+    model: StreamedModel,
+    name: str,
+    options: Calibration | Measurement,
+    length: int,
+    needed: int | None,
+    spare: int,
+    order: Order = "first",
+    seed: int = 0,
+) -> Windows:
+    """Windows of a text that ``model`` takes, ``needed`` ones and up to ``spare`` more, as of :func:`.read_windows`."""
+    bos, field = options.bos and not model.sees_ahead, options.field
+    windows = read_windows(
+        name, model.tokenizer, length, needed, spare=spare, order=order, seed=seed, bos=bos, field=field
+    )
     model.check(windows.tokens)
     return windows
-
-
-def _no_text(model: StreamedModel) -> Tensor:
-    """A window for what is not calibrated on text; what is measured beside it is as long."""
-    return torch.zeros(1, model.window_length(None), dtype=torch.int64)
 
 
 def _in_turn(parts: list[Windows]) -> Windows:
