@@ -5,7 +5,7 @@ Each message is one line: what is wrong, which value or file, and what to try.
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 
 class NiwakiError(Exception):
@@ -76,15 +76,34 @@ def named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says first, for a message of one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: Exception) -> str:
+    """All that another library's error says; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextlib.contextmanager
-def unsupported(what: str) -> Iterator[None]:
-    """Raises whatever is no NiwakiError as an UnsupportedModelError that begins with ``what``."""
+def raised_as(
+    kind: type[NiwakiError],
+    what: str,
+    of: type[Exception] | tuple[type[Exception], ...] = Exception,
+    hint: str = "",
+    reason: Callable[[Exception], str] = first_line,
+) -> Iterator[None]:
+    """Raises what is ``of`` these kinds, by default of any, as a ``kind`` that says ``what``, the reason and a hint.
+
+    What niwaki itself has raised stays as it is.
+    """
     try:
         yield
     except NiwakiError:
         raise
-    except Exception as error:
-        raise UnsupportedModelError(f"{what}: {one_line(error)}") from error
+    except of as error:
+        raise kind(f"{what}: {reason(error)}{hint}") from error
 
 
 @contextlib.contextmanager
@@ -102,13 +121,3 @@ def shown(value: object) -> str:
     """``value`` as a message of one line can have it."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def first_line(error: BaseException) -> str:
-    """What another library's error says first, for a message of one line; its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def one_line(error: Exception) -> str:
-    """All that another library's error says; its kind where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__

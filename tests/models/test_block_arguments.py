@@ -18,8 +18,7 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import EFFORTS, Effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed
-from niwaki.models.block_arguments import BlockArguments, Handed, same
-from niwaki.models.hidden_states import samples_first, streams_first
+from niwaki.models.hidden_states import BlockArguments, Handed, same, samples_first, streams_first
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute

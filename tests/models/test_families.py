@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError
-from niwaki.models.block_arguments import same
 from niwaki.models.families import FAMILIES
 from niwaki.models.gram_capture import InputGrams
+from niwaki.models.hidden_states import same
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Compute, Measurement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __ver
 import niwaki
 from niwaki.errors import UnsupportedModelError
 from niwaki.evaluation.inspect import left_dense as of_model
+from niwaki.models.layout import Matrix
 from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.structure import Parts
 from niwaki.records.record import Record
 from support.models import message, random_tokens, save_model
 from support.runs import tensors
@@ -112,11 +115,18 @@ class Decoder(nn.Module):
         self.patcher = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
         self.vision_model = nn.ModuleList([nn.Linear(8, 100)])
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> None:
+        return None
+
 
 def test_reasons_and_shares() -> None:
     decoder = Decoder()
-    pruned = {id(block["up"].weight): 64 for block in decoder.layers}  # type: ignore[index]
-    left = left_dense(decoder, "layers", pruned, ())
+    matrices = [Matrix(i, "up", f"layers.{i}.up.weight", (8, 8), "up.weight") for i in range(2)]
+    parts: Any = Parts(decoder, "layers", decoder.layers, decoder, "")  # type: ignore[arg-type]
+    left = left_dense(parts, SimpleNamespace(ties={}), matrices)  # type: ignore[arg-type]
     assert [(each.name, each.size, each.reason) for each in left] == [
         ("vision_model", 800, "not of the language model"),
         ("patcher", 64, "outside of the blocks"),

@@ -21,6 +21,7 @@ from niwaki.models.families import choice
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.weights import Weights
 from niwaki.pruning import sensitivity
 from niwaki.pruning.sensitivity import sensitivities
 from support.models import decoder_blocks, each_case, message, random_model, random_tokens, reference, save_model
@@ -284,13 +285,18 @@ def test_only_some_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     model.limit(range(1, 2))
     model.embed(TOKENS)  # which reads the first block once
     reads: list[int | None] = []
-    read = StreamedModel._read
+    of_block, outside = Weights.of_block, Weights.outside
 
-    def watched(self: StreamedModel, block: int | None, *more: Any) -> Any:
-        reads.append(block)
-        return read(self, block, *more)
+    def watched_block(self: Weights, index: int) -> Any:
+        reads.append(index)
+        return of_block(self, index)
 
-    monkeypatch.setattr(StreamedModel, "_read", watched)
+    def watched_outside(self: Weights, *more: Any, **options: Any) -> Any:
+        reads.append(None)
+        return outside(self, *more, **options)
+
+    monkeypatch.setattr(Weights, "of_block", watched_block)
+    monkeypatch.setattr(Weights, "outside", watched_outside)
     steps: list[None] = []
     found = sensitivities(model, TOKENS, done=lambda: steps.append(None))
     assert found[0] == found[2] == {}

@@ -17,8 +17,8 @@ from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, NiwakiError, UnsupportedModelError, UsageError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
+from niwaki.models.interface import Inputs
 from niwaki.models.locate import locate_model
-from niwaki.models.recording import Inputs
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute

@@ -9,7 +9,7 @@ technical report, arXiv 2412.19437, section 3.3; OCP Microscaling Formats (MX) v
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class Encoded(ABC):
     scales: Entry
     shape: tuple[int, ...]
 
+    #: Codes that stand for NaN.
+    no_numbers: ClassVar[tuple[bytes, ...]] = ()
+
     def read(self, read: Callable[[Entry], Tensor], index: int | None) -> Tensor:
         """The tensor, or its element at ``index``; ``read`` reads what is stored."""
         if index is None and len(self.shape) > 2:  # one element after the other: decoding takes some copies
@@ -47,11 +50,6 @@ class Encoded(ABC):
     @abstractmethod
     def format(self) -> TiledFloats:
         """Of the tensor, or of each element."""
-
-    @property
-    @abstractmethod
-    def no_numbers(self) -> tuple[bytes, ...]:
-        """Codes that stand for NaN."""
 
     def is_certain(self, scales: Tensor) -> bool:
         """Whether all codes that are numbers stand for finite ones with these scales."""
@@ -81,14 +79,12 @@ class FP8(Encoded):
     block: tuple[int, int]
     has_powers: bool
 
+    no_numbers: ClassVar[tuple[bytes, ...]] = (b"\x7f", b"\xff")
+
     def __str__(self) -> str:
         if self.block == self.shape[-2:]:
             return "FP8, a scale for each matrix"
         return "FP8, blocks of {} x {}".format(*self.block)
-
-    @property
-    def no_numbers(self) -> tuple[bytes, ...]:
-        return b"\x7f", b"\xff"
 
     @property
     def format(self) -> TiledFloats:
@@ -116,10 +112,6 @@ class MXFP4(Encoded):
 
     def __str__(self) -> str:
         return "MXFP4"
-
-    @property
-    def no_numbers(self) -> tuple[bytes, ...]:
-        return ()
 
     @property
     def format(self) -> TiledFloats:
@@ -186,13 +178,8 @@ def _find_mxfp4(entries: Mapping[str, Entry]) -> dict[str, Encoded]:
             raise CheckpointError(f"the tensor {name!r} is there twice, also in MXFP4 as {key!r}")
         keys = key, f"{name}{scales_suffix}"
         scales = entries.get(keys[1])
-        if (
-            scales is None
-            or scales.dtype != "U8"
-            or codes.shape != (*scales.shape, _GROUP // 2)
-            or len(codes.shape) < 3
-        ):
-            has = "none" if scales is None else f"{scales.dtype} {scales.shape}"
+        has = "none" if scales is None else f"{scales.dtype} {scales.shape}"
+        if scales is None or has != f"U8 {codes.shape[:-1]}" or codes.shape[-1] != _GROUP // 2 or len(codes.shape) < 3:
             raise CheckpointError(f"{key!r} is MXFP4 {codes.shape}, whose scales would be U8 {codes.shape[:-1]}: {has}")
         *first, rows, groups, _ = codes.shape
         found[name] = MXFP4(keys, codes, scales, (*first, groups * _GROUP, rows))

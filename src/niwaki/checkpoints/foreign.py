@@ -1,6 +1,7 @@
 """What people have and take for a model that can be pruned: what it is, and what to do with it."""
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -20,9 +21,9 @@ _ORIGINAL = "prune the original, and quantise the result"
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a directory is that has a file or folder like ``shows``, a glob, and no weights of a model of its own."""
+    """What a directory is that has a file or folder like ``shows``, globs, and no weights of a model of its own."""
 
-    shows: str
+    shows: str  # with spaces between several
     what: str
     hint: str  # with {inside} for the models in it
 
@@ -40,19 +41,21 @@ _DIRECTORIES = (
         "a checkpoint of DeepSpeed",
         "make a model of it with this program and --safe_serialization, and put config.json and the tokenizer beside",
     ),
-    _Kind("*.distcp", "a checkpoint of a sharded training run", "make a model of it (accelerate merge-weights)"),
-    _Kind("*/*.distcp", "a checkpoint of a sharded training run", "make a model of it (accelerate merge-weights)"),
+    _Kind(
+        "*.distcp */*.distcp", "a checkpoint of a sharded training run", "make a model of it (accelerate merge-weights)"
+    ),
     _Kind("*.nemo", "a model of NeMo", _FOR_TRANSFORMERS),
     _Kind("consolidated.*", "a model in the format of its maker", _FOR_TRANSFORMERS),
-    _Kind("model*.fp16.safetensors", "without weights but in a variant", "save the model without variant=..."),
-    _Kind("model*.bf16.safetensors", "without weights but in a variant", "save the model without variant=..."),
-    _Kind("model.safetensors.index.*.json", "without weights but in a variant", "save the model without variant=..."),
+    _Kind(
+        "model*.fp16.safetensors model*.bf16.safetensors model.safetensors.index.*.json",
+        "without weights but in a variant",
+        "save the model without variant=...",
+    ),
     _Kind("model-*-of-*.safetensors", "without the index of its shards", "is the download complete?"),
     _Kind("*.h5", "a model of TensorFlow", "load it in transformers 4 with from_tf=True, and save_pretrained"),
     _Kind("*.msgpack", "a model of Flax", "load it in transformers 4 with from_flax=True, and save_pretrained"),
     _Kind("*.ot", "a model of rust-bert", _FOR_TRANSFORMERS),
-    _Kind("*.onnx", "a model in ONNX", _FOR_TRANSFORMERS),
-    _Kind("*/*.onnx", "a model in ONNX", _FOR_TRANSFORMERS),
+    _Kind("*.onnx */*.onnx", "a model in ONNX", _FOR_TRANSFORMERS),
     _Kind("openvino_model.*", "a model of OpenVINO", _FOR_TRANSFORMERS),
     _Kind("*.ml[mp]*", "a model of Core ML", _FOR_TRANSFORMERS),
     _Kind("weights*.npz", "a model of MLX", _FOR_TRANSFORMERS),
@@ -76,9 +79,7 @@ _WRAPPED = {
     "_checkpoint_wrapped_module": ("activation checkpointing", "save the model without that"),
     "_forward_module": ("Lightning or DeepSpeed", "save the model inside"),
     **dict.fromkeys(("lora_A", "lora_B", "base_layer"), ("peft, not merged", "merge_and_unload, then save_pretrained")),
-}
-#: The same, by how all names begin.
-_ALL_WRAPPED = {
+    # These are how all names begin.
     "base_model.model.": ("peft", "merge_and_unload, then save_pretrained"),
     "module.": ("DataParallel", "save the model inside: model.module.save_pretrained(...)"),
 }
@@ -87,7 +88,9 @@ _ALL_WRAPPED = {
 def recognised(directory: Path, has_weights: bool) -> str:
     """What ``directory``, which is no whole model, is instead, and what to do; "" where that is not known."""
     for each in () if has_weights else _DIRECTORIES:
-        if found := sorted(path.name for path in directory.glob(each.shows)):
+        if found := [
+            name for shows in each.shows.split() for name in sorted(path.name for path in directory.glob(shows))
+        ]:
             what, hint = each.what.format(base=_base(directory)), each.hint.format(inside=_inside(directory, ": give "))
             return f"{directory} is {what} ({found[0]}); {hint}"
     if not has_weights and (pickled := _pickled(directory)):
@@ -130,17 +133,13 @@ def quantised(config: Mapping[str, Any], keys: Iterable[str]) -> str:
 
 def wrapped(keys: Iterable[str]) -> str:
     """What to say of a model that was saved within something else, as the ``keys`` of its tensors show, if it was."""
-    keys, found = list(keys), None
-    for key in keys:
-        if part := next((part for part in key.split(".") if part in _WRAPPED), ""):
-            found = part, *_WRAPPED[part]
-            break
-    for start, (name, hint) in _ALL_WRAPPED.items() if keys and not found else ():
-        if all(key.startswith(start) for key in keys):
-            found = start, name, hint
-    if found is None:
+    keys = list(keys)
+    parts = (part for key in keys for part in key.split(".") if part in _WRAPPED)
+    starts = (start for start in _WRAPPED if start.endswith(".") and keys and all(k.startswith(start) for k in keys))
+    if (found := next(itertools.chain(parts, starts), None)) is None:
         return ""
-    return f"saved within something else ({found[1]}): its tensors have {found[0]!r} in their names; {found[2]}"
+    name, hint = _WRAPPED[found]
+    return f"saved within something else ({name}): its tensors have {found!r} in their names; {hint}"
 
 
 def _base(directory: Path) -> str:

@@ -21,12 +21,13 @@ from niwaki.checkpoints.tensors import (
     Entry,
     header_bytes,
     header_of,
+    pieces_of,
     placed,
     read_header,
     read_json,
     read_tensor,
 )
-from niwaki.errors import CheckpointError, UnsupportedModelError
+from niwaki.errors import CheckpointError, UnsupportedModelError, raised_as
 from niwaki.files import input_errors
 from niwaki.layer.linalg import is_finite
 
@@ -36,8 +37,8 @@ PACKED_INDEX = "packed.json"
 #: Where a directory that was made from a GGUF file says so, see :mod:`niwaki.models.gguf_source`.
 ORIGIN = ".gguf.json"
 _SAMPLE = 4096  # bytes
-#: Bytes of codes in FP8 that are looked through before any work, some seconds' worth, and how many at once.
-_LOOKED_THROUGH, _PIECE = 1 << 35, 1 << 24
+#: Bytes of codes in FP8 that are looked through before any work, some seconds' worth.
+_LOOKED_THROUGH = 1 << 35
 
 
 def shards_of(index: dict[str, Any]) -> dict[str, str]:
@@ -77,14 +78,8 @@ _SOUND = set[tuple[Path, tuple[int, ...]]]()
 
 def _has(path: Path, entry: Entry, wanted: tuple[bytes, ...]) -> bool:
     """Whether any of the bytes at ``entry`` is one of those ``wanted``."""
-    left = entry.size if wanted else 0
     with (path / entry.shard).open("rb") as file:
-        file.seek(entry.offset)
-        while left > 0 and (piece := file.read(min(left, _PIECE))):
-            if any(one in piece for one in wanted):
-                return True
-            left -= len(piece)
-    return False
+        return bool(wanted) and any(one in piece for piece in pieces_of(file, entry) for one in wanted)
 
 
 class Checkpoint:
@@ -107,7 +102,7 @@ class Checkpoint:
                 raise CheckpointError(reason)
         self.config: dict[str, Any] = read_json(path / "config.json")
         weight_map = self._weight_map()
-        shards: list[str] = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
+        shards = sorted(set(weight_map.values()) if weight_map else {SINGLE_NAME})
         #: The file that says which tensor is in which shard; "" where one file has all.
         self.index_name = INDEX_NAME if weight_map else ""
         found: dict[str, Entry] = {}
@@ -123,12 +118,11 @@ class Checkpoint:
         self._stored = {key: entry for key, entry in found.items() if weight_map is None or key in weight_map}
         self.encoded = find_encoded(self.config, self._stored)
         #: By key, where tensors are, or would be in files that have none in FP8 or MXFP4.
-        self.entries: dict[str, Entry] = self._decoded_entries(shards) if self.encoded else self._stored
+        self.entries: dict[str, Entry] = self._decoded_entries() if self.encoded else self._stored
         #: Those files.
-        self.shards = sorted({entry.shard for entry in self.entries.values()}) if self.encoded else shards
+        self.shards = sorted({each.shard for each in self.entries.values()} if self.encoded else shards)
         if self.encoded:
-            self._encoding = self.config["quantization_config"]
-            self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+            self._encoding = self.config.pop("quantization_config")
             changed = tuple((path / shard).stat().st_mtime_ns for shard in shards)
             if (path, changed) not in _SOUND:
                 self._check_encoded()
@@ -160,15 +154,17 @@ class Checkpoint:
             whole.config = {**self.config, "quantization_config": self._encoding}
         return whole
 
-    def _decoded_entries(self, shards: list[str]) -> dict[str, Entry]:
+    def _decoded_entries(self) -> dict[str, Entry]:
         """A place for each tensor, in the file where it is."""
         hidden = {id(entry) for each in self.encoded.values() for entry in (each.codes, each.scales)}
         tensors = {key: entry for key, entry in self._stored.items() if id(entry) not in hidden}
         for key, encoded in self.encoded.items():
             size = 2 * math.prod(encoded.shape)
             tensors[key] = Entry(encoded.codes.shard, "BF16", encoded.shape, 0, size)
-        parts = [placed({key: one for key, one in tensors.items() if one.shard == shard}) for shard in shards]
-        return {key: entry for part in parts for key, entry in part.items()}
+        entries: dict[str, Entry] = {}
+        for shard in sorted(self.files):
+            entries |= placed({key: one for key, one in tensors.items() if one.shard == shard})
+        return entries
 
     @property
     def files(self) -> set[str]:
@@ -232,10 +228,8 @@ class Checkpoint:
         """What niwaki says in config.json of how it made this model; CheckpointError where it makes no sense."""
         value = self.config.get("pruning_config")
         own = isinstance(value, dict) and value.get("library") == "niwaki"
-        try:
+        with raised_as(CheckpointError, f"{self.path / 'config.json'}, pruning_config", msgspec.ValidationError):
             return msgspec.convert(value if own else {}, Pruning)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"{self.path / 'config.json'}, pruning_config: {error}") from error
 
     def check_kind(self) -> None:
         """Raises UnsupportedModelError for weights that were quantised, or saved within something else."""
@@ -283,7 +277,7 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         if self.encoded:
             digest.update(json.dumps(self._encoding, sort_keys=True).encode())
-        for key, entry in sorted((self._stored if self.encoded else self.entries).items()):
+        for key, entry in sorted(self._stored.items()):
             digest.update(f"{key} {entry}".encode())
             with input_errors(self.path / entry.shard), (self.path / entry.shard).open("rb") as file:
                 for start in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):

@@ -2,17 +2,18 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from niwaki.checkpoints.foreign import is_pointer
-from niwaki.errors import CheckpointError, first_line
+from niwaki.errors import CheckpointError, first_line, raised_as
+from niwaki.files import input_errors
 from niwaki.layer.linalg import is_finite
 
 #: By safetensors' names.
@@ -31,6 +32,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _PIECE = 1 << 18  # numbers, which stay in the cache
+CHUNK = 1 << 24  # bytes that are read at a time
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,9 @@ def read_header(path: Path) -> dict[str, Entry]:
 def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
     """The tensor at ``entry`` of the file ``path``; CheckpointError where it cannot be read, or is not finite."""
     data = bytearray(entry.size)
-    try:
-        with path.open("rb") as file:
-            file.seek(entry.offset)
-            got = file.readinto(data)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    with input_errors(path), path.open("rb") as file:
+        file.seek(entry.offset)
+        got = file.readinto(data)
     if got != entry.size:
         raise CheckpointError(f"{path} ends inside {key!r}; is the download complete?")
     dtype = DTYPES[entry.dtype]
@@ -143,6 +142,13 @@ def read_tensor(path: Path, key: str, entry: Entry) -> Tensor:
     return tensor
 
 
+def pieces_of(file: BinaryIO, entry: Entry) -> Iterator[bytes]:
+    """The bytes at ``entry`` of ``file``, some at a time."""
+    file.seek(entry.offset)
+    for start in range(0, entry.size, CHUNK):
+        yield file.read(min(entry.size - start, CHUNK))
+
+
 def raw_bytes(value: Tensor) -> memoryview:
     """``value`` as files have it, without a copy where it is on the CPU and contiguous."""
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -150,12 +156,13 @@ def raw_bytes(value: Tensor) -> memoryview:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError where there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    with raised_as(
+        CheckpointError, f"{path} cannot be read as JSON", (OSError, ValueError, RecursionError), reason=str
+    ):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return value

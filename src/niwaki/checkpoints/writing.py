@@ -16,12 +16,10 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
 from niwaki.checkpoints.shards import write_index
-from niwaki.checkpoints.tensors import DTYPES, Entry, header_of, raw_bytes, read_tensor
+from niwaki.checkpoints.tensors import CHUNK, DTYPES, Entry, header_of, pieces_of, raw_bytes, read_tensor
 from niwaki.errors import CheckpointError, OutputError, first_line
 from niwaki.files import input_errors, output_errors, reserve
 from niwaki.layer.linalg import is_finite
-
-_CHUNK = 1 << 24
 
 
 class CheckpointWriter:
@@ -96,10 +94,8 @@ class CheckpointWriter:
     def _digest_on_disk(self, entry: Entry) -> bytes:
         digest = hashlib.sha256()
         with output_errors(self._directory):
-            file = self._files[entry.shard]
-            file.seek(entry.offset)
-            for start in range(0, entry.size, _CHUNK):
-                digest.update(file.read(min(entry.size - start, _CHUNK)))
+            for piece in pieces_of(self._files[entry.shard], entry):
+                digest.update(piece)
         return digest.digest()
 
     def read(self, key: str, index: int | None = None) -> Tensor:
@@ -153,8 +149,8 @@ class CheckpointWriter:
 def _copy(read: BinaryIO, write: BinaryIO, stored: Entry, entry: Entry) -> None:
     read.seek(stored.offset)
     write.seek(entry.offset)
-    for start in range(0, entry.size, _CHUNK):
-        size = min(entry.size - start, _CHUNK)
+    for start in range(0, entry.size, CHUNK):
+        size = min(entry.size - start, CHUNK)
         with input_errors(Path(read.name)):
             piece = read.read(size)
         if write.write(piece) < size:

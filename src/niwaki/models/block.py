@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from niwaki.choices import TF32
 from niwaki.errors import NumericalError, UnsupportedModelError, named, one_line
 from niwaki.layer.linalg import is_finite
-from niwaki.models.block_arguments import Handed
 from niwaki.models.gram_capture import InputGram, InputGrams
-from niwaki.models.hidden_states import HiddenStates, samples_first, streams_first
+from niwaki.models.hidden_states import Handed, HiddenStates, samples_first, streams_first
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
@@ -38,12 +37,7 @@ class DecoderBlock:
     _original: dict[str, Tensor | None] | None = None
 
     def forward(
-        self,
-        hidden: Tensor,
-        states: HiddenStates,
-        i: int,
-        rows: slice = slice(None),
-        handed: Handed | None = None,
+        self, hidden: Tensor, states: HiddenStates, i: int, rows: slice = slice(None), handed: Handed | None = None
     ) -> Tensor:
         """The outputs for ``hidden``, which are ``rows`` of batch ``i`` of ``states``, by default all.
 
@@ -68,12 +62,7 @@ class DecoderBlock:
         return outputs if added is None else outputs + added
 
     def run(
-        self,
-        hidden: Tensor,
-        states: HiddenStates,
-        i: int,
-        rows: slice = slice(None),
-        handed: Handed | None = None,
+        self, hidden: Tensor, states: HiddenStates, i: int, rows: slice = slice(None), handed: Handed | None = None
     ) -> Tensor:
         """Like :meth:`forward`, for gradients: half precision is bfloat16, because in float16 small ones would be 0."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != torch.float32):

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.errors import UsageError, first_line
+from niwaki.errors import UsageError, raised_as
 from niwaki.models.processes import World
 from niwaki.records.wording import counted
 
@@ -26,10 +26,8 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
         raise UsageError(f"the device {name!r} cannot be used; it is cpu, cuda, cuda:1 ... or auto")
-    try:
+    with raised_as(UsageError, f"the device {name!r} cannot be used", (RuntimeError, AssertionError)):
         torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"the device {name!r} cannot be used: {first_line(error)}") from error
     return torch.device(name)
 
 

@@ -12,7 +12,6 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from niwaki.checkpoints.gguf_header import ANOTHER, ORIGINAL, CutOffError, GgufTensor, Header, read_header
 from niwaki.checkpoints.reading import ORIGIN
-from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, shown
+from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, raised_as, shown
 from niwaki.files import check_space, digest, input_errors, output_errors, write_json
 from niwaki.layer.linalg import is_finite
 from niwaki.models.gguf_keys import check_keys, follow_keys, stretch
@@ -58,7 +57,7 @@ def as_directory(file: Path) -> Path:
     except ImportError as error:
         hint = "pip install '.[gguf]' in niwaki's checkout"
         raise CheckpointError(f"{file} is a GGUF file, and reading it needs gguf: {hint}") from error
-    with input_errors(file), _damage(file):
+    with raised_as(CheckpointError, f"{file} cannot be read as GGUF", reason=_damage), input_errors(file):
         header = read_header(file, {kind.value: size for kind, size in gguf.GGML_QUANT_SIZES.items()})
         status = file.stat()
         sha256 = _digest(file.absolute(), status.st_size, status.st_mtime_ns)
@@ -67,13 +66,9 @@ def as_directory(file: Path) -> Path:
     made_by = [file.name, sha256, version, versions(), _MAKER]
     key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
     stem = file.stem.encode()[:_NAME].decode(errors="ignore")  # names are limited in bytes
-    try:
+    what = f"{file} is converted in Hugging Face's cache, which cannot be written"
+    with raised_as(CheckpointError, what, (OSError, ValueError), reason=one_line):
         place: Path = cached_assets_path("niwaki", "gguf", f"{stem}-{key}")
-    except (OSError, ValueError) as error:
-        reason = one_line(error)
-        raise CheckpointError(
-            f"{file} is converted in Hugging Face's cache, which cannot be written: {reason}"
-        ) from error
     made = place / "model"
     if not made.is_dir():
         with output_errors(place), tempfile.TemporaryDirectory(dir=place) as temporary:
@@ -95,16 +90,9 @@ def _digest(file: Path, size: int, changed: int) -> str:
     return digest(file)
 
 
-@contextlib.contextmanager
-def _damage(file: Path) -> Iterator[None]:
-    """CheckpointError for whatever reading a header of ``file`` fails with, but for the system's errors."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        hint = "is the download complete?" if isinstance(error, CutOffError) else ANOTHER
-        raise CheckpointError(f"{file} cannot be read as GGUF: {one_line(error)}; {hint}") from error
+def _damage(error: Exception) -> str:
+    """What is wrong with a file by the ``error`` that its header is read with, and what to do."""
+    return f"{one_line(error)}; {'is the download complete?' if isinstance(error, CutOffError) else ANOTHER}"
 
 
 def _convert(gguf: Any, file: Path, alone: Path, header: Header, directory: Path) -> None:
@@ -163,9 +151,7 @@ def _factors(file: Path, tensor: GgufTensor) -> torch.Tensor:
     """The numbers of a tensor in float32."""
     if tensor.size != 4 * tensor.count:
         raise CheckpointError(f"{file}: {tensor.name!r} is not in float32, as llama.cpp has it; {ANOTHER}")
-    with file.open("rb") as opened:
-        opened.seek(tensor.offset)
-        return torch.from_numpy(np.frombuffer(opened.read(tensor.size), np.float32).copy())
+    return torch.from_numpy(np.fromfile(file, np.float32, tensor.count, offset=tensor.offset))
 
 
 def _read(config: PreTrainedConfig, file: Path, alone: Path, dtype: torch.dtype, size: int) -> PreTrainedModel:

@@ -1,12 +1,157 @@
-"""Token sequences on their way through a model."""
+"""Token sequences on their way through a model: their hidden states, and what blocks receive besides these.
 
-from collections.abc import Iterator
+Much of that is the same for every text of a shape: rotary embeddings, masks. Some is made of the tokens before the
+first block, such as an embedding of its own for each block (Gemma 3n), and stays as it is whatever is pruned; of a
+batch with images that can be anything, such as which tokens see each other. The rest blocks hand on to later ones, such
+as keys and values, and it changes with them.
+"""
+
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from niwaki.models.block_arguments import BlockArguments
+from niwaki.errors import UnsupportedModelError
 from niwaki.models.spill import MemoryBudget, SpillList
+
+#: The arguments of a block: positional, by name.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: Where a value is among them: (1, "per_layer_input").
+Place = tuple[str | int, ...]
+#: And of what the model adds to a block's outputs, which is not among them.
+_ADDED: Place = ("added",)
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Stands for a tensor (samples, ..) that depends on the tokens, or any of a batch with its own arguments."""
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """Stands for the dictionary in which blocks hand on."""
+
+
+class Handed(UserDict[str | int, tuple[Tensor, ...]]):
+    """What blocks hand on, (samples, ..) each, by the names that they give it; UnsupportedModelError for one twice."""
+
+    def __setitem__(self, name: str | int, values: tuple[Tensor, ...]) -> None:
+        if name in self.data:
+            raise UnsupportedModelError(
+                f"blocks hand on {name!r} more than once; models like this one are not supported"
+            )
+        super().__setitem__(name, values)
+
+
+class BlockArguments:
+    """What blocks receive besides the hidden states of some token sequences, in batches.
+
+    Tensors that belong to the tokens may take ``budget``.
+    """
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._calls: dict[tuple[int, int], Call] = {}  # by block and number of samples
+        self._own: dict[tuple[int, int], Call] = {}  # by block and batch, where that has its own
+        self._kept = SpillList(budget)  # tensors that belong to the tokens
+        self._where: dict[tuple[int, int, Place], int] = {}  # by block and batch, where they are in it
+        self._handed: dict[str | int, list[SpillList]] = {}  # with an item for each batch
+        self._makers: dict[str | int, int] = {}  # the blocks that hand on
+        self._batch = 0  # the present one
+        self._present: list[tuple[Tensor, int]] = []  # what is kept of it, and where
+
+    def record(self, block: int, samples: int, call: Call, per_token: Collection[Place], keep: bool) -> None:
+        """Notes that ``block`` receives ``call`` for so many samples; what is ``per_token`` to be kept, or not.
+
+        The batches to keep come in order, with :meth:`end_batch` after each. UnsupportedModelError where another text
+        of the same shape had other arguments.
+        """
+
+        def stand_in(place: Place, value: Any) -> Any:
+            if isinstance(value, UserDict):
+                return HandedOn()
+            if place not in per_token or not isinstance(value, Tensor) or value.shape[:1] != (samples,):
+                return value
+            if keep:
+                self._keep(block, place, value)
+            return PerToken()
+
+        call = replaced(call, stand_in)
+        if not same(self._calls.setdefault((block, samples), call), call):
+            raise UnsupportedModelError(
+                f"block {block} receives something about the tokens that is not in its hidden states; models like "
+                "this one are not supported"
+            )
+
+    def record_own(self, block: int, call: Call) -> None:
+        """Notes that ``block`` receives ``call`` for the present batch, which has its own and is always run whole."""
+
+        def stand_in(place: Place, value: Any) -> Any:
+            if isinstance(value, Tensor) and value.numel() > 1:
+                self._keep(block, place, value)
+                return PerToken()
+            return HandedOn() if isinstance(value, UserDict) else value
+
+        self._own[block, self._batch] = replaced(call, stand_in)
+
+    def add(self, block: int, value: Tensor) -> None:
+        """Notes that the model adds ``value`` to the outputs of ``block`` for the present batch, run whole."""
+        self._keep(block, _ADDED, value)
+
+    def _keep(self, block: int, place: Place, value: Tensor) -> None:
+        kept = next((kept for tensor, kept in self._present if tensor is value), None)
+        if kept is None:  # what several blocks receive is kept once
+            kept = len(self._kept)
+            self._kept.append(value.contiguous())  # and not a view of what all blocks receive
+            self._present.append((value, kept))
+        self._where[block, self._batch, place] = kept
+
+    def end_batch(self) -> None:
+        """From now on what is recorded belongs to the next batch."""
+        self._batch += 1
+        self._present.clear()
+
+    def has(self, block: int, samples: int, i: int) -> bool:
+        """Whether ``block`` has been called for batch ``i``, or with so many samples: some run with images only."""
+        return (block, i) in self._own or (block, samples) in self._calls
+
+    def call(self, block: int, samples: int, i: int, rows: slice, handed: Handed) -> Call:
+        """The arguments of ``block`` for ``rows`` of batch ``i``, which are so many samples."""
+        own = self._own.get((block, i))
+        chosen = rows if own is None else slice(None)
+
+        def value(place: Place, stand_in: Any) -> Any:
+            if isinstance(stand_in, PerToken):
+                return self._kept.samples(self._where[block, i, place], chosen)
+            return handed if isinstance(stand_in, HandedOn) else stand_in
+
+        call: Call = replaced(own or self._calls[block, samples], value)
+        return call
+
+    def added(self, block: int, i: int) -> Tensor | None:
+        """What the model adds to the outputs of ``block`` for batch ``i``; None where that is nothing."""
+        kept = self._where.get((block, i, _ADDED))
+        return None if kept is None else self._kept[kept]
+
+    def share_calls(self, others: "BlockArguments") -> None:
+        """Adds what is known of other numbers of samples from ``others``, of sequences of the same length."""
+        self._calls = {**others._calls, **self._calls}
+
+    def handed(self, block: int, i: int, rows: slice = slice(None)) -> Handed:
+        """What the blocks before ``block`` have handed on for ``rows`` of batch ``i``; a copy to add to."""
+        earlier = {name: values for name, values in self._handed.items() if self._makers[name] < block}
+        return Handed({name: tuple(v.samples(i, rows) for v in values) for name, values in earlier.items()})
+
+    def hand_on(self, block: int, i: int, handed: Handed) -> None:
+        """Keeps what ``block`` has added to ``handed`` for batch ``i``; batches come in order."""
+        for name, values in handed.items():
+            if self._makers.setdefault(name, block) == block:
+                kept = self._handed.setdefault(name, [SpillList(self._budget) for _ in values])
+                for one, value in zip(kept, values, strict=True):
+                    one.put(i, value.contiguous())
 
 
 @dataclass
@@ -43,3 +188,24 @@ def pieces(rows: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
     samples = max(1, rows // values[0].shape[1])
     for some in zip(*(value.split(samples) for value in values), strict=True):
         yield from zip(*(value.split(rows, dim=1) for value in some), strict=True)
+
+
+def replaced(value: Any, change: Callable[[Place, Any], Any], place: Place = ()) -> Any:
+    """``value`` with ``change(its place, each)`` instead of each value in its tuples, lists and dictionaries."""
+    if type(value) is dict:
+        return {key: replaced(each, change, (*place, key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(replaced(each, change, (*place, i)) for i, each in enumerate(value))
+    return change(place, value)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two arguments of a block are equal."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    simple = isinstance(a, bool | int | float | str | PerToken | HandedOn | None)
+    return type(a) is type(b) and (a is b or (simple and a == b))

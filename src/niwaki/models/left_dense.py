@@ -1,11 +1,13 @@
 """What of a decoder's weights is not pruned, and why not."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
 from niwaki.models.families import choice, is_cross_attention, is_in_tower, is_reached
+from niwaki.models.layout import Layout, Matrix
+from niwaki.models.structure import Parts
 from niwaki.records.record import LeftDense
 from niwaki.records.wording import kind
 
@@ -14,16 +16,24 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OUTSIDE = {_TOWER := "not of the language model", _CROSS := "cross-attention, which text alone does not reach"}
 
 
-def left_dense(decoder: nn.Module, path: str, pruned: Mapping[int, int], ends: Collection[int]) -> list[LeftDense]:
+def left_dense(parts: Parts, layout: Layout, matrices: Iterable[Matrix]) -> list[LeftDense]:
     """The tensors of two dimensions or more that stay as they are, those of all blocks as one; the largest first.
 
-    Decoder blocks are at ``path`` there. ``pruned`` has the ids of parameters that matrices are in, with the sizes of
-    these, and ``ends`` those of embeddings and the head, which are no part of this.
+    ``matrices`` are what can be pruned. Embeddings and the head are no part of this.
     """
-    blocks = decoder.get_submodule(path).named_children()
-    unreached = tuple(f"{path}.{name}." for name, block in blocks if not is_reached(block))
-    sizes, reasons, others = Counter[str](), dict[str, str](), {*pruned, *ends}
-    for where, module in decoder.named_modules():
+    parameters = dict(parts.model.named_parameters())
+    ends = parts.model.get_input_embeddings(), parts.head
+    others = {id(value) for end in ends if end is not None for value in end.parameters()}
+    others |= {id(parameters[name]) for name in layout.ties if name in parameters}
+    pruned = 0
+    for matrix in matrices:
+        name = f"{parts.path}.{matrix.block}.{matrix.parameter}"
+        others.add(id(parameters[layout.ties.get(name, name)]))
+        pruned += matrix.size
+    path = parts.path.removeprefix(parts.decoder_path)
+    unreached = tuple(f"{path}.{name}." for name, block in parts.blocks.named_children() if not is_reached(block))
+    sizes, reasons = Counter[str](), dict[str, str]()
+    for where, module in parts.decoder.named_modules():
         for own, value in module.named_parameters(recurse=False):
             is_inside = where.startswith(f"{path}.")
             name = kind(f"{where}.{own}".removeprefix(f"{path}.").removesuffix(".weight"))
@@ -34,7 +44,7 @@ def left_dense(decoder: nn.Module, path: str, pruned: Mapping[int, int], ends: C
                 continue
             sizes[name] += value.numel()
             reasons[name] = _CROSS if where.startswith(unreached) else _reason(where, module, is_inside)
-    total = sum(pruned.values()) + sum(sizes.values())
+    total = pruned + sum(sizes.values())
     return [LeftDense(name, size, size / total, reasons[name]) for name, size in sizes.most_common()]
 
 

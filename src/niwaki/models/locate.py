@@ -4,7 +4,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from niwaki.checkpoints.foreign import of_file
-from niwaki.errors import CheckpointError, UsageError, first_line
+from niwaki.errors import CheckpointError, UsageError, raised_as
 from niwaki.files import given_path, input_errors
 from niwaki.models.gguf_source import as_directory
 
@@ -33,11 +33,9 @@ def locate_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*"]
-    try:
+    # The hub's client raises errors of its own, of httpx and of the system.
+    with raised_as(CheckpointError, f"{model} is not a directory here and not available from the hub"):
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises errors of its own, of httpx and of the OS
-        reason = f"{model} is not a directory here and not available from the hub: {first_line(error)}"
-        raise CheckpointError(reason) from error
 
 
 def _check_directory(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niwaki.errors import UnsupportedModelError, one_line
+from niwaki.errors import UnsupportedModelError, one_line, raised_as
 from niwaki.models.block import DecoderBlock
 from niwaki.models.families import choice
 from niwaki.models.hidden_states import HiddenStates
@@ -117,13 +117,10 @@ class Router:
             calls.append((experts, gates))
             return torch.zeros_like(X)
 
-        try:
-            with self._alone(stop):
-                for given in arguments:
-                    self._parent(*given)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            reason = f"a router cannot be run alone: {one_line(error)}"
-            raise UnsupportedModelError(reason) from error
+        refusals, what = (TypeError, ValueError, AttributeError, RuntimeError), "a router cannot be run alone"
+        with raised_as(UnsupportedModelError, what, refusals, reason=one_line), self._alone(stop):
+            for given in arguments:
+                self._parent(*given)
         experts, gates = map(torch.cat, zip(*calls, strict=True))
         return experts, gates
 

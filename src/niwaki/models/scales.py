@@ -11,7 +11,7 @@ from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.tensors import DTYPES, Entry, new_shard
-from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.errors import CheckpointError, OutputError, UsageError, raised_as
 from niwaki.layer.grid import Grid, parse_grid, scale_dtype
 from niwaki.models.layout import Matrix
 
@@ -56,11 +56,9 @@ def places(checkpoint: Checkpoint, matrices: Sequence[Matrix], grid: Grid) -> di
 def read_scales(checkpoint: Checkpoint, matrix: Matrix, grid: Grid) -> Tensor:
     """(out, groups), in their own dtype; CheckpointError where they are not there, or cannot be its scales."""
     file, key = checkpoint.path / FILE, scale_key(matrix)
-    try:
-        with safe_open(file, framework="pt") as opened:
-            scales: Tensor = opened.get_tensor(key)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} has no scales of {matrix.key!r}: {error}") from error
+    none = raised_as(CheckpointError, f"{file} has no scales of {matrix.key!r}", (OSError, SafetensorError), reason=str)
+    with none, safe_open(file, framework="pt") as opened:
+        scales: Tensor = opened.get_tensor(key)
     place = places(checkpoint, [matrix], grid)[key]
     if (scales.dtype, scales.shape) != (DTYPES[place.dtype], place.shape):
         raise CheckpointError(

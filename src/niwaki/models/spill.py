@@ -54,11 +54,9 @@ class MemoryBudget:
         with _file_errors():
             if self._file is None:
                 # Without a name from the start, so that nothing is left of it however the process ends.
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
             self._file.seek(start)
-            done = 0
-            while done < len(raw):  # without a buffer a large write may be done in part
-                done += self._file.write(raw[done:])
+            self._file.write(raw)
 
     def read(self, start: int, like: Tensor) -> Tensor:
         """The tensor at byte ``start`` of the file, with the shape and dtype of ``like``."""
@@ -66,15 +64,14 @@ class MemoryBudget:
         data = bytearray(like.nbytes)
         with _file_errors():
             self._file.seek(start)
-            done = 0
-            while done < len(data):
-                done += self._file.readinto(memoryview(data)[done:])  # type: ignore[attr-defined]
+            self._file.readinto(data)  # type: ignore[attr-defined]
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
 
     def close(self) -> None:
         """Frees the file."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a full disk, for what nobody reads any more
+                self._file.close()
 
 
 def _file_errors() -> contextlib.AbstractContextManager[None]:

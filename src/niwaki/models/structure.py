@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from niwaki.checkpoints.tensors import read_json
-from niwaki.errors import CheckpointError, NiwakiError, UnsupportedModelError, one_line
+from niwaki.errors import CheckpointError, UnsupportedModelError, one_line, raised_as
 from niwaki.models.families import is_in_tower
 
 #: Decoder blocks, and experts of one.
@@ -98,23 +98,47 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if takes_text_alone else AutoModelForMultimodalLM
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """All of the language model but its head, which some families call their decoder."""
-    decoder: nn.Module = model.get_decoder()
-    return model.base_model if decoder is model.get_output_embeddings() else decoder
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model that are run apart."""
+
+    model: PreTrainedModel
+    path: str  # of the decoder blocks
+    blocks: nn.ModuleList
+    decoder: nn.Module  # all of the language model but its head
+    decoder_path: str  # with a dot at the end
+
+    @property
+    def head(self) -> nn.Module | None:
+        """What makes predictions: an encoder may have none."""
+        head: nn.Module | None = self.model.get_output_embeddings()
+        return head
+
+    @property
+    def speaker(self) -> PreTrainedModel:
+        """The decoder with the head: some models have other parts around both, which do not run without images."""
+        models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
+        both = {self.head, self.blocks[0]}
+        return [self.model, *(model for model in models if both.issubset(model.modules()))][-1]
 
 
-def find_blocks(model: PreTrainedModel, kind: str) -> tuple[str, nn.ModuleList]:
-    """(path, decoder blocks): the first list in the decoder that is as long as the model is deep.
+def find_parts(model: PreTrainedModel, kind: str) -> Parts:
+    """The parts of a model; UnsupportedModelError where there is no list of decoder blocks in it.
 
-    UnsupportedModelError where there is none.
+    Blocks are the first list in the decoder that is as long as the model is deep.
     """
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    decoder = set(decoder_of(model).modules())
+    # Some families call their head the decoder, and LLaMA 4 says that it is part of that.
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.base_model if decoder is head else decoder
+    within = set(decoder.modules())
     for path, module in model.named_modules():
         is_deep = isinstance(module, nn.ModuleList) and 0 < len(module) == depth
-        if is_deep and module in decoder and not is_in_tower(path):
-            return path, module
+        if is_deep and module in within and not is_in_tower(path):
+            if head is not None and head in within:
+                decoder = model.get_submodule(path.rpartition(".")[0])
+            where = next(f"{name}." for name, each in model.named_modules() if each is decoder)
+            return Parts(model, path, module, decoder, where)
     which = "list of decoder blocks" if depth is None else f"list of {depth} decoder blocks"
     raise UnsupportedModelError(f"no {which} can be found in a model of type {kind!r}")
 
@@ -140,13 +164,10 @@ def check_sizes(values: dict[str, Any], file: Path) -> None:
             raise CheckpointError(f"{file} asks for {name} {value:,}; no model has more than {_MOST_PARTS:,}")
 
 
-@contextlib.contextmanager
-def refusals(file: Path) -> Iterator[None]:
+def refusals(file: Path) -> contextlib.AbstractContextManager[None]:
     """CheckpointError for what transformers refuses: it checks some values of ``file``, and fails on others somehow."""
-    try:
-        yield
-    except NiwakiError:
-        raise
-    except Exception as error:
-        reason = one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
-        raise CheckpointError(f"{file} is refused by transformers: {reason}") from error
+
+    def reason(error: Exception) -> str:
+        return one_line(error).split(" Model type should be one of ")[0]  # and a list of them all
+
+    return raised_as(CheckpointError, f"{file} is refused by transformers", reason=reason)

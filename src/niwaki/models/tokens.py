@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors
+from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors, raised_as
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -40,13 +40,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
     """The tokens of a text; CalibrationError where the tokenizer fails."""
-    try:
-        with panics_as_errors():
-            if len(text) > _AT_ONCE and not special and getattr(tokenizer, "is_fast", False):
-                return _encode_in_parts(tokenizer, text)
-            ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
-    except Exception as error:  # of the tokenizers library, or of any one of hundreds of tokenizers
-        raise CalibrationError(f"the model's tokenizer fails on this text: {first_line(error)}") from error
+    # Whatever fails: the tokenizers library, or any one of hundreds of tokenizers.
+    with raised_as(CalibrationError, "the model's tokenizer fails on this text"), panics_as_errors():
+        if len(text) > _AT_ONCE and not special and getattr(tokenizer, "is_fast", False):
+            return _encode_in_parts(tokenizer, text)
+        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     return ids
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.models.block import DecoderBlock
-from niwaki.models.block_arguments import Handed
-from niwaki.models.hidden_states import HiddenStates
+from niwaki.models.hidden_states import Handed, HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.products import OnProduct, Products
 from niwaki.models.spill import MemoryBudget, SpillList

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from niwaki.errors import CalibrationError, first_line
+from niwaki.checkpoints.tensors import read_json
+from niwaki.errors import CalibrationError, CheckpointError, first_line
 from niwaki.files import output_errors, write_json
 from niwaki.layer.products import products
 from niwaki.models.generation import Sampling, at_a_time, continued, for_writing
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.tokens import check_known, encode, find_bos, load_tokenizer
+from niwaki.models.tokens import check_known, encode, find_bos
 from niwaki.options import OWN_ANSWERS, Calibration
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
@@ -56,10 +58,8 @@ def with_answers(
     """
     if not any(calibration.answered):
         return calibration
-    length = model.window_length(calibration.length)
-    bos, seed = calibration.bos, calibration.seed
     texts = [
-        _answered(model, str(text), share, length, bos, seed, budget, world, progress) if answered else text
+        _answered(model, str(text), share, calibration, budget, world, progress) if answered else text
         for text, share, answered in zip(calibration.texts, calibration.shares, calibration.answered, strict=True)
     ]
     return dataclasses.replace(calibration, text=texts, answers=None)
@@ -69,53 +69,21 @@ def _answered(
     model: StreamedModel,
     source: str,
     samples: int,
-    length: int,
-    bos: bool,
-    seed: int,
+    calibration: Calibration,
     budget: int | None,
     world: World,
     progress: Progress,
 ) -> Windows:
-    """So many windows of conversations that begin with the prompts of ``source``.
+    """So many windows of conversations that begin with the prompts of ``source``, a text of ``calibration``.
 
-    With ``bos`` they say which token texts of the model begin with, if one does.
+    They say which token texts of the model begin with, if one does and that is wanted.
     """
-    tokenizer = load_tokenizer(model.checkpoint.path)
+    length = model.window_length(calibration.length)
     asked, answered = read_prompts(source)
-    prompts = _templated(asked, tokenizer, source, model.checkpoint.path)
-    check_known([token for prompt in prompts for token in prompt], tokenizer, source)
-    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    if len(prompts[longest]) > length // 2:
-        raise CalibrationError(
-            f"prompt {longest + 1} of {source} has {len(prompts[longest]):,} tokens, more than half of a window of "
-            f"{length:,}; give longer windows (--seqlen), or shorter prompts"
-        )
-    model = for_writing(model)
-    together = min(world.collected(at_a_time(model, length + length // 2, budget, _TOGETHER)))
-    if not together:
-        raise CalibrationError(
-            f"the model's {model.size / 2**30:,.1f} GiB do not fit in memory as a whole, so it cannot answer {source}; "
-            "calibrate on a text"
-        )
-    windows, window, answers = [], list[int](), list[_Answer]()
-    settings = _own_settings(model)
-    ends, sampling = _ends(settings, tokenizer), _sampling(settings)
-    with _Writer(model, prompts, length, together, seed, ends, sampling) as writer:
-        for batch in writer.batches(world, progress):
-            answers += batch
-            for answer in batch:
-                window += [*prompts[answer.prompt], *answer.tokens]
-                if len(window) >= length:
-                    windows.append(window[:length])
-                    window = []
-            if not any(answer.length for answer in answers):
-                raise CalibrationError(f"the model answers none of the prompts of {source}; calibrate on a text")
-            if len(windows) >= samples:
-                break
-    origin = (
-        f"{len(answers):,} answers of the dense model to {source} in its chat template, drawn with {sampling}; a "
-        "window begins with one"
-    )
+    prompts = _prompts(model, asked, source, length)
+    writer = _Writer(for_writing(model), prompts, length, calibration.seed)
+    writer.find_room(source, budget, world)
+    windows, answers = _joined(writer, samples, source, world, progress)
     notes = list(writer.notes)
     if answered:
         notes.append(
@@ -128,11 +96,62 @@ def _answered(
     ):
         if number:
             notes.append(f"{number:,} of the {len(answers):,} answers that the model wrote {what}")
-    name = "own answers" if source == OWN_ANSWERS else f"own answers to {source}"
-    first = find_bos(tokenizer) if bos else None
-    return Windows(
-        torch.tensor(windows[:samples], dtype=torch.int64), name, origin=origin, notes=tuple(notes), bos=first
+    origin = (
+        f"{len(answers):,} answers of the dense model to {source} in its chat template, drawn with {writer.sampling}; "
+        "a window begins with one"
     )
+    name = "own answers" if source == OWN_ANSWERS else f"own answers to {source}"
+    bos = find_bos(model.tokenizer) if calibration.bos else None
+    return Windows(torch.tensor(windows, dtype=torch.int64), name, origin=origin, notes=tuple(notes), bos=bos)
+
+
+def _prompts(
+    model: StreamedModel, conversations: list[list[dict[str, str]]], source: str, length: int
+) -> list[list[int]]:
+    """The tokens of each of ``conversations``, up to where the model's answer begins, in windows of ``length``."""
+    tokenizer, path = model.tokenizer, model.checkpoint.path
+    if not tokenizer.chat_template:
+        raise CalibrationError(
+            f"{path} has no chat template, so its model cannot be asked; calibrate on a text, without --answers"
+        )
+    try:
+        texts = rendered(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
+    except ValueError as error:  # of the template, or of a choice of several
+        number = getattr(error, "number", 0) + 1
+        raise CalibrationError(
+            f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
+        ) from error
+    prompts = [encode(tokenizer, text) for text in texts]
+    if not all(prompts):
+        raise CalibrationError(f"the model's chat template makes nothing of the prompts of {source}")
+    check_known([token for prompt in prompts for token in prompt], tokenizer, source)
+    longest = max(prompts, key=len)
+    if len(longest) > length // 2:
+        raise CalibrationError(
+            f"prompt {prompts.index(longest) + 1} of {source} has {len(longest):,} tokens, more than half of a window "
+            f"of {length:,}; give longer windows (--seqlen), or shorter prompts"
+        )
+    return prompts
+
+
+def _joined(
+    writer: "_Writer", samples: int, source: str, world: World, progress: Progress
+) -> tuple[list[list[int]], list["_Answer"]]:
+    """(``samples`` windows of conversations one after the other, all answers that were written for them)."""
+    windows, window, answers = [], list[int](), list[_Answer]()
+    with writer:
+        for batch in writer.batches(world, progress):
+            answers += batch
+            for answer in batch:
+                window += [*writer.prompts[answer.prompt], *answer.tokens]
+                if len(window) >= writer.length:
+                    windows.append(window[: writer.length])
+                    window = []
+            if not any(answer.length for answer in answers):
+                raise CalibrationError(f"the model answers none of the prompts of {source}; calibrate on a text")
+            if len(windows) >= samples:
+                break
+    return windows[:samples], answers
 
 
 @dataclass(frozen=True)
@@ -153,20 +172,30 @@ class _Writer(contextlib.ExitStack):
 
     model: StreamedModel
     prompts: list[list[int]]
-    length: int
-    together: int
+    length: int  # of windows, and of a prompt with its answer
     seed: int
-    ends: tuple[int, ...]
-    sampling: Sampling
 
     def __post_init__(self) -> None:
         super().__init__()
-        model = [self.model.checkpoint.fingerprint(), str(self.model.dtype), self.model.device.type, versions()]
-        asked = [self.prompts, self.length, self.together, self.seed, self.ends, str(self.sampling), model]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
+        settings = _own_settings(self.model)
+        self.ends, self.sampling = _ends(settings, self.model.tokenizer), _sampling(settings)
         self.notes: list[str] = []
+        self._together = 0
         self._whole: PreTrainedModel | None = None
         self._place: Path | None = None
+
+    def find_room(self, source: str, budget: int | None, world: World) -> None:
+        """Finds how many answers to write together, and where they are kept; CalibrationError where none fits."""
+        longest = self.length + self.length // 2
+        self._together = min(world.collected(at_a_time(self.model, longest, budget, _TOGETHER)))
+        if not self._together:
+            raise CalibrationError(
+                f"the model's {self.model.size / 2**30:,.1f} GiB do not fit in memory as a whole, so it cannot answer "
+                f"{source}; calibrate on a text"
+            )
+        model = [self.model.checkpoint.fingerprint(), str(self.model.dtype), self.model.device.type, versions()]
+        asked = [self.prompts, self.length, self._together, self.seed, self.ends, str(self.sampling), model]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
         try:
             self._place = cached_assets_path("niwaki", "answers", key)
         except (OSError, ValueError) as error:
@@ -181,7 +210,7 @@ class _Writer(contextlib.ExitStack):
             first += world.size
 
     def _batch(self, number: int, progress: Progress) -> list[_Answer]:
-        which = [(number * self.together + i) % len(self.prompts) for i in range(self.together)]
+        which = [(number * self._together + i) % len(self.prompts) for i in range(self._together)]
         kept = self._kept(number, which)
         if kept is None:
             kept = self._written(number, [self.prompts[i] for i in which], progress)
@@ -197,22 +226,13 @@ class _Writer(contextlib.ExitStack):
 
     def _kept(self, number: int, which: list[int]) -> list[list[int]] | None:
         """The answers of an earlier run, where they are what this one writes there."""
-        if self._place is None:
-            return None
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            answers = json.loads((self._place / f"{number}.json").read_text())
-            known = self.model.config.get_text_config().vocab_size
-            if (
-                isinstance(answers, list)
-                and len(answers) == len(which)
-                and all(
-                    isinstance(answer, list)
-                    and len(answer) <= self.length
-                    and all(type(token) is int and 0 <= token < known for token in answer)
-                    for answer in answers
-                )
-            ):
-                return answers
+        known = self.model.config.get_text_config().vocab_size
+        if self._place is not None:
+            with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+                answers = msgspec.json.decode((self._place / f"{number}.json").read_bytes(), type=list[list[int]])
+                fit = all(len(answer) <= self.length for answer in answers)
+                if len(answers) == len(which) and fit and all(0 <= t < known for answer in answers for t in answer):
+                    return answers
         return None
 
     def _written(self, number: int, prompts: list[list[int]], progress: Progress) -> list[list[int]]:
@@ -245,33 +265,10 @@ class _Writer(contextlib.ExitStack):
         self.notes.append(f"the model's answers are not kept for another run: {first_line(error)}")
 
 
-def _templated(
-    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase, source: str, path: Path
-) -> list[list[int]]:
-    """The tokens of each, up to where the model's answer begins."""
-    if not tokenizer.chat_template:
-        raise CalibrationError(
-            f"{path} has no chat template, so its model cannot be asked; calibrate on a text, without --answers"
-        )
-    try:
-        texts = rendered(tokenizer.get_chat_template(), conversations, tokenizer.special_tokens_map, ask=True)
-    except ValueError as error:  # of the template, or of a choice of several
-        number = getattr(error, "number", 0) + 1
-        raise CalibrationError(
-            f"the model's chat template fails on prompt {number} of {source}: {first_line(error)}"
-        ) from error
-    prompts = [encode(tokenizer, text) for text in texts]
-    if not all(prompts):
-        raise CalibrationError(f"the model's chat template makes nothing of the prompts of {source}")
-    return prompts
-
-
 def _own_settings(model: StreamedModel) -> dict[str, Any]:
     """What the model's maker says about drawing from it, unchecked."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        settings = json.loads((model.checkpoint.path / "generation_config.json").read_text())
-        if isinstance(settings, dict):
-            return settings
+    with contextlib.suppress(CheckpointError):
+        return read_json(model.checkpoint.path / "generation_config.json")
     return {}
 
 
@@ -286,12 +283,9 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     """How the model's maker wants it to be drawn from, as far as that is said and makes sense."""
     if settings.get("do_sample") is not True:
         return USUAL_SAMPLING
-
-    def number(name: str, least: float, most: float, usual: float) -> float:
-        value: Any = settings.get(name)
-        sensible = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        return float(value) if sensible else usual
-
-    return Sampling(
-        number("temperature", 0.01, 10, 1.0), number("top_p", 0.01, 1, 1.0), int(number("top_k", 0, 1e6, 0))
-    )
+    said = Sampling()
+    for name, least, most in (("temperature", 0.01, 10), ("top_p", 0.01, 1), ("top_k", 0, 1e6)):
+        usual, value = getattr(said, name), settings.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+            said = dataclasses.replace(said, **{name: type(usual)(value)})
+    return said

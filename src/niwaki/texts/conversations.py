@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from niwaki.checkpoints.tensors import raw_bytes
-from niwaki.errors import CalibrationError, UsageError, first_line, named, panics_as_errors
-from niwaki.models.recording import Inputs
+from niwaki.errors import CalibrationError, UsageError, first_line, named, panics_as_errors, raised_as
+from niwaki.models.interface import Inputs
 from niwaki.options import Calibration
-from niwaki.texts.chat_templates import TemplateError, rendered, verbatim
+from niwaki.texts.chat_templates import verbatim
+from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import Conversation, read_conversations
 
 if TYPE_CHECKING:
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
 
 _TOKENS = "input_ids"
 _EXTRA = "pip install '.[images]' in niwaki's checkout"
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """A conversation, and what the model's chat template makes of it; None where the processor has none."""
-
-    own: Conversation
-    text: str | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class Conversations(Sequence[Inputs]):
     source: str
     origin: str
     notes: tuple[str, ...]
-    _conversations: list[_Rendered]
+    _conversations: list[Conversation]
     _processor: Any
     _longest: int
     _digest: str
@@ -75,7 +68,7 @@ class Conversations(Sequence[Inputs]):
         return {
             "source": self.source,
             "samples": len(self),
-            "images": sum(len(each.own.images) for each in self._conversations),
+            "images": sum(len(each.images) for each in self._conversations),
             "sequence_length": self._longest,
             "order": "first",
             "seed": seed,
@@ -114,10 +107,10 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     conversations = conversations[: calibration.samples]
     processor = _load_processor(model.checkpoint.path, source)
     digest, lengths = hashlib.sha256(), []
-    as_texts = _as_texts(processor, conversations)
-    for each in as_texts:
+    conversations = _with_texts(processor, conversations)
+    for each in conversations:
         inputs = _processed(processor, each)
-        with named(each.own.where):
+        with named(each.where):
             model.check(inputs[_TOKENS])
         lengths.append(inputs[_TOKENS].shape[1])
         for name, value in sorted(inputs.items()):
@@ -127,7 +120,7 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     if len(conversations) < calibration.samples:
         notes.append(f"{source} has {len(conversations):,} conversations, fewer than {calibration.samples:,} samples")
     origin = f"{source}, in the model's chat template, with its images"
-    return Conversations(source, origin, tuple(notes), as_texts, processor, max(lengths), digest.hexdigest())
+    return Conversations(source, origin, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
 
 
 def has_images(calibration: Calibration) -> bool:
@@ -149,46 +142,37 @@ def _load_processor(path: Path, source: str) -> Any:
         raise CalibrationError(f"images, as in {source}, need an extra: {_EXTRA}")
     from transformers import AutoProcessor
 
-    try:
-        with panics_as_errors():
+    with raised_as(CalibrationError, f"{path} has no processor of images that can be loaded"), panics_as_errors():
+        try:
             processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
-    except ImportError as error:
-        raise CalibrationError(
-            f"the processor of {path} needs something else ({first_line(error)}); install the extra: {_EXTRA}"
-        ) from error
-    except Exception as error:  # a broken file surfaces as nearly anything
-        raise CalibrationError(f"{path} has no processor of images that can be loaded: {first_line(error)}") from error
+        except ImportError as error:
+            raise CalibrationError(
+                f"the processor of {path} needs something else ({first_line(error)}); install the extra: {_EXTRA}"
+            ) from error
     if not hasattr(processor, "image_processor"):  # of a model of text that is its tokenizer
         raise CalibrationError(f"{path} has no processor of images, and {source} has some; calibrate on a text")
     return processor
 
 
-def _as_texts(processor: Any, conversations: list[Conversation]) -> list[_Rendered]:
+def _with_texts(processor: Any, conversations: list[Conversation]) -> list[Conversation]:
     """The conversations with their texts; CalibrationError, which names the line, where the chat template fails."""
     template = getattr(processor, "chat_template", None)
     if isinstance(template, dict):  # of several by name
         template = template.get("default")
     if not isinstance(template, str):
-        return [_Rendered(each, None) for each in conversations]
+        return conversations
     special = getattr(getattr(processor, "tokenizer", None), "special_tokens_map", {})
-    try:
-        texts = rendered(template, [each.messages for each in conversations], special, ask=False)
-    except TemplateError as error:
-        where = conversations[error.number].where
-        raise CalibrationError(f"{where}: the model's chat template fails: {error}") from error
-    return [_Rendered(each, text) for each, text in zip(conversations, texts, strict=True)]
+    wheres, messages = [each.where for each in conversations], [each.messages for each in conversations]
+    texts = ChatTemplate(template, special, bos="").texts(wheres, messages)
+    return [dataclasses.replace(each, text=text) for each, text in zip(conversations, texts, strict=True)]
 
 
-def _processed(processor: Any, conversation: _Rendered) -> dict[str, Tensor]:
+def _processed(processor: Any, conversation: Conversation) -> dict[str, Tensor]:
     """What the model receives; CalibrationError, which names the line, where the processor fails."""
     # The template itself is run with limits alone.
     text = {} if conversation.text is None else {"chat_template": verbatim(conversation.text)}
-    try:
-        with panics_as_errors():
-            inputs = processor.apply_chat_template(
-                conversation.own.messages, tokenize=True, return_dict=True, return_tensors="pt", **text
-            )
-    except Exception as error:  # of tokenizers and of decoders of images
-        where = conversation.own.where
-        raise CalibrationError(f"{where}: the model's processor fails: {first_line(error)}") from error
+    with raised_as(CalibrationError, f"{conversation.where}: the model's processor fails"), panics_as_errors():
+        inputs = processor.apply_chat_template(
+            conversation.messages, tokenize=True, return_dict=True, return_tensors="pt", **text
+        )
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}

@@ -14,10 +14,11 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from niwaki.errors import CalibrationError, first_line, shown
+from niwaki.errors import CalibrationError, raised_as, shown
 
 #: Files of rows in JSON: an object or a text in each line, or one list of them.
 JSON = {".jsonl", ".ndjson", ".json"}
@@ -34,10 +35,13 @@ _LONGEST = 1 << 27
 _SPACE, _AFTER = re.compile(r"\s*"), re.compile(r"\s*([,\]])")
 #: What is in quotes in a line of CSV, also where they do not end.
 _QUOTED = re.compile(r'"[^"]*("|$)')
+_JSON_LINES = "; each line of a file of rows is a JSON object, or the file is one list of them"
+#: What files fail with that are damaged, or that the system cannot read.
+_DAMAGES = (OSError, EOFError, lzma.LZMAError, zlib.error)
 _DECODER = json.JSONDecoder()
 
 
-def _open_zstd(path: Path, _: str) -> IO[bytes]:
+def _open_zstd(path: Path) -> IO[bytes]:
     try:
         import pyarrow
     except ImportError as error:
@@ -79,18 +83,14 @@ class _Streams(io.RawIOBase):
         super().close()
 
 
-def _open_xz(path: Path, _: str) -> IO[bytes]:
-    return io.BufferedReader(_Streams(path.open("rb"), lzma.LZMADecompressor))
+def _open_streams(path: Path, begin: Callable[[], Any]) -> IO[bytes]:
+    return io.BufferedReader(_Streams(path.open("rb"), begin))
 
 
-def _open_bz2(path: Path, _: str) -> IO[bytes]:
-    return io.BufferedReader(_Streams(path.open("rb"), bz2.BZ2Decompressor))
-
-
-_COMPRESSED: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
-    ".xz": _open_xz,
-    ".bz2": _open_bz2,
+_COMPRESSED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.GzipFile,
+    ".xz": partial(_open_streams, begin=lzma.LZMADecompressor),
+    ".bz2": partial(_open_streams, begin=bz2.BZ2Decompressor),
     ".zst": _open_zstd,
 }
 #: Suffixes of files, none of which is a data set's name.
@@ -99,7 +99,7 @@ SUFFIXES = {".txt", *ROWS, *_COMPRESSED}
 
 def _bytes(path: Path) -> IO[bytes]:
     """The content of a file, without its compression."""
-    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")
+    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path)
     return opened
 
 
@@ -137,11 +137,10 @@ def rows(path: Path, source: str) -> Iterator[tuple[str, Any]]:
 @contextlib.contextmanager
 def _opened(path: Path, source: str) -> Iterator[TextIO]:
     """The text of a file, compressed or not; CalibrationError where it cannot be opened or read."""
-    try:
-        with io.TextIOWrapper(_bytes(path), encoding="utf-8-sig") as file:
-            yield file
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-        raise CalibrationError(f"{source} cannot be read as UTF-8 text: {first_line(error)}; {_READ}") from error
+    what, damages = f"{source} cannot be read as UTF-8 text", (*_DAMAGES, UnicodeDecodeError)
+    failing = raised_as(CalibrationError, what, damages, f"; {_READ}")
+    with failing, io.TextIOWrapper(_bytes(path), encoding="utf-8-sig") as file:
+        yield file
 
 
 def _check_text(text: str, source: str) -> None:
@@ -165,11 +164,9 @@ def _json_lines(file: TextIO, path: Path) -> Iterator[tuple[str, Any]]:
     """The values in lines with something in them."""
     for where, line in _lines(file, path):
         if line.strip():
-            try:
-                yield where, parse_json(line)
-            except ValueError as error:
-                what = "each line of a file of rows is a JSON object, or the file is one list of them"
-                raise CalibrationError(f"{where}: not a JSON object: {error}; {what}") from error
+            with raised_as(CalibrationError, f"{where}: not a JSON object", ValueError, _JSON_LINES):
+                value = parse_json(line)
+            yield where, value
 
 
 def _listed(file: TextIO, path: Path) -> Iterator[tuple[str, Any]]:
@@ -242,17 +239,14 @@ def _parquet_rows(path: Path, source: str) -> Iterator[tuple[str, Any]]:
         from pyarrow import parquet
     except ImportError as error:
         raise CalibrationError(f"{source} is in Parquet, which needs an extra: {EXTRA}") from error
-    numbers = itertools.count(1)
-    try:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(_bytes(path))
-            if kind(path) != path.suffix.lower():  # it is read from its end
-                packed, file = file, stack.enter_context(tempfile.TemporaryFile())
-                shutil.copyfileobj(packed, file)
-            for batch in parquet.ParquetFile(file).iter_batches(_ROWS):
-                yield from ((f"{path}, row {next(numbers)}", row) for row in batch.to_pylist())
-    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:  # Arrow's are among them
-        raise CalibrationError(f"{source} cannot be read as Parquet: {first_line(error)}") from error
+    numbers, damages = itertools.count(1), (*_DAMAGES, ValueError)  # Arrow's are among them
+    with raised_as(CalibrationError, f"{source} cannot be read as Parquet", damages), contextlib.ExitStack() as stack:
+        file = stack.enter_context(_bytes(path))
+        if kind(path) != path.suffix.lower():  # it is read from its end
+            packed, file = file, stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(packed, file)
+        for batch in parquet.ParquetFile(file).iter_batches(_ROWS):
+            yield from ((f"{path}, row {next(numbers)}", row) for row in batch.to_pylist())
 
 
 def parse_json(text: str) -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from niwaki.errors import CalibrationError, first_line, shown
+from niwaki.errors import CalibrationError, first_line, raised_as, shown
+from niwaki.records.wording import several
 from niwaki.texts.chat_templates import TemplateError, rendered
 
 if TYPE_CHECKING:
@@ -60,10 +61,8 @@ class ChatTemplate:
         """That of a tokenizer, where it has one; ``bos`` is the token that windows begin with, if any."""
         if not getattr(tokenizer, "chat_template", None):
             return None
-        try:
+        with raised_as(CalibrationError, "the model's chat template", ValueError):  # several, of which none is usual
             template = tokenizer.get_chat_template()
-        except ValueError as error:  # of several, of which none is the usual one
-            raise CalibrationError(f"the model's chat template: {first_line(error)}") from error
         begins = "" if bos is None else str(tokenizer.convert_ids_to_tokens(bos))
         return cls(template, tokenizer.special_tokens_map, begins)
 
@@ -243,8 +242,7 @@ def _is_talk(value: Any) -> bool:
 
 def _names(row: dict[Any, Any]) -> str:
     """The columns of a row, as many as an error can have."""
-    names = [shown(name) if name else "a column without a name" for name in row]
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return several([shown(name) if name else "a column without a name" for name in row], _NAMED)
 
 
 def _listed(columns: Sequence[str]) -> str:

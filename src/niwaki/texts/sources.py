@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line
+from niwaki.errors import CalibrationError, UnknownNameError, UsageError, first_line, raised_as
 from niwaki.files import given_path
 from niwaki.options import OWN_ANSWERS, USUAL_CALIBRATION, USUAL_TEXT
 from niwaki.texts.files import EXTRA, JSON, ROWS, SUFFIXES, kind, pieces, rows
@@ -173,10 +173,9 @@ def _conversation(value: Any, where: str) -> list[dict[str, str]]:
     if isinstance(value, dict) and isinstance(value.get("prompt"), str) and value["prompt"].strip():
         return [{"role": "user", "content": value["prompt"]}]
     messages = value.get("messages") if isinstance(value, dict) else None
-    try:
+    what = f"{where}: neither a field 'prompt' that is text nor 'messages'"
+    with raised_as(CalibrationError, what, msgspec.ValidationError):
         conversation = msgspec.convert(messages, list[_Message])
-    except msgspec.ValidationError as error:
-        raise CalibrationError(f"{where}: neither a field 'prompt' that is text nor 'messages': {error}") from error
     return [{"role": message["role"], "content": message["content"]} for message in conversation]
 
 
@@ -191,6 +190,7 @@ class Conversation:
 
     where: str  # the file and the line
     messages: list[dict[str, Any]]  # paths of images are absolute
+    text: str | None = None  # what the model's chat template makes of it, where that is known
 
     @property
     def images(self) -> list[Path]:
@@ -242,26 +242,19 @@ def _has_images(messages: list[Any]) -> bool:
 def _with_images(messages: list[Any] | None, where: str, folder: Path) -> Conversation:
     if messages is None:
         raise CalibrationError(f"{where}: no field 'messages', which the lines before it have")
-    try:
+    parts = "{'type': 'text', 'text': ...} or {'type': 'image', 'path': ...}"
+    what = f"{where}: the parts of messages are {parts} here"
+    with raised_as(CalibrationError, what, msgspec.ValidationError):
         turns = msgspec.convert(messages, list[_Turn])
-    except msgspec.ValidationError as error:
-        raise CalibrationError(
-            f"{where}: the parts of messages are {{'type': 'text', 'text': ...}} or {{'type': 'image', 'path': ...}} "
-            f"here: {error}"
-        ) from error
     filled: list[dict[str, Any]] = []
     for turn in turns:
-        parts = [_TextPart(turn["content"])] if isinstance(turn["content"], str) else turn["content"]
-        content: list[dict[str, str]] = []
-        for part in parts:
-            if isinstance(part, _TextPart):
-                content.append({"type": "text", "text": part.text})
-                continue
-            image = folder / given_path(part.path)
-            if not image.is_file():
-                raise CalibrationError(f"{where}: there is no image {image}")
-            content.append({"type": "image", "path": str(image)})
-        filled.append({"role": turn["role"], "content": content})
+        content = [_TextPart(turn["content"])] if isinstance(turn["content"], str) else turn["content"]
+        for part in content:
+            if isinstance(part, _ImagePart):
+                part.path = str(image := folder / given_path(part.path))
+                if not image.is_file():
+                    raise CalibrationError(f"{where}: there is no image {image}")
+        filled.append({"role": turn["role"], "content": msgspec.to_builtins(content)})
     return Conversation(where, filled)
 
 
