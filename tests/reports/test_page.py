@@ -33,8 +33,9 @@ from niwaki.models.tokens import load_tokenizer
 from niwaki.records.comparison import Comparison
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.speed import Speed, SpeedRecord
+from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import printable
 from niwaki.reports import charts, head, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
