@@ -17,8 +17,9 @@ from niwaki.layer.solvers import SOLVERS, Magnitude, describe, make_solver
 from niwaki.records.comparison import shown
 from niwaki.records.data import from_repr, plain
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.speed import SpeedRecord
+from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import in_words, markdown
 from niwaki.reports.tables import with_error
 from support.models import message

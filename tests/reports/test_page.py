@@ -33,10 +33,11 @@ from niwaki.models.tokens import load_tokenizer
 from niwaki.records.comparison import Comparison
 from niwaki.records.healing import HealingPoint, HealingRecord
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import FitRecord, MatrixRecord, Record, StructureRecord
+from niwaki.records.record import FitRecord, MatrixRecord, Record
 from niwaki.records.speed import Speed, SpeedRecord
+from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import printable
-from niwaki.reports import charts, head, sections
+from niwaki.reports import charts, head, perplexities, sections
 from niwaki.reports.from_model import extras, generate, mask_pictures, png
 from niwaki.reports.material import Extras, MaskPicture, Material, Sample, load
 from niwaki.reports.page import render, report
@@ -200,7 +201,7 @@ def test_a_smaller_model(tmp_path: Path) -> None:
     assert "pattern" not in facts
     assert sections.allocation(material) is None
     only(sections.errors(material))
-    assert not sections.ratios(material)  # it has no place on an axis of zeros
+    assert not perplexities.ratios(material)  # it has no place on an axis of zeros
     text = Page(render(material)).text().split("To make it again")[0]
     assert "sparse" not in text
     assert "zeros in" not in text.lower()
@@ -213,10 +214,10 @@ def test_a_smaller_model(tmp_path: Path) -> None:
 def test_a_single_run(tmp_path: Path) -> None:
     """The tiles have its perplexities; beside published ones it is drawn."""
     material = load(model_directory(tmp_path / "m"))
-    assert sections.frontier(material) is None
+    assert perplexities.frontier(material) is None
     assert dict(head.facts(material))["±"].startswith("standard errors")
-    assert [point["value"] for point in sections.ratios(material)] == [pytest.approx(31.5 / 20.25)]
-    first = sections.published(material).exhibits[0].figures[0]
+    assert [point["value"] for point in perplexities.ratios(material)] == [pytest.approx(31.5 / 20.25)]
+    first = perplexities.published(material).exhibits[0].figures[0]
     assert sum(label.startswith("measured: ") for label in marks(first.wide)) == 1
     text = Page(render(material, reference="paper")).text()
     assert "filled marks are this model" in text
@@ -235,14 +236,14 @@ def test_one_of_each(tmp_path: Path) -> None:
 def test_a_model_that_was_not_measured(tmp_path: Path) -> None:
     material = load(model_directory(tmp_path / "m", perplexity={}, notes=["a note"], resumed=[2]))
     assert ("perplexity", "?", "not measured") in head.tiles(material)
-    assert sections.frontier(material) is None
+    assert perplexities.frontier(material) is None
     assert head.notes(material) == ["a note", "stopped and resumed after block 2"]
 
 
 @pytest.mark.slow
 def test_the_table_of_a_comparison(tmp_path: Path) -> None:
     material = load(comparison(tmp_path / "c"))
-    section = sections.frontier(material)
+    section = perplexities.frontier(material)
     assert section is not None
     frontier, gaps = section.exhibits
     assert gaps.table is not None
@@ -420,7 +421,7 @@ def marks(svg: str) -> dict[str, float]:
 @pytest.mark.slow
 def test_points_are_where_their_values_are(tmp_path: Path) -> None:
     """The axis is logarithmic here; heights are those of the perplexities that the marks say."""
-    section = sections.frontier(load(comparison(tmp_path / "c")))
+    section = perplexities.frontier(load(comparison(tmp_path / "c")))
     assert section is not None
     frontier, _ = section.exhibits
     plain, grouped = frontier.figures
@@ -468,7 +469,7 @@ def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
 @pytest.mark.slow
 def test_published_results_are_marked_and_ratios(tmp_path: Path) -> None:
     material = load(comparison(tmp_path / "c"))
-    first = next(item for item in sections.published(material).exhibits if "LLaMA-7B" in item.title)
+    first = next(item for item in perplexities.published(material).exhibits if "LLaMA-7B" in item.title)
     assert first.table is not None
     points = marks(first.figures[0].wide)
     published = [label for label in points if label.startswith("published, not measured: ")]
@@ -842,7 +843,7 @@ def test_in_a_browser(
         assert count("#errors [aria-roledescription='rect mark']") == 3 * BLOCKS * 3
         assert count("#time [aria-roledescription='bar']") == 3 * 2
         assert count("#published [aria-roledescription='point']") == sum(
-            len(marks(shown.figures[0].wide)) for shown in sections.published(material).exhibits
+            len(marks(shown.figures[0].wide)) for shown in perplexities.published(material).exhibits
         )
         page.locator("details.run summary").first.click()
         assert count("details.run td.h8") + count("details.run td.h4") > 0

@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import hashlib
+import math
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -14,19 +13,19 @@ from pathlib import Path
 
 from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import PLAIN_EFFORT, Effort, describe as describe_effort, make_effort
+from niwaki.effort import PLAIN_EFFORT
 from niwaki.errors import CheckpointError, UsageError, named
+from niwaki.evaluation.cells import AskedCell, asked_cells
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.files import given_path, locked, output_errors, write_json
-from niwaki.layer.patterns import Pattern, make_pattern, parse_pattern
-from niwaki.layer.solvers import Solver, describe, make_solver
+from niwaki.layer.patterns import Pattern
+from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, fraction
+from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text
 from niwaki.pruning.request import patterns_of
 from niwaki.recipes import prune
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
-from niwaki.records.data import plain
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record, versions
@@ -103,12 +102,12 @@ def compare(
         raise UsageError("pruned models are kept in a directory; give one")
     solvers = [solvers] if isinstance(solvers, str | Solver) else solvers
     patterns = [patterns] if isinstance(patterns, str | float | int | Pattern) else patterns
-    runs = _runs(solvers, patterns, effort)
+    cells = asked_cells(solvers, patterns, effort)
     checkpoint = Checkpoint(locate_model(str(model)))
     streamed = StreamedModel(checkpoint, compute.device, compute.dtype)
     streamed.check_coverage()
-    for run in runs:
-        patterns_of(run.pattern, None, streamed)
+    for cell in cells:
+        patterns_of(cell.pattern, None, streamed)
     if out is not None:
         out = given_path(out).resolve()
         _check(out, given_path(model), checkpoint.path)
@@ -116,47 +115,22 @@ def compare(
     written = with_answers(streamed, calibration, compute.budget, current_session().world, progress)
     texts = Texts.read(streamed, written, measurement)
     asked = Comparison(str(model), texts.described(calibration.seed), list(texts.heldout))
-    asked.missing = [run.key for run in runs]
+    asked.missing = [cell.key for cell in cells]
     asked.fingerprint = _fingerprint(str(model), streamed, texts, compute)
     asked.command, asked.versions = current_session().command, versions()
     with _place(out) as place:
-        work = _Work(model, texts, calibration, compute, progress, place, out is not None, keep)
-        return work.compare(_joined(place, asked), runs, began, budget)
+        table = _joined(place, asked)
+        work = _Work(
+            table, model, texts, calibration, compute, progress, place, out is not None, keep, began - table.seconds
+        )
+        return work.run(cells, math.inf if budget is None else began + budget)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A cell that was asked for."""
-
-    key: tuple[str, str]  # of the cell
-    given: str | Solver
-    solver: Solver
-    effort: Effort
-    pattern: Pattern
-
-    @property
-    def name(self) -> str:
-        """That of its files."""
-        name = "_".join(re.sub(r"[^\w.+=@-]+", "-", part).strip("-") for part in self.key)
-        if len(name.encode()) < 150:
-            return name
-        return f"{name[:30]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # a file's name has 255 bytes
-
-    @property
-    def record(self) -> str:
-        """The file of its record, in the directory of the comparison."""
-        return f"records/{self.name}.json"
-
-    def made(self, record: Record) -> bool:
-        """Whether ``record`` is one of this run, by what it says of the solver, the effort and the pattern."""
-        asked = plain(describe(self.solver)), describe_effort(self.effort), str(self.pattern)
-        return (record.solver, record.effort, record.pattern) == asked
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Work:
-    """How cells are made; see :func:`compare` for what all this is."""
+    """A comparison in its directory; see :func:`compare` for what all this is."""
 
+    comparison: Comparison
     dense: str | Path
     texts: Texts
     calibration: Calibration
@@ -165,59 +139,66 @@ class _Work:
     place: Path
     lasting: bool  # whether the place is
     keep: bool
+    began: float  # when it did, had all calls followed each other
 
-    def compare(self, comparison: Comparison, runs: list[_Run], began: float, budget: float | None) -> Comparison:
-        """Adds the cells of ``runs`` that are not there to ``comparison``, and writes it after each."""
-        place, progress, spent = self.place, self.progress, comparison.seconds
-        runs = [run for run in runs if not _is_done(run, comparison, place)]
-        self.tidy({run.name for run in runs})
-        for run in runs:
-            self.finished(run)
-        left_out: list[tuple[str, str]] = []
-
-        def save(*new: Cell) -> None:
-            comparison.cells += new
-            done = comparison.done()
-            comparison.missing = [key for key in comparison.missing if key not in done]
-            comparison.seconds = spent + time.monotonic() - began
-            comparison.save(place)
-
-        if runs:
+    def run(self, asked: list[AskedCell], deadline: float) -> Comparison:
+        """Does the cells that are not there, and writes the comparison after each."""
+        cells, progress, models = self.comparison.cells, self.progress, self.place / "models"
+        asked = [each for each in asked if not self.is_done(each)]
+        self.tidy({each.name for each in asked})
+        for each in asked:
+            self.finished(each)
+        if asked:
             checkpoint = Checkpoint(locate_model(str(self.dense)))
-            find_carried(checkpoint, place / "models", checkpoint.size)
-        progress.table(comparison, len(runs))
+            find_carried(checkpoint, models, checkpoint.size)
+        progress.table(self.comparison, len(asked))
         try:
-            if comparison.cells:
-                save()  # with what is asked for now
+            if cells:
+                self.save()  # with what is asked for now
             else:
-                progress.run("dense", "", 0, len(runs), [])
+                progress.run("dense", "", 0, len(asked), [])
                 perplexity, measuring = self.measured(locate_model(str(self.dense)))
-                save(Cell("dense", "", 0.0, perplexity, measuring=measuring))
-                progress.done(comparison.cells[0])
-            for i, run in enumerate(runs):
-                expected = [_expected(other.key[0], comparison.cells) for other in runs[i:]]
-                if budget is not None and time.monotonic() - began + expected[0] > budget:
-                    left_out.append(run.key)
-                    continue
-                progress.run(*run.key, i - len(left_out), len(runs) - len(left_out), expected)
-                with named(f"{run.key[0]} at {run.key[1]}"):
-                    cell = self.cell(run)
-                if not self.keep:
-                    with output_errors(place):
-                        (place / "models" / run.name).rename(place / "models" / f".{run.name}{_MEASURED}")
-                save(cell)
-                self.tidy(set())
-                progress.done(cell)
+                self.save(Cell("dense", "", 0.0, perplexity, measuring=measuring))
+                progress.done(cells[0])
+            left_out = self.add(asked, deadline)
         except BaseException:
-            if comparison.cells and self.lasting:
-                progress.paused(len(comparison.cells) - 1, len(comparison.missing))
+            if cells and self.lasting:
+                progress.paused(len(cells) - 1, len(self.comparison.missing))
             raise
         finally:
             with contextlib.suppress(OSError):
-                (place / "models").rmdir()  # unless something is in it
-        save()
-        progress.finished(comparison, left_out)
-        return comparison
+                models.rmdir()  # unless something is in it
+        self.save()
+        progress.finished(self.comparison, left_out)
+        return self.comparison
+
+    def add(self, asked: list[AskedCell], deadline: float) -> list[tuple[str, str]]:
+        """Does all cells that will end before the ``deadline``, and returns the others."""
+        left_out: list[tuple[str, str]] = []
+        for i, each in enumerate(asked):
+            expected = [_expected(other.key[0], self.comparison.cells) for other in asked[i:]]
+            if time.monotonic() + expected[0] > deadline:
+                left_out.append(each.key)
+                continue
+            self.progress.run(*each.key, i - len(left_out), len(asked) - len(left_out), expected)
+            with named(f"{each.key[0]} at {each.key[1]}"):
+                cell = self.cell(each)
+            if not self.keep:
+                with output_errors(self.place):
+                    model = self.place / "models" / each.name
+                    model.rename(model.with_name(f".{each.name}{_MEASURED}"))
+            self.save(cell)
+            self.tidy(set())
+            self.progress.done(cell)
+        return left_out
+
+    def save(self, *new: Cell) -> None:
+        comparison = self.comparison
+        comparison.cells += new
+        done = comparison.done()
+        comparison.missing = [key for key in comparison.missing if key not in done]
+        comparison.seconds = time.monotonic() - self.began
+        comparison.save(self.place)
 
     def tidy(self, needed: set[str]) -> None:
         """Removes the models that are measured, but those ``needed``: a kill came before their cells were saved."""
@@ -229,75 +210,62 @@ class _Work:
                 else:
                     shutil.rmtree(model)
 
-    def cell(self, run: _Run) -> Cell:
+    def cell(self, asked: AskedCell) -> Cell:
         """Prunes and measures; the record is written, and the model stays until somebody removes it."""
-        pruned, read = self.place / "models" / run.name, Calibration(self.texts.windows, seed=self.calibration.seed)
-        record = self.finished(run) or prune(
+        pruned, read = self.place / "models" / asked.name, Calibration(self.texts.windows, seed=self.calibration.seed)
+        record = self.finished(asked) or prune(
             self.dense,
             pruned,
-            run.pattern,
-            solver=run.given,
-            effort=run.effort,
+            asked.pattern,
+            solver=asked.given,
+            effort=asked.effort,
             # What heals reads more of the text; for others it is read once, and answers are written once.
-            calibration=self.calibration if run.effort.healing else read,
+            calibration=self.calibration if asked.effort.healing else read,
             measurement=Measurement(samples=0),
             compute=self.compute,
             progress=self.progress,
         )
         perplexity, measuring = self.measured(pruned)
-        write_json(self.place / run.record, record.to_json(), sync=True)
+        write_json(self.place / asked.record, record.to_json(), sync=True)
         stages = dict(record.seconds)
-        total, kept = stages.pop("total", 0.0), run.record if self.lasting else None
-        return Cell(*run.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
+        total, kept = stages.pop("total", 0.0), asked.record if self.lasting else None
+        return Cell(*asked.key, record.sparsity, perplexity, total, record.mean_error, stages, measuring, kept)
 
-    def finished(self, run: _Run) -> Record | None:
+    def finished(self, asked: AskedCell) -> Record | None:
         """That of a model that an earlier call pruned and did not come to measure; UsageError for another model."""
-        pruned = self.place / "models" / run.name
+        pruned = self.place / "models" / asked.name
         unfinished = any(pruned.parent.glob(f".{pruned.name}.partial*")) or (pruned / ".partial.json").exists()
         if unfinished or not os.path.lexists(pruned) or (pruned.is_dir() and not any(pruned.iterdir())):
             return None
         record = None if pruned.is_symlink() else _record(pruned / "niwaki.json")
         text = self.texts.windows.fingerprint()
-        if record is None or not run.made(record) or record.calibration.get("tokens_sha256") != text:
+        if record is None or not asked.made(record) or record.calibration.get("tokens_sha256") != text:
             raise UsageError(f"{pruned} is not of this comparison; remove it, or use another directory")
         return record
 
+    def is_done(self, asked: AskedCell) -> bool:
+        """Whether its cell is there; UsageError where another solver, or the same with other parameters, made it."""
+        cell = self.comparison.done().get(asked.key)
+        if cell is None:
+            return False
+        record = _record(self.place / asked.record)
+        if record is None or cell.record != asked.record or not cell.is_of(record):
+            self.comparison.cells.remove(cell)  # it is done again
+            return False
+        if not asked.made(record):
+            made = f"{in_words(record.solver)}, {in_words(record.effort)}, {record.pattern}"
+            has = f"{self.place} has {asked.key[0]} at {asked.key[1]} by {made}"
+            raise UsageError(f"{has}, and asked for is {asked}; use another directory")
+        return True
+
     def measured(self, path: Path) -> tuple[dict[str, Perplexity], float]:
         """Perplexities by text, and the seconds that they took."""
-        began, perplexities = time.monotonic(), {}
-        for text, windows in self.texts.heldout.items():
-            perplexities[text] = evaluate(path, windows, compute=self.compute, progress=self.progress)
-        return perplexities, time.monotonic() - began
-
-
-def _runs(solvers: Sequence[str | Solver], patterns: Sequence[str | float | Pattern], effort: str) -> list[_Run]:
-    """All cells, pattern by pattern; UsageError where names or patterns are not valid or solvers share a name."""
-    runs: dict[tuple[str, str], _Run] = {}
-    for column in patterns:
-        for given in solvers:
-            if isinstance(given, Solver):
-                name, own, solver = type(given).__name__.lower(), "", given
-            else:
-                name, _, own = given.strip().partition("@")
-                given, solver = name, make_solver(name)
-            if name == "dense":
-                raise UsageError("no solver can be called 'dense', as the model before it is; rename its class")
-            used = own or effort
-            key = (name if used == PLAIN_EFFORT else f"{name}@{used}", _column(column))
-            run = _Run(key, given, solver, make_effort(used), make_pattern(column, solver.default_pattern))
-            if runs.setdefault(key, run) != run:
-                raise UsageError(f"two solvers are called {key[0]!r}: {runs[key].solver} and {solver}")
-    if not runs:
-        raise UsageError("say which solvers and which patterns to compare, such as wanda and 0.5")
-    return list(runs.values())
-
-
-def _column(given: str | float | Pattern) -> str:
-    """The name of a pattern's column, such as "60 %"."""
-    if isinstance(given, Pattern):
-        return str(given)
-    share = fraction(given)
-    return str(parse_pattern(str(given))) if share is None else f"{(100 * share).normalize():f} %"
+        began = time.monotonic()
+        found = {
+            text: evaluate(path, windows, compute=self.compute, progress=self.progress)
+            for text, windows in self.texts.heldout.items()
+        }
+        return found, time.monotonic() - began
 
 
 def _check(out: Path, model: Path, source: Path) -> None:
@@ -368,23 +336,6 @@ def _joined(place: Path, asked: Comparison) -> Comparison:
         raise UsageError(f"{place} has a comparison that differs in {'; '.join(differing)}; use another directory")
     missing = list(dict.fromkeys([*there.missing, *asked.missing]))
     return dataclasses.replace(asked, cells=there.cells, missing=missing, seconds=there.seconds)
-
-
-def _is_done(run: _Run, comparison: Comparison, out: Path) -> bool:
-    """Whether its cell is there; UsageError where another solver, or the same with other parameters, made it."""
-    cell = comparison.done().get(run.key)
-    if cell is None:
-        return False
-    record = _record(out / run.record)
-    if record is None or cell.record != run.record or not cell.is_of(record):
-        comparison.cells.remove(cell)  # it is done again
-        return False
-    if not run.made(record):
-        made = f"{in_words(record.solver)}, {in_words(record.effort)}, {record.pattern}"
-        asked = f"{in_words(describe(run.solver))}, {in_words(describe_effort(run.effort))}, {run.pattern}"
-        has = f"{out} has {run.key[0]} at {run.key[1]} by {made}"
-        raise UsageError(f"{has}, and asked for is {asked}; use another directory")
-    return True
 
 
 def _expected(method: str, cells: list[Cell]) -> float:

@@ -23,8 +23,9 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, Record
+from niwaki.records.record import Record
 from niwaki.runs.carried import CarriedFiles
+from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.workplace import Workplace, write_config

@@ -27,8 +27,9 @@ from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, Record
+from niwaki.records.record import Record
 from niwaki.runs.begin import FEW_ZEROS
+from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.workplace import Workplace
 from niwaki.texts.conversations import Samples

@@ -6,8 +6,6 @@ import dataclasses
 import math
 import os
 import platform
-import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Annotated, Any, TypedDict
@@ -33,6 +31,7 @@ from niwaki.records.data import (
 )
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Difference, Perplexity
+from niwaki.records.structure import StructureRecord
 from niwaki.records.wording import counted, kind, several
 
 #: Of ``niwaki.json``. Before it had a number, solver and effort were text.
@@ -87,42 +86,6 @@ class FitRecord:
     epochs: Amount
     seconds: Seconds
     steps: Count = 0
-
-
-@dataclass(frozen=True)
-class StructureRecord:
-    """What structured pruning removed, see :mod:`niwaki.shrinking.shrink`.
-
-    Attributes:
-        parameters: Numbers in all tensors of the files, "before" and "after".
-        removed: Fraction of the blocks' parameters that is gone.
-        influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
-        blocks: Numbers of the blocks that went, from 0, as are all that follow.
-        heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
-        neurons: Likewise.
-        experts: Likewise, of blocks that have some.
-    """
-
-    parameters: dict[str, Positive]
-    removed: Fraction
-    influence: list[Finite] = field(default_factory=list)
-    blocks: list[Count] = field(default_factory=list)
-    heads: list[list[Count]] = field(default_factory=list)
-    neurons: list[list[Count]] = field(default_factory=list)
-    experts: list[list[Count]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.parameters.keys() >= {"before", "after"}:
-            raise UsageError(f"parameters are those before and after; got {self.parameters}")
-
-    @property
-    def share(self) -> str:
-        """How much of all parameters is gone, such as "25.7 %"."""
-        return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
-
-    def __str__(self) -> str:
-        numbers = "{after:,} of {before:,}".format(**self.parameters)
-        return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
 
 
 @dataclass(frozen=True)
@@ -353,6 +316,20 @@ class Record(JsonFile):
         return f"{counted(count, 'window')} that the dense model wrote itself" if count else ""
 
     @property
+    def where(self) -> str:
+        """To follow what was done there: ``" in blocks 0 to 2"``, or "" if all were pruned."""
+        return f" in {self.part}" if self.part else ""
+
+    @property
+    def outcome(self) -> str:
+        """What the model has become, for headings: "25.7 % smaller, 50 % sparse, healed"."""
+        parts = [f"{self.structure.share} smaller"] if self.structure else []
+        if not self.only_shrinks and not (self.only_heals and not self.sparsity):
+            where = "" if self.structure or self.only_heals else self.where
+            parts.append(f"{100 * self.sparsity:.4g} % sparse{where}")
+        return ", ".join(parts + ["healed"] * bool(self.healing or self.only_heals))
+
+    @property
     def part(self) -> str:
         """Which blocks were pruned, such as "blocks 0 to 2"; "" if all were."""
         if self.blocks is None:
@@ -383,30 +360,6 @@ def _geometric_mean(values: list[float]) -> float:
     if not values or min(values) <= 0:
         return 0.0
     return math.exp(sum(map(math.log, values)) / len(values))
-
-
-class Clock:
-    """A stopwatch for ``Record.seconds``: each lap counts as time of a stage."""
-
-    def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] += now - self._last
-        self._last = now
-
-    def add(self, seconds: dict[str, float]) -> None:
-        """Counts the time of an earlier run, or of earlier stages, also."""
-        for stage, value in seconds.items():
-            if stage == "total":
-                continue
-            self.seconds[stage] += value
-            self._began -= value
-
-    def total(self) -> float:
-        return time.perf_counter() - self._began
 
 
 def versions() -> dict[str, str]:

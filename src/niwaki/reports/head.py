@@ -20,16 +20,7 @@ def title(material: Material) -> str:
     """The model, and how much of it is gone."""
     if (record := material.record) is None:
         return f"{material.name}, {counted(len(material.methods), 'method')} compared"
-    if record.structure:
-        zeros = "" if record.only_shrinks else f", {100 * record.sparsity:.4g} % sparse"
-        return f"{material.name}, {record.structure.share} smaller{zeros}" + ", healed" * bool(record.healing)
-    if record.only_heals:
-        return f"{material.name}, healed"
-    return f"{material.name}, {100 * record.sparsity:.4g} % sparse{_part(record)}" + ", healed" * bool(record.healing)
-
-
-def _part(record: Record) -> str:
-    return f" in {record.part}" if record.part else ""
+    return f"{material.name}, {'healed' if record.only_heals and not record.structure else record.outcome}"
 
 
 def notes(material: Material) -> list[str]:
@@ -96,7 +87,7 @@ def _removed_tiles(record: Record) -> list[Tile]:
         shown.append(("fewer parameters", structure.share, stay))
         shown.append(("removed", f"{100 * structure.removed:.1f} %", f"of the blocks' parameters{what}"))
     weights = sum(math.prod(matrix.shape) for matrix in record.matrices)
-    of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{_part(record)}, {weights / 1e6:,.4g} M weights"
+    of = f"of {counted(len(record.matrices), 'matrix', 'matrices')}{record.where}, {weights / 1e6:,.4g} M weights"
     if not record.only_shrinks:
         shown.append(("zeros", f"{100 * record.sparsity:.4g} %", "as before" if record.only_heals else of))
     if (healing := record.healing) and healing.points:

@@ -1,5 +1,6 @@
 """What the output says about itself: its model card, README.md, and its record, niwaki.json."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,27 @@ from niwaki.files import output_errors, write_json
 from niwaki.records.record import CalibrationRecord, Record
 from niwaki.records.wording import conversations, counted, in_words, markdown
 from niwaki.runs.model_card import notes, top
+
+#: What a model is, by what was done to it. All but the first have zeros among their weights.
+_SHRUNK = (
+    "{name} without some of its parts, which niwaki removed after training. It is dense and loads as any other model "
+    "of its kind."
+)
+_SHRUNK_AND_PRUNED = (
+    "{name} without some of its parts, which niwaki removed after training, and with zeros among the weights that are "
+    "left. Zeros are stored as such, and it loads as any other model of its kind."
+)
+_HEALED = (
+    "{name}, a pruned model, whose remaining weights niwaki trained towards the predictions of the dense model. Zeros "
+    "are stored as such, so this loads wherever the dense model does."
+)
+_PRUNED = (
+    "The linear matrices of the decoder blocks of {name}, pruned after training with niwaki{where}{trained}. Zeros are "
+    "stored as such, so this loads wherever the dense model does."
+)
+_TRAINED = ", and what is left trained towards the dense model's predictions"
+#: Keys at the top of the dense model's card that are true of the pruned one too.
+_INHERITED = ("license", "license_name", "license_link", "language")
 
 
 def write(directory: Path, record: Record) -> None:
@@ -23,57 +45,44 @@ def write(directory: Path, record: Record) -> None:
         inherited = top(readme)
         if readme.exists():
             readme.replace(directory / "README.base.md")
-    write_json(readme, _text(record, inherited))
+    name = markdown(Path(record.model).name or record.model)
+    table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in _rows(record).items() if value)
+    text = f"# {name}, {record.outcome}\n\n{_about(record, name)}\n\n| | |\n|---|---|\n{table}{notes(record)}"
+    write_json(readme, f"---\n{_data(record, inherited).to_yaml()}\n---\n\n{text}")
 
 
-def _text(record: Record, inherited: dict[str, Any]) -> str:
-    name = Path(record.model).name or record.model
+def _data(record: Record, inherited: Mapping[str, Any]) -> ModelCardData:
+    """What is at the top of the card, for programs."""
     base = record.teacher or record.model
-    shown = markdown(name)
-    where = f" in {record.part}" if record.part else ""
-    structure, calibration = record.structure, record.calibration
-    kept: dict[str, Any] = {key: inherited.get(key) for key in ("license", "license_name", "license_link", "language")}
-    data = ModelCardData(
+    kept: dict[str, Any] = {key: inherited.get(key) for key in _INHERITED}
+    return ModelCardData(
         base_model=base if base.count("/") == 1 else Path(base).name or base,
         library_name="transformers",
         tags=sorted({*inherited.get("tags", []), "niwaki", "pruned", *([] if record.only_shrinks else ["sparse"])}),
         **kept,
     )
-    if structure and not record.only_shrinks:
-        title = f"{structure.share} smaller, {100 * record.sparsity:.4g} % sparse" + ", healed" * bool(record.healing)
-        about = (
-            f"{shown} without some of its parts, which niwaki removed after training, and with zeros among the weights "
-            "that are left. Zeros are stored as such, and it loads as any other model of its kind."
-        )
-    elif structure:
-        title = f"{structure.share} smaller" + ", healed" * bool(record.healing)
-        about = (
-            f"{shown} without some of its parts, which niwaki removed after training. It is dense and loads as any "
-            "other model of its kind."
-        )
-    elif record.only_heals:
-        title = f"{100 * record.sparsity:.4g} % sparse, healed" if record.sparsity else "healed"
-        about = (
-            f"{shown}, a pruned model, whose remaining weights niwaki trained towards the predictions of the dense "
-            "model. Zeros are stored as such, so this loads wherever the dense model does."
-        )
-    else:
-        title = f"{100 * record.sparsity:.4g} % sparse{where}" + ", healed" * bool(record.healing)
-        trained = ", and what is left trained towards the dense model's predictions" * bool(record.healing)
-        about = (
-            f"The linear matrices of the decoder blocks of {shown}, pruned after training with niwaki{where}{trained}. "
-            "Zeros are stored as such, so this loads wherever the dense model does."
-        )
-    error = "output error of the matrices, relative, geometric mean"
+
+
+def _about(record: Record, name: str) -> str:
+    if record.structure:
+        return (_SHRUNK if record.only_shrinks else _SHRUNK_AND_PRUNED).format(name=name)
+    if record.only_heals:
+        return _HEALED.format(name=name)
+    return _PRUNED.format(name=name, where=record.where, trained=_TRAINED * bool(record.healing))
+
+
+def _rows(record: Record) -> dict[str, object]:
+    """The table: names and values, of which those that are empty are left out."""
+    calibration, error = record.calibration, "output error of the matrices, relative, geometric mean"
     rows: dict[str, object] = {
         "method": in_words(record.solver),
         "effort": record.effort and described(record.effort),
         "removed" if record.only_shrinks else "pattern": record.pattern,
-        "parameters": structure,
+        "parameters": record.structure,
         "healed": record.healing,
         "mask from": record.mask_from,
         "zeros in the pruned matrices": None if record.only_shrinks else f"{100 * record.sparsity:.2f} %",
-        "left dense": None if structure else record.stays,
+        "left dense": None if record.structure else record.stays,
         "format of the weights" if record.kept_format else "grid of the weights": record.rounding,
         "calibration": f"{_samples(calibration)} of "
         f"{' + '.join(Path(source).name for source in calibration['source'].split(' + '))}",
@@ -86,10 +95,7 @@ def _text(record: Record, inherited: dict[str, Any]) -> str:
         rows[f"perplexity {when}"] = (
             f"{measured.figure} ({measured.tokens:,} tokens, context {measured.context:,}, {Path(measured.text).name})"
         )
-    if not record.perplexity:
-        rows["perplexity"] = "not measured"
-    table = "\n".join(f"| {key} | {markdown(value)} |" for key, value in rows.items() if value)
-    return f"---\n{data.to_yaml()}\n---\n\n# {shown}, {title}\n\n{about}\n\n| | |\n|---|---|\n{table}" + notes(record)
+    return rows if record.perplexity else {**rows, "perplexity": "not measured"}
 
 
 def _samples(calibration: CalibrationRecord) -> str:

@@ -12,8 +12,9 @@ from niwaki.models.locate import locate_model
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
-from niwaki.records.record import Clock, Record, StageRecord
+from niwaki.records.record import Record, StageRecord
 from niwaki.runs import card
+from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.session import current_session
 from niwaki.runs.stage import Run, Stage, Task

@@ -12,8 +12,9 @@ from niwaki.models.processes import World
 from niwaki.models.spill import MemoryBudget
 from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.progress import Progress
-from niwaki.records.record import CalibrationRecord, Clock, Record
+from niwaki.records.record import CalibrationRecord, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
+from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
 from niwaki.runs.workplace import Workplace, unfinished_size
 from niwaki.texts.texts import Texts

@@ -25,7 +25,8 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import trained_matrices, trained_weights
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.record import MatrixRecord, Record, StructureRecord
+from niwaki.records.record import MatrixRecord, Record
+from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.kept import load_tensors, save_tensors

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
@@ -19,6 +20,8 @@ from niwaki.options import as_fraction
 
 #: From scores (out, in) the mask of the weights that are kept.
 Choice: TypeAlias = Callable[[Tensor], Tensor]
+#: Runs of columns: (start, stop, the choice among them).
+Slices: TypeAlias = Iterator[tuple[int, int, Choice]]
 
 
 class Pattern(abc.ABC):
@@ -43,10 +46,8 @@ class Pattern(abc.ABC):
         return _Partial(self, fraction)
 
     @abc.abstractmethod
-    def slices(
-        self, shape: Sequence[int], width: int, places: Tensor | None = None
-    ) -> Iterator[tuple[int, int, Choice]]:
-        """Runs of columns (start, stop, the choice among them) of a matrix, for solvers that go from left to right.
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
+        """Runs of columns of a matrix, for solvers that go from left to right.
 
         Counts add up to that of the whole. Runs are about ``width`` wide, or the pattern's own group, and never cross a
         multiple of both. Where all but ``places`` (out, in) bool are zero, each run keeps its share of what is there.
@@ -133,9 +134,7 @@ class _Partial(Pattern):
         zeros = round(self.fraction * zeros_at_end)
         return safe if zeros == zeros_at_end else keep_highest(scores.masked_fill(safe, math.inf), zeros, rows)
 
-    def slices(
-        self, shape: Sequence[int], width: int, places: Tensor | None = None
-    ) -> Iterator[tuple[int, int, Choice]]:
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
         raise NotImplementedError("gradual solvers do not go column by column")
 
 
@@ -172,9 +171,7 @@ class Counted(Pattern):
         self.check(scores.shape)
         return self.keep(scores, self.zeros(self.weights(scores)))
 
-    def slices(
-        self, shape: Sequence[int], width: int, places: Tensor | None = None
-    ) -> Iterator[tuple[int, int, Choice]]:
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
         self.check(shape)
         rows = self.rows.of(shape[0])
         zeros_before = self._zeros_before(rows, places)
@@ -231,6 +228,18 @@ class Tiled(Pattern):
                 f"the pattern {self} cuts a matrix into tiles of {height} x {width}, which must divide its rows "
                 f"and columns; this matrix is {shape[0]} x {shape[1]}"
             )
+
+
+def check_places(what: str, places: Tensor) -> None:
+    """Raises PatternError, which begins with ``what``, unless ``places`` is (out, in) bool."""
+    if places.ndim != 2 or places.dtype != torch.bool:
+        raise PatternError(f"{what} (out, in) bool; got {tuple(places.shape)} {places.dtype}")
+
+
+def check_shape(what: str, places: Tensor, shape: Sequence[int]) -> None:
+    """Raises PatternError where ``places``, which are called ``what``, are not those of a matrix of ``shape``."""
+    if tuple(places.shape) != tuple(shape):
+        raise PatternError(f"the given {what} shape {tuple(places.shape)}, the matrix {tuple(shape)}")
 
 
 def runs(columns: int, width: int, group: int = 1) -> Iterator[tuple[int, int]]:

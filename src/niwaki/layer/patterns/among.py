@@ -2,15 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
-from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import Choice, Pattern
+from niwaki.layer.patterns._base import Choice, Pattern, Slices, check_places, check_shape
 from niwaki.layer.patterns.rows import Rows
 
 
@@ -33,8 +32,7 @@ class Among(Pattern):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.places.ndim != 2 or self.places.dtype != torch.bool:
-            raise PatternError(f"places are (out, in) bool; got {tuple(self.places.shape)} {self.places.dtype}")
+        check_places("places are", self.places)
 
     def __str__(self) -> str:
         return str(self.pattern)
@@ -68,8 +66,7 @@ class Among(Pattern):
 
     def check(self, shape: Sequence[int]) -> None:
         self.pattern.check(shape)
-        if tuple(self.places.shape) != tuple(shape):
-            raise PatternError(f"the given places have shape {tuple(self.places.shape)}, the matrix {tuple(shape)}")
+        check_shape("places have", self.places, shape)
 
     def mask(self, scores: Tensor) -> Tensor:
         self.check(scores.shape)
@@ -99,9 +96,7 @@ class Among(Pattern):
             return None
         return [replace(self, pattern=pattern, places=run) for pattern, run in zip(patterns, runs, strict=True)]
 
-    def slices(
-        self, shape: Sequence[int], width: int, places: Tensor | None = None
-    ) -> Iterator[tuple[int, int, Choice]]:
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
         self.check(shape)
         places = self.places if places is None else self.places & places
         for start, stop, choose in self.pattern.slices(shape, width, places):

@@ -1,14 +1,12 @@
 """A given mask."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from niwaki.arguments import check_fields
-from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Choice, Pattern, runs
+from niwaki.layer.patterns._base import ByRows, Pattern, Slices, check_places, check_shape, runs
 from niwaki.layer.patterns.rows import Rows
 
 
@@ -24,8 +22,7 @@ class Fixed(ByRows):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.values.ndim != 2 or self.values.dtype != torch.bool:
-            raise PatternError(f"a mask is (out, in) bool; got {tuple(self.values.shape)} {self.values.dtype}")
+        check_places("a mask is", self.values)
 
     def __str__(self) -> str:
         return f"fixed:{self.sparsity:.4g}"
@@ -38,8 +35,7 @@ class Fixed(ByRows):
         return replace(self, values=rows.own(self.values), within=self.within and self.within.for_rows(rows), rows=rows)
 
     def check(self, shape: Sequence[int]) -> None:
-        if tuple(self.values.shape) != tuple(shape):
-            raise PatternError(f"the given mask has shape {tuple(self.values.shape)}, the matrix {tuple(shape)}")
+        check_shape("mask has", self.values, shape)
 
     def reordered(self, columns: Tensor) -> Pattern:
         within = self.within and self.within.reordered(columns)
@@ -59,9 +55,7 @@ class Fixed(ByRows):
     def partial(self, fraction: float) -> Pattern:
         return self
 
-    def slices(
-        self, shape: Sequence[int], width: int, places: Tensor | None = None
-    ) -> Iterator[tuple[int, int, Choice]]:
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
         self.check(shape)
         for start, stop in runs(shape[1], width):
             yield start, stop, Fixed(self.values[:, start:stop]).mask

@@ -1,7 +1,7 @@
 """n of every m weights in a row: as they are, some groups dense, transposable, and with a quota."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Choice, Counted, Pattern, Tiled, runs, short_number
+from niwaki.layer.patterns._base import ByRows, Counted, Pattern, Slices, Tiled, runs, short_number
 from niwaki.layer.patterns.rows import Rows
 from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
@@ -39,9 +39,7 @@ class _NOfM(Pattern):
     def group(self) -> int:
         return self.m
 
-    def slices(
-        self, shape: Sequence[int], width: int, places: Tensor | None = None
-    ) -> Iterator[tuple[int, int, Choice]]:
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
         self.check(shape)
         for start, stop in runs(shape[1], self.m):
             yield start, stop, self.mask

@@ -89,16 +89,31 @@ class Continuation(Solver):
         damping = self.damping + min(_MOST_SAMPLING, _SAMPLING * problem.gram.inputs_per_token)
         damped = LayerProblem(problem.W, problem.gram.damped(damping))
         unexplained, typical = damped.gram.derived("unexplained", lambda: _unexplained(damped))
-        metric = unexplained.pow(0.375) / typical**0.375
         order, widths = _interleaved(problem.W.shape[1], pattern.group, self.parts)
         order = order.to(problem.W.device)
         pattern = pattern.reordered(order)
-        scaled = Normalised(damped, metric, order)
+        scaled = Normalised(damped, unexplained.pow(0.375) / typical**0.375, order)
+        V, raised = self._swept(scaled, pattern, widths, typical, monitor)
+        mask = pattern.mask(V.abs())
+        # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
+        H = scaled.new_H()
+        H.diagonal().add_(raised)
+        Z, _ = masked_conjugate_gradients(H, scaled.W, V.masked_fill_(~mask, 0.0), mask, self.finish)
+        del H, V
+        if self.finish:
+            steps = self.sweeps + self.finish
+            scaled.report(monitor, steps, steps, Z, mask)
+        used = damping + raised
+        return problem.solution(scaled.restore(Z), scaled.original(mask), damping=used, damping_asked=damping)
+
+    def _swept(
+        self, scaled: Normalised, pattern: Pattern, widths: list[int], typical: float, monitor: Monitor | None
+    ) -> tuple[Tensor, float]:
+        """Z + U after all sweeps, and what was added to the diagonal of H' for it to have factors."""
         W0 = scaled.W
         kept = max(1 - pattern.sparsity, 1 / pattern.weights(W0))  # a mask that is given may keep nothing
         start = self.penalty_start * typical**0.5 * kept**-0.25
         growth = self.penalty_end / self.penalty_start
-        # Of large matrices every copy counts. Of (in, in) there is R or H' at a time, and the problem's H.
         # Of (out, in) there are W0, U and Y = Z - U - W0, of which Z is made for a part at a time.
         W0s = W0.split(widths, dim=1)
         Us = [torch.zeros(part.shape, dtype=W0.dtype, device=W0.device) for part in W0s]
@@ -111,14 +126,13 @@ class Continuation(Solver):
             scores = _in_turns(Us)
         Rs: Sequence[Tensor] = ()
         rho = raised = 0.0
-        steps = self.sweeps + self.finish
         for sweep in range(self.sweeps):
             done = sweep / max(1, self.sweeps - 1)
             if sweep in (0, math.ceil(_SWITCH * self.sweeps)):
                 before, rho = rho, start * growth ** (0.25 if sweep == 0 else 1.0)
                 key = ("continuation", rho, pattern.group, self.parts)
                 Rs = ()  # before there is another
-                R, used = damped.gram.derived(key, lambda rho=rho: resolvent(scaled.new_H, rho))  # type: ignore[misc]
+                R, used = scaled.gram.derived(key, lambda rho=rho: resolvent(scaled.new_H, rho))  # type: ignore[misc]
                 Rs, raised = R.split(widths, dim=1), max(raised, used)
                 del R
                 for U, part in zip(Us, Ys, strict=True):
@@ -144,18 +158,8 @@ class Continuation(Solver):
                 torch.sub(Z, U, out=Ys[i]).sub_(W0s[i])
             if monitor is not None:
                 V = torch.add(Y, W0).add_(torch.cat(Us, dim=1), alpha=2)
-                scaled.report(monitor, sweep + 1, steps, V, pattern.mask(V.abs()))
-        V = Y.add_(W0).add_(torch.cat(Us, dim=1), alpha=2)  # Z + U
-        del Rs, Us, Zs, Ws, scores, W, U, Z, P
-        mask = pattern.mask(V.abs())
-        H = scaled.new_H()
-        H.diagonal().add_(raised)
-        Z, _ = masked_conjugate_gradients(H, W0, V.masked_fill_(~mask, 0.0), mask, self.finish)
-        del H, V, Y, Ys
-        if self.finish:
-            scaled.report(monitor, steps, steps, Z, mask)
-        used = damping + raised
-        return problem.solution(scaled.restore(Z), scaled.original(mask), damping=used, damping_asked=damping)
+                scaled.report(monitor, sweep + 1, self.sweeps + self.finish, V, pattern.mask(V.abs()))
+        return Y.add_(W0).add_(torch.cat(Us, dim=1), alpha=2), raised
 
     def flops(self, rows: int, columns: int) -> float:
         return 3 * columns**3 + (self.sweeps + self.finish + 2) * product(rows, columns)

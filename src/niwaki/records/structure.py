@@ -1,0 +1,44 @@
+"""What was removed from a model as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from niwaki.errors import UsageError
+from niwaki.records.data import Count, Finite, Fraction, Positive
+
+
+@dataclass(frozen=True)
+class StructureRecord:
+    """What structured pruning removed, see :mod:`niwaki.shrinking.shrink`.
+
+    Attributes:
+        parameters: Numbers in all tensors of the files, "before" and "after".
+        removed: Fraction of the blocks' parameters that is gone.
+        influence: Of each block, where blocks were to go: 1 - the mean cosine of its input and output.
+        blocks: Numbers of the blocks that went, from 0, as are all that follow.
+        heads: For each block that stayed, the heads that went; of heads that share keys and values, the groups.
+        neurons: Likewise.
+        experts: Likewise, of blocks that have some.
+    """
+
+    parameters: dict[str, Positive]
+    removed: Fraction
+    influence: list[Finite] = field(default_factory=list)
+    blocks: list[Count] = field(default_factory=list)
+    heads: list[list[Count]] = field(default_factory=list)
+    neurons: list[list[Count]] = field(default_factory=list)
+    experts: list[list[Count]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.parameters.keys() >= {"before", "after"}:
+            raise UsageError(f"parameters are those before and after; got {self.parameters}")
+
+    @property
+    def share(self) -> str:
+        """How much of all parameters is gone, such as "25.7 %"."""
+        return f"{100 * (1 - self.parameters['after'] / self.parameters['before']):.1f} %"
+
+    def __str__(self) -> str:
+        numbers = "{after:,} of {before:,}".format(**self.parameters)
+        return f"{numbers} ({self.share} fewer, of those in blocks {100 * self.removed:.1f} %)"
