@@ -4,8 +4,8 @@
     python benchmarks/llama_cpp.py DENSE PEER PRUNED... --record benchmarks/results/llama_cpp.json
 
 The package brings llama.cpp with kernels for each kind of processor. DENSE is one of the models that `niwaki export
---gguf` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here. In each round
-every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
+--format gguf-q8_0` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here.
+In each round every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
 package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it.
 """
 
@@ -21,6 +21,7 @@ import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["GOMP_SPINCOUNT"] = "10000"  # as `niwaki generate` has it
 
@@ -81,7 +82,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         files = {name: Path(scratch) / f"{name}.gguf" for name in arguments.formats}
         for name, file in files.items():
-            niwaki.export_gguf(arguments.dense, file, name)
+            form: Any = f"gguf-{name.lower()}"
+            niwaki.export(arguments.dense, file, form)
         packed = {form_of(path): Path(scratch) / path.name for path in arguments.pruned}
         for source, target in zip(arguments.pruned, packed.values(), strict=True):
             niwaki.pack(source, target)

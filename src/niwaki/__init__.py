@@ -19,10 +19,10 @@ _PUBLIC = {
     "niwaki.evaluation.tasks": ("evaluate_tasks",),
     "niwaki.evaluation.generate": ("generate",),
     "niwaki.evaluation.inspect": ("inspect",),
-    "niwaki.exports.compressed_tensors": ("export",),
-    "niwaki.exports.gguf_file": ("export_gguf",),
+    "niwaki.exports.export": ("Export", "Pack", "export"),
     "niwaki.packed.load": ("load",),
-    "niwaki.packed.pack": ("Pack", "pack", "unpack"),
+    "niwaki.packed.pack": ("pack",),
+    "niwaki.packed.unpack": ("unpack",),
     "niwaki.reports.page": ("report",),
     "niwaki.records.comparison": ("Comparison",),
     "niwaki.records.record": ("Perplexity", "Record"),
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from niwaki.evaluation.generate import generate as generate
     from niwaki.evaluation.inspect import inspect as inspect
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
-    from niwaki.exports.compressed_tensors import export as export
-    from niwaki.exports.gguf_file import export_gguf as export_gguf
+    from niwaki.exports.export import Export as Export, Pack as Pack, export as export
     from niwaki.healing.heal import Heal as Heal
     from niwaki.layer.patterns import NM as NM, Pattern as Pattern, PerRow as PerRow, Unstructured as Unstructured
     from niwaki.layer.problem import Gram as Gram, LayerProblem as LayerProblem, Solution as Solution
     from niwaki.layer.solvers import Solver as Solver, make_solver as make_solver
     from niwaki.options import Calibration as Calibration, Compute as Compute, Measurement as Measurement
     from niwaki.packed.load import load as load
-    from niwaki.packed.pack import Pack as Pack, pack as pack, unpack as unpack
+    from niwaki.packed.pack import pack as pack
+    from niwaki.packed.unpack import unpack as unpack
     from niwaki.pruning.prune import Prune as Prune, Quantize as Quantize
     from niwaki.recipes import heal as heal, prune as prune, run as run, shrink as shrink
     from niwaki.records.comparison import Comparison as Comparison

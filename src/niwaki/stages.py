@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from niwaki.errors import UnknownNameError, UsageError, shown
+from niwaki.exports.export import Export, Pack
 from niwaki.files import given_path
 from niwaki.healing.heal import Heal
-from niwaki.packed.pack import Pack
 from niwaki.pruning.prune import Prune, Quantize
 from niwaki.runs.stage import Stage
 from niwaki.shrinking.shrink import Shrink
@@ -22,9 +22,10 @@ STAGES: dict[str, Callable[..., Stage]] = {
     "quantize": Quantize,
     "heal": Heal,
     "pack": Pack,
+    "export": Export,
 }
 #: The parameter that may stand without its name.
-_FIRST = {"prune": "pattern", "quantize": "grid"}
+_FIRST = {"prune": "pattern", "quantize": "grid", "export": "format"}
 #: What a recipe has beside its stages.
 _STAGES = "stages"
 

@@ -18,7 +18,7 @@ import niwaki
 from niwaki.errors import CheckpointError, NiwakiError
 from support.gguf_formulas import File
 from support.llama_cpp import LLAMA_CPP, ask, distance
-from support.models import CASES, EMBEDDED_VOCABULARY, add_tokenizer, edit_json, random_model
+from support.models import CASES, EMBEDDED_VOCABULARY, add_tokenizer, edit_json, format_of, random_model
 
 _FAMILIES = ("llama", "llama grouped", "llama tied", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _TOKENS = 24
@@ -84,7 +84,7 @@ def case(chance: random.Random, place: Path) -> str:
 
 def _export(source: Path, file: Path, kind: Any) -> NiwakiError | None:
     try:
-        niwaki.export_gguf(source, file, kind)
+        niwaki.export(source, file, format_of(kind))
     except NiwakiError as error:
         return error
     return None

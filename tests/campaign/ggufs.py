@@ -80,7 +80,7 @@ def prepare(place: Path) -> None:
     _home = place
     tokens = ["<s>", "</s>", *bytes_to_unicode().values(), "th", "the"]
     random_model("llama grouped", vocab_size=4096, dtype=torch.float16).save_pretrained(place / "model")
-    niwaki.export_gguf(add_tokenizer(place / "model"), place / "model.gguf", "F16")
+    niwaki.export(add_tokenizer(place / "model"), place / "model.gguf", "gguf-f16")
 
     def smaller(fields: Any, kept: dict[str, Any]) -> None:
         kinds = fields["tokenizer.ggml.token_type"][1]

@@ -31,7 +31,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "pack": ("pack", "pruned", "out"),
     "unpack": ("unpack", "packed", "out"),
     "export": ("export", "on grid", "out"),
-    "gguf": ("export", "pruned", "model.gguf", "--gguf", "F16"),
+    "gguf": ("export", "pruned", "model.gguf", "--format", "gguf-f16"),
     "compare": (
         *("compare", "model", "-o", "out", "--solvers", "wanda,magnitude", "--sparsity", "0.5"),
         *("--text", "demo-held", *SMALL),

@@ -492,7 +492,7 @@ def written(model: Path, tmp_path: Path) -> dict[str, list[object]]:
         "pack": [grid],
         "unpack": [packed],
         "export": [grid],
-        "export gguf": [model, "--gguf", "F16"],
+        "export gguf": [model, "--format", "gguf-f16"],
     }
 
 
@@ -506,7 +506,7 @@ def test_an_interruption_of_what_is_all_or_nothing(
 ) -> None:
     """It says that nothing is kept, at the beginning and at the end of the work, unless it is."""
     before, (model, *options) = listing(tmp_path), written[command]
-    arguments = [command.split()[0], model, tmp_path / "out", *options]
+    arguments = [command.split()[0], model, tmp_path / ("out.gguf" if "gguf" in command else "out"), *options]
     at_end = "niwaki.files.set_usual_mode" if "gguf" in command else "niwaki.runs.workplace.Workplace.finish_stage"
     for place in ("niwaki.checkpoints.reading.Checkpoint.__init__", at_end):
         with monkeypatch.context() as patch:

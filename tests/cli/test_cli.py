@@ -178,7 +178,7 @@ def test_a_grid_and_an_export(model: Path, tmp_path: Path, niwaki_: Command) -> 
     assert "was exported for other programs" in ran.err
     ran = niwaki_("export", model, tmp_path / "other.gguf")
     assert (ran.code, ran.out) == (2, "")
-    assert "other.gguf would be a file for llama.cpp; add --gguf F16, Q8_0 or Q4_0" in ran.err
+    assert "other.gguf would be a file for llama.cpp; its format is gguf-f16, gguf-q8_0 or gguf-q4_0" in ran.err
     ran = niwaki_("export", model, tmp_path / "other")
     assert (ran.code, ran.out) == (2, "")
     assert "has no weights on a grid; prune the dense model onto a grid such as int4:128" in ran.err

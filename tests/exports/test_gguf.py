@@ -25,6 +25,7 @@ from support.models import (
     EMBEDDED_VOCABULARY,
     add_tokenizer,
     edit_json,
+    format_of,
     message,
     random_model,
     random_tokens,
@@ -47,7 +48,7 @@ def saved(path: Path, case: str, **changes: Any) -> Path:
 def exported(path: Path, case: str, kind: Any = "F16", **changes: Any) -> tuple[Path, list[str]]:
     """A file of a random model, and what there was to say of it."""
     file = path / "model.gguf"
-    return file, niwaki.export_gguf(saved(path / "source", case, **changes), file, kind)
+    return file, niwaki.export(saved(path / "source", case, **changes), file, format_of(kind))
 
 
 def logits(path: Path, tokens: Tensor | None = None, **options: Any) -> Tensor:
@@ -61,7 +62,7 @@ def logits(path: Path, tokens: Tensor | None = None, **options: Any) -> Tensor:
 @pytest.mark.slow
 def test_transformers_reads_the_same_model(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path / "source", case)
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
     # For Qwen3 this reader takes neither the heads' width nor that of the experts from the file.
     options = {"config": AutoConfig.from_pretrained(source)} if case.startswith("qwen3") else {}
@@ -82,7 +83,7 @@ def test_transformers_reads_the_same_model(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_values_in_groups(tmp_path: Path, kind: Any) -> None:
-    niwaki.export_gguf("demo", tmp_path / "model.gguf", kind)
+    niwaki.export("demo", tmp_path / "model.gguf", format_of(kind))
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     stored = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
     assert stored["blk.0.ffn_down.weight"] == kind
@@ -98,7 +99,7 @@ def test_values_in_groups(tmp_path: Path, kind: Any) -> None:
 def test_zeros_stay(tmp_path: Path) -> None:
     out = tmp_path / "pruned"
     niwaki.prune("demo", out, 0.5, effort="fast", solver="magnitude", calibration="demo", measurement=None)
-    niwaki.export_gguf(out, tmp_path / "model.gguf", "Q8_0")
+    niwaki.export(out, tmp_path / "model.gguf", "gguf-q8_0")
     pruned = AutoModelForCausalLM.from_pretrained(out).model.layers[3].mlp.up_proj.weight
     (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "blk.3.ffn_up.weight"]
     read = torch.from_numpy(gguf.quants.dequantize(one.data, one.tensor_type))
@@ -115,7 +116,7 @@ def test_stretched_positions(tmp_path: Path) -> None:
         "original_max_position_embeddings": 32,
     }
     source = saved(tmp_path / "source", "llama", rope_parameters=rope)
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     (one,) = [t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "rope_freqs.weight"]
     model = AutoModelForCausalLM.from_pretrained(source)
     plain = 10_000.0 ** -(torch.arange(0, 8, 2) / 8)
@@ -147,7 +148,7 @@ Q_PROJ = "model__layers__1__self_attn__q_proj__weight"
     [
         (too_large, "F16", CheckpointError, "has the token 4096, of 4096"),
         (lambda path: (path / "tokenizer.json").unlink(), "F16", CalibrationError, "tokenizer.json"),
-        (lambda path: None, "Q5_0", UsageError, "kind"),
+        (lambda path: None, "Q5_0", UsageError, "format must be packed, compressed-tensors, gguf-f16, "),
         (change(**{Q_PROJ: None}), "F16", CheckpointError, "layers.1.self_attn.q_proj.weight"),
         (change(**{Q_PROJ: torch.ones(32, 8)}), "F16", CheckpointError, "(32, 8)"),
     ],
@@ -155,7 +156,7 @@ Q_PROJ = "model__layers__1__self_attn__q_proj__weight"
 def test_what_cannot_be_exported(tmp_path: Path, spoil: Any, kind: Any, error: type[NiwakiError], said: str) -> None:
     source = save_model_with_tokenizer(tmp_path / "source")
     spoil(source)
-    assert said in message(lambda: niwaki.export_gguf(source, tmp_path / "model.gguf", kind), error)
+    assert said in message(lambda: niwaki.export(source, tmp_path / "model.gguf", format_of(kind)), error)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -176,11 +177,11 @@ def test_values_beyond_half_precision(tmp_path: Path, kind: Any, largest: float,
     source, file = save_model_with_tokenizer(tmp_path / "source"), tmp_path / "model.gguf"
     change(**{Q_PROJ: torch.full((32, 32), largest)})(source)
     error = CheckpointError if largest == float("inf") else UnsupportedModelError
-    assert said in message(lambda: niwaki.export_gguf(source, file, kind), error)
+    assert said in message(lambda: niwaki.export(source, file, format_of(kind)), error)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     if largest > 1:
         change(**{Q_PROJ: torch.full((32, 32), min(65_504.0, largest))})(source)
-        niwaki.export_gguf(source, file, kind)
+        niwaki.export(source, file, format_of(kind))
 
 
 def test_rows_that_have_no_groups(tmp_path: Path) -> None:
@@ -197,19 +198,19 @@ def test_tensors_that_transformers_has_no_place_for(tmp_path: Path) -> None:
     source = save_model_with_tokenizer(tmp_path / "source")
     change(model__layers__2__mlp__up_proj__weight=torch.ones(2, 2))(source)
     change(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(source)
-    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    (note,) = niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     assert "model.layers.2 (beyond the model's 2 blocks), 1 tensor" in note
     assert not any("blk.2" in tensor.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors)
 
 
 def test_other_families_and_places(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "gpt2")
-    said = message(lambda: niwaki.export_gguf(source, tmp_path / "model.gguf"), UnsupportedModelError)
+    said = message(lambda: niwaki.export(source, tmp_path / "model.gguf", "gguf-q8_0"), UnsupportedModelError)
     assert "gpt2" in said
     assert "qwen3_moe" in said
     (tmp_path / "there.gguf").touch()
-    assert "exists" in message(lambda: niwaki.export_gguf("demo", tmp_path / "there.gguf"))
-    assert "no directory" in message(lambda: niwaki.export_gguf("demo", tmp_path / "none" / "model.gguf"))
+    assert "exists" in message(lambda: niwaki.export("demo", tmp_path / "there.gguf", "gguf-q8_0"))
+    assert "no directory" in message(lambda: niwaki.export("demo", tmp_path / "none" / "model.gguf", "gguf-q8_0"))
 
 
 def test_no_place_of_the_model(tmp_path: Path) -> None:
@@ -217,9 +218,9 @@ def test_no_place_of_the_model(tmp_path: Path) -> None:
     (source / "inner").mkdir()
     (tmp_path / "link").symlink_to(source)
     for out in (source / "model.gguf", source / "inner" / "model.gguf", tmp_path / "link" / "model.gguf"):
-        assert "inside the model's own" in message(functools.partial(niwaki.export_gguf, source, out))
+        assert "inside the model's own" in message(functools.partial(niwaki.export, source, out, "gguf-q8_0"))
     (tmp_path / "dangling.gguf").symlink_to(tmp_path / "nowhere")
-    assert "exists" in message(lambda: niwaki.export_gguf(source, tmp_path / "dangling.gguf"))
+    assert "exists" in message(lambda: niwaki.export(source, tmp_path / "dangling.gguf", "gguf-q8_0"))
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -229,11 +230,11 @@ def test_two_exports_to_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def meanwhile(*arguments: Any) -> Any:
         monkeypatch.setattr(gguf_file, "_read", read)
-        said.append(message(lambda: niwaki.export_gguf(source, file, "Q8_0")))
+        said.append(message(lambda: niwaki.export(source, file, "gguf-q8_0")))
         return read(*arguments)
 
     monkeypatch.setattr(gguf_file, "_read", meanwhile)
-    niwaki.export_gguf(source, file, "F16")
+    niwaki.export(source, file, "gguf-f16")
     assert "another run" in said[0]
     assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors} == {"F16", "F32"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
@@ -246,14 +247,14 @@ def test_what_has_the_name_of_the_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     for link in (tmp_path / "mine", tmp_path / "nowhere"):
         temporary.symlink_to(link)
-        assert "is a link" in message(lambda: niwaki.export_gguf(source, file))
+        assert "is a link" in message(lambda: niwaki.export(source, file, "gguf-q8_0"))
         temporary.unlink()
     temporary.write_text("mine, too")
-    assert "move it away" in message(lambda: niwaki.export_gguf(source, file))
+    assert "move it away" in message(lambda: niwaki.export(source, file, "gguf-q8_0"))
     assert temporary.read_text() == "mine, too"
     for left in (b"", b"GGUF and what was written until the process was killed" * 100_000):
         temporary.write_bytes(left)
-        niwaki.export_gguf(source, file, "F16")
+        niwaki.export(source, file, "gguf-f16")
         assert not temporary.exists()
         assert len(gguf.GGUFReader(file).tensors) == 20
         assert file.stat().st_mode & 0o777 == 0o666 & ~current_umask()
@@ -312,7 +313,7 @@ def test_llama_cpp_computes_the_same(tmp_path: Path) -> None:
         files.append((place / "source", file, {"F16": 0.01, "Q8_0": 0.1, "Q4_0": 0.2}[kind]))
     begins(files[0][0])
     files[0][1].unlink()
-    niwaki.export_gguf(files[0][0], files[0][1], "F16")
+    niwaki.export(files[0][0], files[0][1], "gguf-f16")
     compare(tmp_path, files)
 
 
@@ -343,5 +344,5 @@ def test_llama_cpp_computes_what_niwaki_made(tmp_path: Path, made: str) -> None:
         niwaki.shrink(saved(tmp_path / "source", "qwen3_moe", moe_intermediate_size=32), model, experts=0.5, **few)
     kinds: dict[Any, float] = {"F16": 0.01, "Q8_0": 0.1, "Q4_0": 0.2}
     for kind in kinds:
-        niwaki.export_gguf(model, tmp_path / f"{kind}.gguf", kind)
+        niwaki.export(model, tmp_path / f"{kind}.gguf", format_of(kind))
     compare(tmp_path, [(model, tmp_path / f"{kind}.gguf", far) for kind, far in kinds.items()])

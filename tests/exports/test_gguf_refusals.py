@@ -37,7 +37,7 @@ def saved(path: Path, case: str, **changes: Any) -> Path:
 
 def refusal(source: Path) -> str:
     out = source.parent / "model.gguf"
-    said = message(lambda: niwaki.export_gguf(source, out, "F16"), UnsupportedModelError)
+    said = message(lambda: niwaki.export(source, out, "gguf-f16"), UnsupportedModelError)
     assert [path.name for path in source.parent.iterdir()] == [source.name]
     return said
 
@@ -107,7 +107,7 @@ def test_experts_of_models_that_have_none(tmp_path: Path, case: str, value: Any)
     """Families without experts do not read their number, and the file says nothing of it."""
     source = saved(tmp_path / "source", case)
     edit_json(source / "config.json", num_experts=value)
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     assert not [key for key in formulas.File(tmp_path / "model.gguf").keys if "expert" in key]
 
 
@@ -117,7 +117,7 @@ def test_a_key_that_nobody_thought_of(tmp_path: Path) -> None:
     edit_json(source / "config.json", is_encoder_decoder=True)
     assert "is_encoder_decoder is True" in refusal(source)
     edit_json(source / "config.json", is_encoder_decoder=False, unsloth_fixed=True)  # unknown to transformers
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_key_that_nobody_thought_of(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_window_is_a_limit(tmp_path: Path, case: str, changes: dict[str, Any], length: int) -> None:
     file = tmp_path / "model.gguf"
-    notes = niwaki.export_gguf(saved(tmp_path / "source", case, **changes), file, "F16")
+    notes = niwaki.export(saved(tmp_path / "source", case, **changes), file, "gguf-f16")
     assert formulas.File(file).length == length
     assert any("sliding window" in note and f" {length} tokens" in note for note in notes) == (length < 128)
 
@@ -267,7 +267,7 @@ def test_tokenizers(tmp_path: Path, change: Any, said: str) -> None:
 @pytest.mark.slow
 def test_tokenizers_that_are_written(tmp_path: Path, change: Any, name: str) -> None:
     source = tokenizer(tmp_path, change)
-    assert niwaki.export_gguf(source, tmp_path / "model.gguf", "F16") == []
+    assert niwaki.export(source, tmp_path / "model.gguf", "gguf-f16") == []
     file = formulas.File(tmp_path / "model.gguf")
     assert file.keys["tokenizer.ggml.pre"] == name
     assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
@@ -275,7 +275,7 @@ def test_tokenizers_that_are_written(tmp_path: Path, change: Any, name: str) -> 
 
 def test_composed_letters_are_said(tmp_path: Path) -> None:
     source = tokenizer(tmp_path, normalizer("NFC"))
-    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    (note,) = niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     assert "NFC" in note
 
 
@@ -293,7 +293,7 @@ def test_tokens_that_are_composed_themselves(tmp_path: Path) -> None:
     said = refusal(tokenizer(tmp_path / "first", composing(normalized=True)))
     assert "normalized, and brings it into the form NFC" in said
     source = tokenizer(tmp_path / "second", composing(normalized=False))
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
 
 
 def test_special_tokens_that_are_split(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_special_tokens_that_are_split(tmp_path: Path) -> None:
 def test_a_class_that_replaces_what_the_file_says(tmp_path: Path) -> None:
     """transformers gives Qwen 2 its own steps, whatever tokenizer.json has."""
     source = saved(tmp_path / "source", "qwen2")
-    notes = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    notes = niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     file = formulas.File(tmp_path / "model.gguf")
     assert file.keys["tokenizer.ggml.pre"] == "qwen2"
     assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids
@@ -322,7 +322,7 @@ def test_files_of_slow_tokenizers(tmp_path: Path) -> None:
     (source / "tokenizer.json").unlink()
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>"}
     (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **names}))
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     file = formulas.File(tmp_path / "model.gguf")
     assert file.split(TEXT) == AutoTokenizer.from_pretrained(source)(TEXT).input_ids == expected
 
@@ -337,7 +337,7 @@ def test_where_texts_end(tmp_path: Path) -> None:
     """llama.cpp ends a text at three tokens that a file names."""
     source = save_model_with_tokenizer(tmp_path / "source")
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 7, 9]}))
-    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    (note,) = niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     keys = formulas.File(tmp_path / "model.gguf").keys
     assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")] == [1, 5, 7]
     assert "does not end texts at" in note
@@ -348,7 +348,7 @@ def test_no_end_of_text_is_said(tmp_path: Path) -> None:
     edit_json(source / "tokenizer_config.json", eos_token=None)
     edit_json(source / "config.json", eos_token_id=None)
     (source / "generation_config.json").unlink(missing_ok=True)
-    (note,) = niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    (note,) = niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     assert "the token 11" in note
 
 
@@ -356,7 +356,7 @@ def test_no_end_of_text_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_names_that_llama_cpp_takes_for_another_model(tmp_path: Path, name: str) -> None:
     source = save_model_with_tokenizer(tmp_path / name)
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     assert "general.name" not in formulas.File(tmp_path / "model.gguf").keys
 
 
@@ -369,6 +369,6 @@ def test_tokens_of_the_padding(tmp_path: Path) -> None:
     more[:EMBEDDED_VOCABULARY] = tensors["model.embed_tokens.weight"]
     save_file({**tensors, "model.embed_tokens.weight": more}, file, {"format": "pt"})
     edit_json(source / "config.json", vocab_size=EMBEDDED_VOCABULARY + 10)
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     tokens = formulas.File(tmp_path / "model.gguf").keys["tokenizer.ggml.tokens"]
     assert len(set(tokens)) == len(tokens) == EMBEDDED_VOCABULARY + 10

@@ -16,8 +16,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import niwaki
 from niwaki.evaluation.inspect import extra_tensors
-from niwaki.exports.compressed_tensors import export
-from niwaki.packed.pack import pack, unpack
+from niwaki.exports.export import export
+from niwaki.packed.pack import pack
+from niwaki.packed.unpack import unpack
 from niwaki.records.record import Record
 from support.command import Command
 from support.models import edit_json, random_tokens, save_model, save_model_with_tokenizer, save_random
@@ -236,7 +237,7 @@ def test_files_for_llama_cpp_are_without_them(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     model = save_model_with_tokenizer(tmp_path / "model")
     add(model, mtp("mtp") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    (note,) = niwaki.export_gguf(model, tmp_path / "model.gguf", "F16")
+    (note,) = niwaki.export(model, tmp_path / "model.gguf", "gguf-f16")
     (found,) = extra_tensors(model)
     assert note == f"left out, as not in transformers' model either: {found}"
     assert "inv_freq" not in note

@@ -26,7 +26,15 @@ from niwaki.models import gguf_source
 from niwaki.models.gguf_keys import follow_keys
 from niwaki.models.locate import locate_model
 from support.gguf_files import changed, header, tensor
-from support.models import EMBEDDED_VOCABULARY, add_tokenizer, edit_json, message, random_model, random_tokens
+from support.models import (
+    EMBEDDED_VOCABULARY,
+    add_tokenizer,
+    edit_json,
+    format_of,
+    message,
+    random_model,
+    random_tokens,
+)
 from support.runs import StopAt, files, raw, tensors
 
 gguf: Any = pytest.importorskip("gguf")
@@ -62,7 +70,7 @@ def exported(path: Path, case: str = "llama", kind: Any = "F16", **changes: Any)
     """(a random model's directory, in float16; the file that it makes)."""
     source, file = path / "source", path / "model.gguf"
     random_model(case, vocab_size=EMBEDDED_VOCABULARY, dtype=torch.float16, **changes).save_pretrained(source)
-    niwaki.export_gguf(add_tokenizer(source), file, kind)
+    niwaki.export(add_tokenizer(source), file, format_of(kind))
     return source, file
 
 
@@ -251,7 +259,7 @@ def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
     steps = [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": False}]
     steps[1] |= {"trim_offsets": True, "use_regex": True}
     edit_json(add_tokenizer(source) / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     own, ours = (AutoTokenizer.from_pretrained(each) for each in (source, locate_model(str(tmp_path / "model.gguf"))))
     for text in ("a  12345", " 12345", "x\t\t1\n\n 2"):
         assert ours(text).input_ids == own(text).input_ids
@@ -366,7 +374,7 @@ def test_a_name_that_the_reader_takes_for_another_family(tmp_path: Path) -> None
     source = tmp_path / "mistral"
     config: dict[str, Any] = {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     random_model("mistral", vocab_size=EMBEDDED_VOCABULARY, dtype=torch.float16, **config).save_pretrained(source)
-    niwaki.export_gguf(add_tokenizer(source), tmp_path / "model.gguf", "F16")
+    niwaki.export(add_tokenizer(source), tmp_path / "model.gguf", "gguf-f16")
     directory = locate_model(str(tmp_path / "model.gguf"))
     read = AutoConfig.from_pretrained(directory)
     assert (read.model_type, read.num_key_value_heads, read.rope_parameters["rope_theta"]) == ("llama", 2, 5e5)

@@ -57,7 +57,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file of a small model with the embedded vocabulary."""
     place = tmp_path_factory.mktemp("exported")
     random_model("llama", vocab_size=EMBEDDED_VOCABULARY).save_pretrained(place / "model")
-    niwaki.export_gguf(add_tokenizer(place / "model"), place / "model.gguf", "F16")
+    niwaki.export(add_tokenizer(place / "model"), place / "model.gguf", "gguf-f16")
     return place / "model.gguf"
 
 
@@ -97,7 +97,7 @@ def test_as_the_model_s_own(tmp_path: Path, name: str) -> None:
     content["model"]["ignore_merges"] = SPLITTINGS[name].whole
     content["normalizer"] = {"type": "NFC"} if SPLITTINGS[name].composed else None
     (source / "tokenizer.json").write_text(json.dumps({**content, "pre_tokenizer": OWN[name]}))
-    niwaki.export_gguf(source, tmp_path / "model.gguf", "F16")
+    niwaki.export(source, tmp_path / "model.gguf", "gguf-f16")
     own, ours = AutoTokenizer.from_pretrained(source), read(tmp_path / "model.gguf")
     assert tokens(ours) == tokens(own)
     for ids in tokens(ours):

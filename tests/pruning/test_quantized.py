@@ -17,7 +17,8 @@ from torch import Tensor
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import summary
 from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError
-from niwaki.exports.compressed_tensors import export, packed_integers
+from niwaki.exports.compressed_tensors import packed_integers
+from niwaki.exports.export import export
 from niwaki.layer.grid import Grid
 from niwaki.models.scales import FILE, verify_grid
 from niwaki.models.streamed import StreamedModel

@@ -15,7 +15,8 @@ from niwaki import prune, shrink
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
 from niwaki.errors import CheckpointError, OutputError
 from niwaki.models.locate import locate_model
-from niwaki.packed.pack import pack, unpack
+from niwaki.packed.pack import pack
+from niwaki.packed.unpack import unpack
 from niwaki.runs.carried import find_carried
 from niwaki.runs.workplace import unfinished_size
 from support.models import edit_json, message, save_model, sparse_model

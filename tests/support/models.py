@@ -351,6 +351,11 @@ def _saved_with_vocabulary(blocks: int, seed: int) -> dict[str, bytes]:
     return _files(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
+def format_of(kind: str) -> Any:
+    """What ``export`` calls a GGUF file with its matrices in ``kind``, such as Q8_0."""
+    return f"gguf-{kind.lower()}"
+
+
 def add_tokenizer(path: Path) -> Path:
     """Gives a model with its vocabulary the embedded model's tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -22,7 +22,8 @@ from niwaki.packed import kernels
 from niwaki.packed.decoding import CACHES
 from niwaki.packed.format import INDEX
 from niwaki.packed.load import load
-from niwaki.packed.pack import check_packable, pack, unpack
+from niwaki.packed.pack import check_packable, pack
+from niwaki.packed.unpack import unpack
 from niwaki.records.progress import Progress
 from niwaki.records.record import versions
 from niwaki.records.speed import Speed, SpeedRecord

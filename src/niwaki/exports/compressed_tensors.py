@@ -7,20 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
 from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
 from niwaki.files import write_json
 from niwaki.layer.grid import Grid
 from niwaki.models.extra import ExtraTensors, find_extra
-from niwaki.models.locate import locate_model
 from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_grid
 from niwaki.models.streamed import StreamedModel
+from niwaki.records.progress import Progress
 from niwaki.records.record import Record
-from niwaki.runs.carried import find_carried
 from niwaki.runs.model_card import replace_note
-from niwaki.runs.workplace import check_output, new_directory
 
 #: The note that replaces the one that weights are not packed.
 _PACKED = (
@@ -29,42 +26,78 @@ _PACKED = (
 )
 
 
-@checked
-def export(model: str | Path, out: str | Path) -> None:
-    """Writes the directory ``model`` of ``prune(..., quantize=...)`` with packed weights to ``out``, new or empty.
+class CompressedTensors:
+    """A model whose weights are on a grid, to be written as packed integers.
 
     A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
-    all else is copied. Transformers loads it if the library compressed-tensors is installed.
-
-    Raises:
-        CheckpointError: its scales are missing, or cannot be those of its weights.
-        OutputError: weights are not on their grid any more, or a file cannot be written.
-        UsageError: the weights are not on a grid, or it has other than 4 or 8 bits.
-        UnsupportedModelError: a matrix is not the weight of a linear layer of its own, with the same name in the files.
-        NiwakiError: see :mod:`niwaki.errors`.
+    all else is copied. ``name`` is what errors call the model: UsageError where its weights are not on a grid, or it
+    has other than 4 or 8 bits; UnsupportedModelError where a matrix is not the weight of a linear layer of its own,
+    with the same name in the files.
     """
-    path = locate_model(str(model))
-    target = check_output(path, out)
-    checkpoint = Checkpoint(path)
-    carried = find_carried(checkpoint, target)
-    grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
-    if grid is None:
-        raise UsageError(f"{model} has no weights on a grid; prune the dense model onto a grid such as int4:128")
-    if grid.bits not in (4, 8):  # which kernels of other programs take
-        raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
-    streamed = StreamedModel(checkpoint, "cpu")
-    if blocks is not None:
-        streamed.limit(range(*blocks))
-        if not streamed.matrices():
-            raise CheckpointError(f"{path / 'config.json'} says that blocks {blocks} are pruned, which are none")
-    config = {**checkpoint.config, "quantization_config": _config(streamed, grid)}
-    verify_grid(path, streamed.matrices(), grid)
-    with new_directory(target, {"export": checkpoint.fingerprint()}) as directory:
-        if directory:
-            carried.copy(directory)
-            _note(directory, stored_as_usual(grid, streamed.matrices()))
-            _write(streamed, grid, directory)
-            write_json(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+    size = 0
+    kept = ""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
+        grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
+        if grid is None:
+            raise UsageError(
+                f"{name} has no weights on a grid; prune the dense model onto a grid such as int4:128, or add the "
+                "stage 'quantize int4:128'"
+            )
+        if grid.bits not in (4, 8):  # which kernels of other programs take
+            raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
+        self.checkpoint, self._grid, self._progress = checkpoint, grid, progress
+        self._model = StreamedModel(checkpoint, "cpu")
+        if blocks is not None:
+            self._model.limit(range(*blocks))
+            if not self._model.matrices():
+                raise CheckpointError(
+                    f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, which are none"
+                )
+        self._config = {**checkpoint.config, "quantization_config": _config(self._model, grid)}
+
+    def carries(self, name: Path) -> bool:
+        """All files stay; the scales are in those of the weights."""
+        return True
+
+    def check(self, name: str) -> None:
+        """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
+        verify_grid(self.checkpoint.path, self._model.matrices(), self._grid)
+
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the shards, and corrects what the other files say of them."""
+        self._note(directory)
+        self._write_shards(directory)
+        write_json(directory / "config.json", json.dumps(self._config, indent=2) + "\n")
+        return []
+
+    def _write_shards(self, directory: Path) -> None:
+        """Writes the shards, in which three tensors replace each matrix, and their index."""
+        shards, checkpoint, grid = Shards(directory), self.checkpoint, self._grid
+        matrices, count = {matrix.key: matrix for matrix in self._model.matrices()}, 0
+        for shard in checkpoint.shards:
+            tensors: dict[str, Tensor] = {}
+            for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
+                W, count = checkpoint.read(key), count + 1
+                self._progress.status("exporting, tensor", count, len(checkpoint.entries))
+                if key not in matrices:
+                    tensors[key] = W
+                    continue
+                scales = read_scales(checkpoint, matrices[key], grid)
+                packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
+                tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
+            shards.write(shard, tensors, tensors.__getitem__)
+        shards.finish()
+
+    def _note(self, directory: Path) -> None:
+        """Replaces the note on weights that are not packed, in the record and on the model card."""
+        file, old = directory / "niwaki.json", stored_as_usual(self._grid, self._model.matrices())
+        if file.is_file():
+            record = Record.load(file)
+            record.notes = [_PACKED if note == old else note for note in record.notes]
+            record.save(file)
+            replace_note(directory, old, _PACKED)
 
 
 def packed_integers(codes: Tensor, bits: int) -> Tensor:
@@ -74,34 +107,6 @@ def packed_integers(codes: Tensor, bits: int) -> Tensor:
     unsigned = nn.functional.pad(unsigned, (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
     words = (unsigned << (bits * torch.arange(each))).sum(dim=2)
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
-
-
-def _write(model: StreamedModel, grid: Grid, directory: Path) -> None:
-    """Writes the shards, in which three tensors replace each matrix, and their index."""
-    shards, checkpoint = Shards(directory), model.checkpoint
-    matrices = {matrix.key: matrix for matrix in model.matrices()}
-    for shard in checkpoint.shards:
-        tensors: dict[str, Tensor] = {}
-        for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
-            W = checkpoint.read(key)
-            if key not in matrices:
-                tensors[key] = W
-                continue
-            scales = read_scales(checkpoint, matrices[key], grid)
-            packed = packed_integers(grid.codes(W.float(), scales.float()), grid.bits)
-            tensors |= {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.tensor(W.shape)}
-        shards.write(shard, tensors, tensors.__getitem__)
-    shards.finish()
-
-
-def _note(directory: Path, old: str) -> None:
-    """Replaces the note ``old`` in the record and on the model card by ``_PACKED``."""
-    file = directory / "niwaki.json"
-    if file.is_file():
-        record = Record.load(file)
-        record.notes = [_PACKED if note == old else note for note in record.notes]
-        record.save(file)
-        replace_note(directory, old, _PACKED)
 
 
 def _config(model: StreamedModel, grid: Grid) -> dict[str, Any]:

@@ -253,37 +253,37 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str]:
     )
 
 
-def add_sizes(writer: Any, config: PreTrainedConfig, architecture: Architecture, path: Path) -> None:
-    """Writes what config.json says; UnsupportedModelError for numbers that the format cannot hold."""
+def numbers(config: PreTrainedConfig, architecture: Architecture, path: Path) -> dict[str, int | float]:
+    """What config.json says, by the method of a ``GGUFWriter`` that takes it.
+
+    UnsupportedModelError for numbers that the format cannot hold.
+    """
     size = sizes(config, architecture)
     whole = {
-        writer.add_context_length: context_length(config)[0],
-        writer.add_embedding_length: config.hidden_size,
-        writer.add_block_count: config.num_hidden_layers,
-        writer.add_feed_forward_length: config.intermediate_size,
-        writer.add_head_count: config.num_attention_heads,
-        writer.add_head_count_kv: config.num_key_value_heads,
-        writer.add_key_length: size["head"],
-        writer.add_value_length: size["head"],
-        writer.add_rope_dimension_count: size["head"],
-        writer.add_vocab_size: config.vocab_size,
+        "add_context_length": context_length(config)[0],
+        "add_embedding_length": config.hidden_size,
+        "add_block_count": config.num_hidden_layers,
+        "add_feed_forward_length": config.intermediate_size,
+        "add_head_count": config.num_attention_heads,
+        "add_head_count_kv": config.num_key_value_heads,
+        "add_key_length": size["head"],
+        "add_value_length": size["head"],
+        "add_rope_dimension_count": size["head"],
+        "add_vocab_size": config.vocab_size,
     }
     if architecture.is_mixture:
-        whole[writer.add_expert_count] = size["experts"]
-        whole[writer.add_expert_used_count] = config.num_experts_per_tok
-        whole[writer.add_expert_feed_forward_length] = size["expert"]
-    for add, number in whole.items():
+        whole["add_expert_count"] = size["experts"]
+        whole["add_expert_used_count"] = config.num_experts_per_tok
+        whole["add_expert_feed_forward_length"] = size["expert"]
+    for number in whole.values():
         if not 0 < number < 2**31:
             raise _unsupported(path, f"it has the size {number}", "the format holds numbers from 1 to 2,147,483,647")
-        add(int(number))
     theta, epsilon = config.rope_parameters["rope_theta"], config.rms_norm_eps
-    for add, number, what in (
-        (writer.add_rope_freq_base, theta, "rope_theta"),
-        (writer.add_layer_norm_rms_eps, epsilon, "rms_norm_eps"),
-    ):
+    for number, what in ((theta, "rope_theta"), (epsilon, "rms_norm_eps")):
         if not isinstance(number, int | float) or not 1e-30 < number < 1e30:
             raise _unsupported(path, f"{what} is {number}", "llama.cpp has it as a number of 32 bits")
-        add(float(number))
+    real = {"add_rope_freq_base": float(theta), "add_layer_norm_rms_eps": float(epsilon)}
+    return {**{add: int(number) for add, number in whole.items()}, **real}
 
 
 def rope_factors(config: PreTrainedConfig, architecture: Architecture, path: Path) -> np.ndarray[Any, Any] | None:

@@ -1,33 +1,38 @@
 """One file in the format GGUF, which llama.cpp and programs built on it (Ollama, LM Studio) run."""
 
 import contextlib
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from niwaki.arguments import checked
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.exports.gguf_architectures import (
     ARCHITECTURES,
     ExportedTensor,
-    add_sizes,
     check_configuration,
     context_length,
     find_tensors,
+    numbers,
     rope_factors,
 )
 from niwaki.exports.gguf_tokenizer import Tokenizer
 from niwaki.files import check_space, given_path, new_file
 from niwaki.models.extra import find_extra
-from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
-from niwaki.records.wording import several
+from niwaki.records.progress import Progress
+from niwaki.records.wording import markdown, several
+from niwaki.runs.conversion import model_name
+from niwaki.runs.model_card import write_card_of_form
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
+#: By the names of formats.
+KINDS: dict[str, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 
 _GROUP = 32  # weights that have a scale in Q8_0 and Q4_0
 #: By what the largest weight of a group is divided, which gives the scale.
@@ -36,62 +41,139 @@ _LARGEST = 65504.0  # in float16
 #: How far all of a tensor may be from itself in float16, relative to its norm: that is 0.0005 at most where numbers
 #: are not too small for it.
 _FAR = 0.01
+#: What the directory of a file has too: what the model is, how it was made, and what may be done with it.
+_CARRIED = {"README.md", "README.base.md", "niwaki.json", "niwaki.base.json"}
+_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_CARD = """
+# {name}, for llama.cpp
+
+`{file}` is the model in the format GGUF, its matrices in {kind}: for llama.cpp and the programs that are built on it,
+such as Ollama and LM Studio.
+
+    llama-cli -m {file}
+{notes}"""
 #: In names of models llama.cpp takes these as a reason to treat special tokens otherwise.
 _NAMES = ("phi-3", "phi3", "modern-bert")
 
 
-@checked
-def export_gguf(model: str | Path, out: str | Path, kind: Kind = "Q8_0") -> list[str]:
-    """Writes the directory ``model``, dense, pruned, healed or smaller, to the file ``out``, which llama.cpp runs.
+class Gguf:
+    """A model, to be written as one file with its matrices in a ``kind`` of numbers.
 
-    Matrices are in ``kind``: F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale, rounded
-    by the package ``gguf``; with Q4_0 embeddings and head are in Q8_0, and what has rows that are no multiples of 32
-    is in F16. All else is float32. Zeros stay zeros, and take as much space as other weights. A tensor is in memory at
-    a time. Returned is what there is to say of the file, a sentence each, such as where llama.cpp differs.
+    That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale, rounded by the package
+    ``gguf``; with Q4_0 embeddings and head are in Q8_0, and what has rows that are no multiples of 32 is in F16. All
+    else is float32. Zeros stay zeros, and take as much space as other weights. A tensor is in memory at a time.
 
-    Raises:
-        UnsupportedModelError: llama.cpp computes something else than transformers, as far as niwaki knows, or a
-            weight is beyond what the format holds.
-        UsageError: ``out`` exists, is inside the model's directory, or is being written by another process.
-        NiwakiError: see :mod:`niwaki.errors`. Nothing is left then.
+    ``changes`` are those that stages to come make to config.json. UnsupportedModelError where llama.cpp computes
+    something else than transformers, as far as niwaki knows; :meth:`write` raises it for weights beyond what the format
+    holds.
     """
+
+    kept = ""
+
+    def __init__(self, checkpoint: Checkpoint, kind: Kind, changes: Mapping[str, Any], progress: Progress) -> None:
+        self._gguf = _package()
+        path = checkpoint.path
+        self.checkpoint, self.size, self._kind, self._progress = checkpoint, checkpoint.size, kind, progress
+        model_type = str(checkpoint.config.get("model_type"))
+        if model_type not in ARCHITECTURES or checkpoint.config.get("quantization_config") is not None:
+            raise UnsupportedModelError(
+                f"{path} ({model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in 16 bits"
+            )
+        with refusals(path / "config.json"):
+            stored = read_config(path)
+        self._architecture = architecture = ARCHITECTURES[model_type]
+        config = copy.copy(stored)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        check_configuration(config, architecture, path)
+        self._numbers = numbers(config, architecture, path)
+        self._factors = rope_factors(config, architecture, path)
+        self._tensors = find_tensors(checkpoint, stored, architecture)
+        self._tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
+        self._notes = [context_length(config)[1], *_choose_kinds(self._tensors, kind)]
+
+    @property
+    def file_name(self) -> str:
+        """That of the file, where a directory is written."""
+        return f"model-{self._kind}.gguf"
+
+    def carries(self, name: Path) -> bool:
+        """What tells people of the model; all that programs need is in the file."""
+        return str(name) in _CARRIED or (len(name.parts) == 1 and name.name.startswith(_LEGAL))
+
+    def check(self, name: str) -> None:
+        """Looks for tensors that the file will not have; weights are looked at when they are written."""
+        if extra := find_extra(StreamedModel(self.checkpoint, "cpu", "float32")):
+            self._notes.append(f"left out, as not in transformers' model either: {several(list(map(str, extra)))}")
+
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the file, and a model card, to ``directory``."""
+        said = self.write_file(directory / self.file_name, name)
+        notes = "".join(f"* {markdown(note)}\n" for note in said)
+        text = _CARD.format(name=markdown(name), file=self.file_name, kind=self._kind, notes=notes and f"\n{notes}")
+        write_card_of_form(directory, "gguf", {"niwaki", "gguf"}, text, "the card of the model that it was made from")
+        return said
+
+    def write_file(self, file: Path, name: str) -> list[str]:
+        """Writes the file; what there is to say of it, such as where llama.cpp differs."""
+        gguf, tokenizer = self._gguf, self._tokenizer
+        architecture = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, self._architecture.name)]
+        with (
+            contextlib.closing(gguf.GGUFWriter(file, architecture)) as writer,
+            np.errstate(all="ignore"),  # values are looked at before
+        ):
+            if not any(each in name.lower() for each in _NAMES):
+                writer.add_name(name)
+            for add, number in self._numbers.items():
+                getattr(writer, add)(number)
+            tokenizer.write(writer)
+            writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{self._kind}"))
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            self._write_tensors(writer)
+        return [note for note in (*self._notes, *tokenizer.notes) if note]
+
+    def _write_tensors(self, writer: Any) -> None:
+        """Writes the header, and then the tensors one after the other."""
+        gguf, factors = self._gguf, self._factors
+        if factors is not None:
+            writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+        for tensor in self._tensors:
+            stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
+            shape = tensor.whole_shape
+            as_bytes = gguf.quant_shape_to_byte_shape(shape, stored) if tensor.kind.startswith("Q") else shape
+            dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(tensor.kind, np.uint8))
+            writer.add_tensor_info(tensor.name, as_bytes, dtype, int(np.prod(as_bytes)) * dtype.itemsize, stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for number, tensor in enumerate(self._tensors, 1):
+            self._progress.status("exporting, tensor", number, len(self._tensors))
+            stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
+            writer.write_tensor_data(gguf.quants.quantize(_read(self.checkpoint, tensor), stored))
+
+
+def write_gguf(form: Gguf, model: str | Path, out: str | Path) -> list[str]:
+    """Writes ``model``, opened as ``form``, to the file ``out``; what there is to say of it.
+
+    UsageError where ``out`` is there, is inside the model's directory, or is being written by another process. After an
+    error nothing is left.
+    """
+    path = form.checkpoint.path
+    file = _check_place(out, [path, given_path(model)])
+    check_space(file.parent, form.size)
+    form.check(str(model))
+    with new_file(file, lambda there: there.read(4) == b"GGUF") as temporary:
+        return form.write_file(temporary, model_name(model, path))
+
+
+def _package() -> Any:
     try:
         import gguf
     except ImportError as error:
         raise OutputError("files for llama.cpp need gguf: pip install '.[gguf]' in niwaki's checkout") from error
-    path = locate_model(str(model))
-    file = _check_place(out, [path, given_path(model)])
-    checkpoint = Checkpoint(path)
-    model_type = str(checkpoint.config.get("model_type"))
-    if model_type not in ARCHITECTURES or checkpoint.config.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            f"{path} ({model_type}) cannot be exported to GGUF; niwaki knows {', '.join(ARCHITECTURES)}, in 16 bits"
-        )
-    with refusals(path / "config.json"):
-        config = read_config(path)
-    architecture = ARCHITECTURES[model_type]
-    check_configuration(config, architecture, path)
-    factors = rope_factors(config, architecture, path)
-    tensors = find_tensors(checkpoint, config, architecture)
-    notes = [context_length(config)[1], *_choose_kinds(tensors, kind)]
-    if extra := find_extra(StreamedModel(checkpoint, "cpu", "float32")):
-        notes.append(f"left out, as not in transformers' model either: {several(list(map(str, extra)))}")
-    tokenizer = Tokenizer(path, config.vocab_size, config.eos_token_id)
-    check_space(file.parent, checkpoint.size)
-    name = gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)]
-    with (
-        new_file(file, lambda there: there.read(4) == b"GGUF") as temporary,
-        contextlib.closing(gguf.GGUFWriter(temporary, name)) as writer,
-        np.errstate(all="ignore"),  # values are looked at before
-    ):
-        if not any(name in path.resolve().name.lower() for name in _NAMES):
-            writer.add_name(path.resolve().name)
-        add_sizes(writer, config, architecture, path)
-        tokenizer.write(writer)
-        writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind}"))
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _write_tensors(gguf, writer, checkpoint, tensors, factors)
-    return [note for note in (*notes, *tokenizer.notes) if note]
+    return gguf
 
 
 def _check_place(out: str | Path, models: list[Path]) -> Path:
@@ -123,28 +205,6 @@ def _choose_kinds(tensors: list[ExportedTensor], kind: Kind) -> list[str]:
         f"{len(odd)} of {len(tensors)} tensors are in F16, such as {odd[0].keys[0]!r}: {kind} needs rows of a multiple "
         f"of {_GROUP}, and not of {odd[0].shape[1]}"
     ]
-
-
-def _write_tensors(
-    gguf: Any, writer: Any, checkpoint: Checkpoint, tensors: list[ExportedTensor], factors: np.ndarray[Any, Any] | None
-) -> None:
-    """Writes the header, and then the tensors one after the other."""
-    if factors is not None:
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    for tensor in tensors:
-        stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
-        shape = tensor.whole_shape
-        as_bytes = gguf.quant_shape_to_byte_shape(shape, stored) if tensor.kind.startswith("Q") else shape
-        dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(tensor.kind, np.uint8))
-        writer.add_tensor_info(tensor.name, as_bytes, dtype, int(np.prod(as_bytes)) * dtype.itemsize, stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors)
-    for tensor in tensors:
-        stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
-        writer.write_tensor_data(gguf.quants.quantize(_read(checkpoint, tensor), stored))
 
 
 def _read(checkpoint: Checkpoint, tensor: ExportedTensor) -> np.ndarray[Any, Any]:

@@ -1,24 +1,23 @@
-"""``niwaki pack`` and ``niwaki unpack``: a pruned model directory without its zeros, and back, byte for byte."""
+"""``niwaki pack``: a pruned model directory without its zeros."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from niwaki.arguments import checked
-from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint, without_index
+from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
 from niwaki.checkpoints.shards import Shards
-from niwaki.checkpoints.tensors import DTYPES, header_bytes, raw_bytes, read_header, read_tensor
-from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
-from niwaki.files import given_path, input_errors, output_errors, write_json
+from niwaki.checkpoints.tensors import DTYPES, Entry, header_bytes, raw_bytes, read_header, read_tensor
+from niwaki.errors import CheckpointError, UnsupportedModelError, UsageError
+from niwaki.files import digest as file_digest, given_path, input_errors, write_json
 from niwaki.models.layout import Matrix
 from niwaki.models.locate import locate_model
 from niwaki.models.scales import FILE as SCALES, grid_of, read_scales, scale_key
@@ -27,15 +26,8 @@ from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
-from niwaki.records.record import Record
-from niwaki.runs.carried import find_carried
-from niwaki.runs.stage import Run, Stage
-from niwaki.runs.workplace import check_output, new_directory
-from niwaki.texts.texts import Texts
-from niwaki.windows import Windows
-
-#: Files of the dense model whose text is in the index.
-_TEXTS = ("config.json", INDEX_NAME)
+from niwaki.runs.conversion import convert
+from niwaki.runs.model_card import check_card
 
 
 @dataclass
@@ -54,6 +46,17 @@ class Sizes:
             f"({self.packed / self.matrices:.3f}); all weights: {self.dense / 2**20:,.1f} MiB became "
             f"{self.total / 2**20:,.1f} ({self.total / self.dense:.3f})"
         )
+
+    @property
+    def described(self) -> list[str]:
+        """What there is to say of it, a sentence each."""
+        if not self.negative_zeros:
+            return [str(self)]
+        return [
+            str(self),
+            f"{self.negative_zeros:,} of the values that are kept are -0.0, as W * mask leaves them: the model would "
+            "be smaller with 0.0 (docs/packed.md)",
+        ]
 
     @classmethod
     def of(cls, checkpoint: PackedCheckpoint) -> Sizes:
@@ -76,7 +79,8 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     """Writes the pruned ``model``, a directory or hub id, without its zeros to ``out``, a new or empty directory.
 
     Each matrix that gets smaller becomes a mask and its values, which are whole numbers of 4 or 8 bits with scales if
-    ``prune(..., quantize=...)`` put it on a grid. All else stays. Every file is rebuilt in memory and compared.
+    ``prune(..., quantize=...)`` put it on a grid. All else stays. Every file is rebuilt in memory and compared. It is
+    the same as :func:`niwaki.export` with ``format="packed"``, and says by how much the model got smaller.
 
     Raises:
         UsageError: no matrix would be smaller, or the model is packed.
@@ -87,149 +91,32 @@ def pack(model: str | Path, out: str | Path, progress: Progress | None = None) -
     path = locate_model(str(model))
     if (path / INDEX).exists():
         raise UsageError(f"{model} is packed already")
-    progress, target = progress or Progress(), check_output(path, out)
-    checkpoint = Checkpoint(path)
-    card.check(path)
-    carried = find_carried(checkpoint, target, keep=SCALES)
-    packer = _Packer(checkpoint, progress)
-    packer.check(str(model))
-    sizes: Sizes | None = None
-    with new_directory(target, {"pack": checkpoint.fingerprint()}) as directory:
-        if directory:
-            carried.copy(directory)
-            # The path of a hub id is a folder of the cache.
-            name = (path.resolve() if path == given_path(model) else Path(model)).name
-            sizes = _write(packer, checkpoint, name, directory)
-    return sizes or Sizes.of(PackedCheckpoint(target))
-
-
-def _write(packer: _Packer, checkpoint: Checkpoint, name: str, directory: Path) -> Sizes:
-    """Writes the packed form of ``checkpoint`` beside its other files, which are in ``directory``, and checks it."""
-    config = _text(checkpoint.path / "config.json")
-    index = _text(checkpoint.path / checkpoint.index_name) if checkpoint.index_name else ""
-    shards = packer.write(directory)
-    write_json(directory / INDEX, Index(config, index, shards, packer.tensors).to_json())
-    (directory / INDEX_NAME).unlink(missing_ok=True)
-    write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
-    sizes = Sizes.of(PackedCheckpoint(directory))
-    card.write(directory, name, str(sizes))
-    return sizes
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Writes the pruned model without its zeros, as :func:`niwaki.pack` does: the last stage of a run."""
-
-    name: ClassVar[str] = "pack"
-    is_format: ClassVar[bool] = True
-
-    def check_order(self, before: tuple[Stage, ...]) -> None:
-        if not any(stage.name in ("prune", "quantize") for stage in before):
-            raise UsageError("pack comes after prune or quantize: there are no zeros to leave out yet")
-
-    def open(self, run: Run) -> Packing:
-        return Packing(run)
-
-    def __str__(self) -> str:
-        return ""
-
-
-class Packing:
-    """:class:`Pack`, opened for a run."""
-
-    texts: ClassVar[Texts | None] = None
-
-    def __init__(self, run: Run) -> None:
-        run.carried(Checkpoint(run.reading))
-
-    def asked(self) -> dict[str, Any]:
-        return {}
-
-    def measure_on(self, heldout: dict[str, Windows]) -> None:
-        """It measures nothing."""
-
-    def extent(self, run: Run) -> tuple[int, int]:
-        return 0, 0
-
-    def work(self, run: Run) -> Record:
-        assert run.earlier
-        if run.place:
-            checkpoint, directory = Checkpoint(run.reading), run.place.directory
-            carried = run.carried(checkpoint, keep=SCALES)
-            packer = _Packer(checkpoint, run.progress)
-            packer.check(run.model)
-            run.place.clear([])
-            assert carried
-            carried.copy(directory)
-            _write(packer, checkpoint, Path(run.model).name, directory)
-            run.clock.lap("write")
-        return dataclasses.replace(run.earlier)
+    form = Packed(Checkpoint(path), progress)
+    convert(form, model, out, "pack")
+    return form.sizes or Sizes.of(PackedCheckpoint(given_path(out)))
 
 
 def check_packable(path: Path, name: str) -> None:
     """Raises what :func:`pack` does where no matrix of the dense model in ``path`` would be smaller; writes nothing."""
-    _Packer(Checkpoint(path), Progress()).check(name)
+    Packed(Checkpoint(path)).check(name)
 
 
-@checked
-def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
-    """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from, byte for byte.
+class Packed:
+    """A dense checkpoint, to be written without its zeros; ``sizes`` is what that saved, when it is done.
 
-    Raises:
-        UsageError: the model is not packed.
-        CheckpointError: it is damaged.
-        OutputError: it cannot be written.
-        NiwakiError: see :mod:`niwaki.errors`.
+    UnsupportedModelError where no matrix has a dtype that can be packed.
     """
-    path = locate_model(str(model))
-    if not (path / INDEX).exists():
-        raise without_index(path) or UsageError(f"{model} is not packed: it has no {INDEX}")
-    progress, target = progress or Progress(), check_output(path, out)
-    checkpoint = PackedCheckpoint(path)
-    dense = sum(entry.size for entry in checkpoint.entries.values())
-    carried = find_carried(checkpoint, target, dense, keep=SCALES)
-    with new_directory(target, {"unpack": checkpoint.fingerprint()}) as directory:
-        if directory:
-            carried.copy(directory)
-            card.restore(directory)
-            with output_errors(directory):
-                for name, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
-                    if text:
-                        (directory / name).write_bytes(text.encode())
-            _write_dense(checkpoint, directory, progress)
-            try:
-                Checkpoint(directory)
-            except CheckpointError as error:
-                raise CheckpointError(f"{path / INDEX} is not of a whole model: {error}") from error
 
+    size = 0
+    kept = SCALES
 
-def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
-    """Writes the weight files, and compares them with their digests."""
-    count = 0
-    for shard in checkpoint.index.shards:
-        path, header = directory / shard.name, shard.header.encode()
-        with output_errors(directory), path.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for key in shard.keys:
-                file.write(raw_bytes(checkpoint.read(key)))
-                count += 1
-                progress.status("unpacking, tensor", count, len(checkpoint.entries))
-        if _digest(path) != shard.sha256:
-            raise OutputError(
-                f"{shard.name} is not what it was before packing; was the disk full, or the packed model changed?"
-            )
-
-
-class _Packer:
-    """Packs the tensors of a dense checkpoint; ``tensors`` are those that are written."""
-
-    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        if checkpoint.is_encoded:
-            raise UnsupportedModelError(f"{checkpoint.path} is in FP8 or MXFP4; prune it first, and pack the result")
-        self.tensors: dict[str, PackedTensor] = {}
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+        check_card(checkpoint.path)
+        self.checkpoint = checkpoint
+        self.sizes: Sizes | None = None
+        self._path, self._progress = checkpoint.path, progress or Progress()
+        self._tensors: dict[str, PackedTensor] = {}  # those that are written
         self._names: set[str] = set()
-        self._checkpoint, self._path, self._progress = checkpoint, checkpoint.path, progress
-        self._headers = {shard: read_header(checkpoint.path / shard) for shard in checkpoint.shards}
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
         for matrix in StreamedModel(checkpoint, "cpu").matrices():
             self._matrices[matrix.key].append(matrix)
@@ -239,15 +126,28 @@ class _Packer:
                 f"the matrices of {checkpoint.path} are in {' and '.join(stored)}; only BF16, F16 and F32 can be packed"
             )
         self._grid = grid_of(checkpoint)
+
+    @cached_property
+    def _headers(self) -> dict[str, dict[str, Entry]]:
+        return {shard: read_header(self._path / shard) for shard in self.checkpoint.shards}
+
+    @cached_property
+    def _scaled(self) -> dict[str, Entry]:
+        return read_header(self._path / SCALES) if (self._path / SCALES).exists() else {}
+
+    def carries(self, name: Path) -> bool:
+        """All files stay."""
+        return True
+
+    def check(self, name: str) -> None:
+        """UsageError, which calls the model ``name``, unless a matrix would be smaller; reads up to that one."""
+        if self.checkpoint.is_encoded:
+            raise UnsupportedModelError(f"{self._path} is in FP8 or MXFP4; prune it first, and pack the result")
         if self._grid and self._grid.group and self._grid.group % WORD:
-            progress.note(
+            self._progress.note(
                 f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "
                 f"multiples of {WORD} can, as in int4:{WORD}"
             )
-        self._scaled = read_header(checkpoint.path / SCALES) if (checkpoint.path / SCALES).exists() else {}
-
-    def check(self, name: str) -> None:
-        """Raises UsageError, which calls the model ``name``, unless a matrix would be smaller; reads up to that one."""
         for shard, entries in self._headers.items():
             for key in self._matrices.keys() & entries.keys():
                 is_known = DTYPES.get(entries[key].dtype) in PACKABLE
@@ -256,7 +156,20 @@ class _Packer:
                     return
         raise UsageError(f"no matrix of {name} would be smaller without its zeros; is it pruned?")
 
-    def write(self, directory: Path) -> list[Shard]:
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the packed form beside the other files, and checks it."""
+        checkpoint = self.checkpoint
+        config = _text(self._path / "config.json")
+        index = _text(self._path / checkpoint.index_name) if checkpoint.index_name else ""
+        shards = self._write_shards(directory)
+        write_json(directory / INDEX, Index(config, index, shards, self._tensors).to_json())
+        (directory / INDEX_NAME).unlink(missing_ok=True)
+        write_json(directory / "config.json", json.dumps(marked(checkpoint.config), indent=2) + "\n")
+        self.sizes = sizes = Sizes.of(PackedCheckpoint(directory))
+        card.write(directory, name, str(sizes))
+        return sizes.described
+
+    def _write_shards(self, directory: Path) -> list[Shard]:
         """Writes a packed file for each file; these are what it returns."""
         shards, writer = [], Shards(directory)
         count = sum(map(len, self._headers.values()))
@@ -270,9 +183,9 @@ class _Packer:
                 tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
                 digest.update(raw_bytes(dense_value))
-                self._progress.status("packing, tensor", len(self.tensors), count)
+                self._progress.status("packing, tensor", len(self._tensors), count)
             with input_errors(self._path / name):
-                is_same = digest.hexdigest() == _digest(self._path / name)
+                is_same = digest.hexdigest() == file_digest(self._path / name)
             if not is_same:
                 raise CheckpointError(f"{self._path / name} was changed while it was packed; repeat the command")
             shards.append(Shard(name, header[8:].decode(), keys, digest.hexdigest()))
@@ -294,7 +207,7 @@ class _Packer:
                 bits, groups = (4 if W.values.dtype == torch.uint8 else 8), W.scales.shape[1]
         digest = sha256(map(raw_bytes, tensors))
         stored = PackedTensor(file, entry.dtype, entry.shape, W is not None, transposed, count, bits, groups, digest)
-        self.tensors[key] = stored
+        self._tensors[key] = stored
         named = dict(zip(stored.components(key), tensors, strict=True))
         if taken := sorted(self._names & named.keys()):
             raise UnsupportedModelError(
@@ -318,7 +231,7 @@ class _Packer:
         grid = self._grid
         if grid is None or not all(scale_key(matrix) in self._scaled for matrix in matrices):
             return None  # also of a block that was left as it is
-        scales = torch.cat([read_scales(self._checkpoint, matrix, grid) for matrix in matrices]).float()
+        scales = torch.cat([read_scales(self.checkpoint, matrix, grid) for matrix in matrices]).float()
         if len(scales) != len(W) or not groups_fit(W.shape[1], scales.shape[1]):
             return None
         codes = grid.codes(W.float(), scales).to(torch.int8)  # which have no -0
@@ -340,8 +253,3 @@ def _text(path: Path) -> str:
             return path.read_bytes().decode() if path.exists() else ""
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not in UTF-8: {error}") from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return sha256(iter(lambda: file.read(1 << 24), b""))

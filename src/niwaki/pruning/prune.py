@@ -25,7 +25,7 @@ from niwaki.records.record import Record
 from niwaki.records.wording import in_words
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
-from niwaki.runs.workplace import Workplace, write_config
+from niwaki.runs.workplace import Workplace, pruning_config, write_config
 from niwaki.texts.answers import with_answers
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
@@ -152,6 +152,7 @@ class Pruning:
         self.texts = Texts.read(self.model, calibration, self.request.measurement, USUAL_WINDOWS)
         self._begin()
         run.seen = self.record.calibration
+        run.foreseen["pruning_config"] = pruning_config(self.record)
 
     def _open(self, run: Run) -> None:
         """Opens the model that is read, and checks that what is asked for can be done to it."""

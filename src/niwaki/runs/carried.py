@@ -5,8 +5,8 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from niwaki.checkpoints.foreign import PICKLE_SUFFIXES
@@ -67,6 +67,10 @@ class CarriedFiles:
         groups = list(dict.fromkeys(re.sub(r"-\d{5}-of-\d{5}", "-*", name) for name in names))
         amount = f"{counted(len(self.left), 'file')}, {size(self.bytes_left)}"
         return [f"not carried over ({amount}), because they belong to the dense weights: {several(groups)}"]
+
+    def only(self, wanted: Callable[[Path], bool]) -> "CarriedFiles":
+        """Those of them whose names are ``wanted``."""
+        return replace(self, names=[name for name in self.names if wanted(name)])
 
     def copy(self, directory: Path) -> None:
         """Copies them to ``directory``; CheckpointError where one is not there any more."""

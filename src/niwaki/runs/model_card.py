@@ -6,10 +6,13 @@ from typing import Any
 
 import yaml
 
+from niwaki.errors import UsageError
 from niwaki.files import output_errors
 from niwaki.records.record import Record
 from niwaki.records.wording import markdown
 
+#: The card of a model that was written in another form, whose own card says what that is.
+DENSE_CARD = "README.dense.md"
 _NOTES = "\n\nNotes:\n\n"
 _LONGEST = 2**20  # characters of what stands at the top of a card
 
@@ -54,3 +57,27 @@ def replace_note(directory: Path, old: str, new: str) -> None:
     with output_errors(directory):
         if readme.is_file():
             readme.write_bytes(readme.read_bytes().replace(f"* {old}".encode(), f"* {new}".encode()))
+
+
+def check_card(model: Path) -> None:
+    """UsageError where ``model`` has a file with the name that its card is to get in another form of it."""
+    if (model / DENSE_CARD).exists():
+        raise UsageError(f"the model has a file {DENSE_CARD}, where its README.md is to go; rename it")
+
+
+def write_card_of_form(directory: Path, library: str, tags: set[str], text: str, own: str) -> None:
+    """Writes the card of a model in another form: ``text``, for those who load it with ``library``.
+
+    The model's own card becomes ``README.dense.md``, of which the text says that it is ``own``; what stands at its top
+    stays in the new one.
+    """
+    readme, dense = directory / "README.md", ""
+    with output_errors(directory):
+        about = top(readme)
+        if readme.exists():
+            readme.replace(directory / DENSE_CARD)
+            dense = f"\n[{DENSE_CARD}]({DENSE_CARD}) is {own}.\n"
+        about |= {"library_name": library, "tags": sorted({*about.get("tags", []), *tags})}
+        head = yaml.safe_dump(about, sort_keys=False, allow_unicode=True)
+        # Names need not be text.
+        readme.write_text(f"---\n{head}---\n{text}{dense}", encoding="utf-8", errors="backslashreplace")

@@ -46,6 +46,8 @@ class Run:
     place: Workplace | None = None  # of the first process
     #: The windows that a stage before has calibrated on, for one that would rather see new text.
     seen: CalibrationRecord | None = None
+    #: What the stages that are opened will have changed in config.json, as far as later ones have to know.
+    foreseen: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:

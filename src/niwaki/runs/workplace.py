@@ -326,14 +326,19 @@ def write_config(directory: Path, values: dict[str, Any], record: Record) -> Non
 
     Not ``quantization_config``: with a sparsity format there, transformers loads random weights.
     """
-    pruning = {
+    whole = {**values, "pruning_config": pruning_config(record)}
+    write_json(directory / "config.json", json.dumps(whole, indent=2) + "\n")
+
+
+def pruning_config(record: Record) -> dict[str, Any]:
+    """What config.json says of how the model was made."""
+    return {
         "library": "niwaki",
         "version": __version__,
         **{name: getattr(record, name) for name in ("method", "solver", "effort", "mask_from", "pattern")},
         "sparsity": round(record.sparsity, 6),
         **{name: value for name in ("quantization", "blocks") if (value := getattr(record, name))},
     }
-    write_json(directory / "config.json", json.dumps({**values, "pruning_config": pruning}, indent=2) + "\n")
 
 
 def _place(out: Path) -> Path:

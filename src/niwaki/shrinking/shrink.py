@@ -17,6 +17,7 @@ from niwaki.options import parse_share
 from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
+from niwaki.runs.workplace import pruning_config
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal
 from niwaki.shrinking.units import Removal, head_removal, neuron_removal, notes_on
@@ -111,6 +112,9 @@ class Shrinking:
         self._measured = "both" if run.measurement.before else "after"
         self.record = self._begun(run, stage, removals)
         run.seen = self.record.calibration
+        for each in removals:
+            run.foreseen |= each.config
+        run.foreseen["pruning_config"] = pruning_config(self.record)
 
     def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
         """The record, as far as it is known before the work."""

@@ -1,0 +1,152 @@
+"""``niwaki export``: a model in a format that other programs read, by itself or as the last stage of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from niwaki.arguments import check_fields, checked
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import ExportFormat
+from niwaki.errors import UsageError
+from niwaki.exports.compressed_tensors import CompressedTensors
+from niwaki.exports.gguf_file import KINDS, Gguf, write_gguf
+from niwaki.models.locate import locate_model
+from niwaki.packed.pack import Packed
+from niwaki.records.progress import Progress
+from niwaki.records.record import Record
+from niwaki.runs.conversion import Form, convert, model_name, write_form
+from niwaki.runs.stage import Run, Stage
+from niwaki.texts.texts import Texts
+from niwaki.windows import Windows
+
+_GGUF = ".gguf"
+
+
+@checked
+def export(
+    model: str | Path,
+    out: str | Path,
+    format: ExportFormat = "compressed-tensors",  # noqa: A002 - it is the word for it
+    progress: Progress | None = None,
+) -> list[str]:
+    """Writes ``model``, a directory or hub id, to ``out``, in a ``format`` that is smaller or for other programs.
+
+    | format | what it is | of which models |
+    |---|---|---|
+    | "compressed-tensors" | packed integers, for transformers and vLLM | of ``prune(..., quantize=...)``, 4 or 8 bits |
+    | "packed" | a mask and values, for :func:`niwaki.load` | pruned ones, or such as are on a grid |
+    | "gguf-f16", "gguf-q8_0", "gguf-q4_0" | one file, for llama.cpp and Ollama | LLaMA, Mistral, Qwen 2 and 3 |
+
+    ``out`` is a directory, new or empty. With GGUF that has the file, such as ``model-Q8_0.gguf``, a model card and the
+    record; where the name ends in ".gguf", ``out`` is the file itself. Returned is what there is to say of the result,
+    a sentence each, such as where llama.cpp differs. A tensor is in memory at a time.
+
+    Raises:
+        UsageError: ``out`` is taken or inside the model's directory; the weights are not on a grid, or one that the
+            format does not have; no matrix would be smaller packed.
+        UnsupportedModelError: the format cannot have the model, or llama.cpp would compute something else.
+        CheckpointError: scales are missing, or cannot be those of the weights.
+        OutputError: weights are not on their grid any more, or a file cannot be written.
+        NiwakiError: see :mod:`niwaki.errors`. Nothing is left then.
+    """
+    is_file = Path(out).suffix.lower() == _GGUF
+    if is_file and format not in KINDS:
+        raise UsageError(
+            f"{out} would be a file for llama.cpp; its format is {', '.join([*KINDS][:-1])} or {[*KINDS][-1]}"
+        )
+    form = _opened(format, Checkpoint(locate_model(str(model))), str(model), progress or Progress())
+    if is_file and isinstance(form, Gguf):
+        return write_gguf(form, model, out)
+    return convert(form, model, out, f"export {format}")
+
+
+def _opened(
+    how: ExportFormat, checkpoint: Checkpoint, name: str, progress: Progress, changes: Mapping[str, Any] = {}
+) -> Form:
+    """The model ``name`` as the format ``how`` has it; ``changes`` are what stages to come change in config.json."""
+    if how == "packed":
+        return Packed(checkpoint, progress)
+    if how == "compressed-tensors":
+        return CompressedTensors(checkpoint, name, progress)
+    return Gguf(checkpoint, KINDS[how], changes, progress)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Writes the model in another ``format``, as :func:`niwaki.export` does: the last stage of a run."""
+
+    format: ExportFormat = "compressed-tensors"
+
+    name: ClassVar[str] = "export"
+    is_format: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check_order(self, before: tuple[Stage, ...]) -> None:
+        if self.format == "packed":
+            if not any(stage.name in ("prune", "quantize") for stage in before):
+                raise UsageError(f"{self.name} comes after prune or quantize: there are no zeros to leave out yet")
+            if any(getattr(stage, "keep_format", False) for stage in before):
+                raise UsageError("weights that stay in FP8 or MXFP4 cannot be packed; prune without keep_format")
+        elif not before:
+            raise UsageError("there is nothing to do before the export; a model as it is takes niwaki export")
+
+    def open(self, run: Run) -> Exporting:
+        return Exporting(self, run)
+
+    def __str__(self) -> str:
+        return self.format
+
+
+@dataclass(frozen=True)
+class Pack(Export):
+    """Writes the pruned model without its zeros, as :func:`niwaki.pack` does: the same as ``Export("packed")``."""
+
+    format: ExportFormat = field(default="packed", init=False)
+
+    name: ClassVar[str] = "pack"
+
+    def __str__(self) -> str:
+        return ""
+
+
+class Exporting:
+    """:class:`Export`, opened for a run: what the configuration that comes out of the stages before allows."""
+
+    texts: ClassVar[Texts | None] = None
+
+    def __init__(self, stage: Export, run: Run) -> None:
+        self._format = stage.format
+        if run.out.suffix.lower() == _GGUF:
+            raise UsageError(f"{run.out} would be a directory with a file in it; give it a name without {_GGUF}")
+        checkpoint = Checkpoint(run.reading)
+        checkpoint.config = {**checkpoint.config, **run.foreseen}
+        form = _opened(stage.format, checkpoint, run.model, run.progress, run.foreseen)
+        run.carried(checkpoint, form.size, form.kept)
+
+    def asked(self) -> dict[str, Any]:
+        return {"format": self._format}
+
+    def measure_on(self, heldout: dict[str, Windows]) -> None:
+        """It measures nothing."""
+
+    def extent(self, run: Run) -> tuple[int, int]:
+        return 0, 0
+
+    def work(self, run: Run) -> Record:
+        assert run.earlier
+        if run.place:
+            form = _opened(self._format, Checkpoint(run.reading), run.model, run.progress)
+            carried = run.carried(form.checkpoint, form.size, form.kept)
+            assert carried
+            form.check(run.model)
+            run.place.clear([])
+            for note in write_form(form, carried, run.place.directory, model_name(run.model, run.source)):
+                run.progress.note(note)
+            run.clock.lap("write")
+        return dataclasses.replace(run.earlier)

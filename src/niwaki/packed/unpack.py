@@ -1,0 +1,83 @@
+"""``niwaki unpack``: the dense model that a packed one was made from, byte for byte."""
+
+from pathlib import Path
+
+from niwaki.arguments import checked
+from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint, without_index
+from niwaki.checkpoints.tensors import raw_bytes
+from niwaki.errors import CheckpointError, OutputError, UsageError
+from niwaki.files import digest as file_digest, output_errors
+from niwaki.models.locate import locate_model
+from niwaki.models.scales import FILE as SCALES
+from niwaki.packed import card
+from niwaki.packed.format import INDEX, PackedCheckpoint
+from niwaki.records.progress import Progress
+from niwaki.runs.conversion import convert
+
+#: Files of the dense model whose text is in the index.
+_TEXTS = ("config.json", INDEX_NAME)
+
+
+@checked
+def unpack(model: str | Path, out: str | Path, progress: Progress | None = None) -> None:
+    """Writes to ``out``, new or empty, the dense model that :func:`pack` made ``model`` from, byte for byte.
+
+    Raises:
+        UsageError: the model is not packed.
+        CheckpointError: it is damaged.
+        OutputError: it cannot be written.
+        NiwakiError: see :mod:`niwaki.errors`.
+    """
+    path = locate_model(str(model))
+    if not (path / INDEX).exists():
+        raise without_index(path) or UsageError(f"{model} is not packed: it has no {INDEX}")
+    convert(Unpacked(PackedCheckpoint(path), progress), model, out, "unpack")
+
+
+class Unpacked:
+    """A packed model, to be written as the dense one that it was made from."""
+
+    kept = SCALES
+
+    def __init__(self, checkpoint: PackedCheckpoint, progress: Progress | None = None) -> None:
+        self.checkpoint, self._progress = checkpoint, progress or Progress()
+        self.size = sum(entry.size for entry in checkpoint.entries.values())
+
+    def carries(self, name: Path) -> bool:
+        """All files are those of the dense model."""
+        return True
+
+    def check(self, name: str) -> None:
+        """Nothing: all of it is looked at while it is written."""
+
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the weight files as they were, and the card and the texts that packing replaced."""
+        checkpoint = self.checkpoint
+        card.restore(directory)
+        with output_errors(directory):
+            for file, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
+                if text:
+                    (directory / file).write_bytes(text.encode())
+        _write_dense(checkpoint, directory, self._progress)
+        try:
+            Checkpoint(directory)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path / INDEX} is not of a whole model: {error}") from error
+        return []
+
+
+def _write_dense(checkpoint: PackedCheckpoint, directory: Path, progress: Progress) -> None:
+    """Writes the weight files, and compares them with their digests."""
+    count = 0
+    for shard in checkpoint.index.shards:
+        path, header = directory / shard.name, shard.header.encode()
+        with output_errors(directory), path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for key in shard.keys:
+                file.write(raw_bytes(checkpoint.read(key)))
+                count += 1
+                progress.status("unpacking, tensor", count, len(checkpoint.entries))
+        if file_digest(path) != shard.sha256:
+            raise OutputError(
+                f"{shard.name} is not what it was before packing; was the disk full, or the packed model changed?"
+            )

@@ -1,0 +1,67 @@
+"""A model written in another form, as by ``niwaki export``: all of the output, or nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.files import given_path
+from niwaki.runs.carried import CarriedFiles, find_carried
+from niwaki.runs.workplace import check_output, new_directory
+
+
+class Form(Protocol):
+    """A model that is opened to be written in another form.
+
+    What shows in its configuration, its tokenizer and the places of its tensors has been checked by then.
+    """
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The model as it is."""
+
+    #: Bytes that its weights take there, or 0 where that shows only when they are written.
+    size: int
+    #: The file of tensors beside those of the checkpoint that the output has too, if any.
+    kept: str
+
+    def carries(self, name: Path) -> bool:
+        """Whether the output has this file of the model, which is none of its weights."""
+
+    def check(self, name: str) -> None:
+        """NiwakiError, which calls the model ``name``, where its weights are not sound, or none for this form."""
+
+    def write(self, directory: Path, name: str) -> list[str]:
+        """Writes the model, called ``name``, to ``directory``, which has the files that are carried over.
+
+        What there is to say of it, a sentence each, is returned. NiwakiError where it cannot be written.
+        """
+
+
+def convert(form: Form, model: str | Path, out: str | Path, asked: str) -> list[str]:
+    """Writes ``model``, opened as ``form``, to the directory ``out``, new or empty; what there is to say of it.
+
+    After an error nothing is left. ``asked`` is what an earlier call must have been asked for, to which only the move
+    into place was missing: nothing is left to write then, or to say.
+    """
+    path = form.checkpoint.path
+    target = check_output(path, out)
+    carried = find_carried(form.checkpoint, target, form.size, form.kept)
+    form.check(str(model))
+    said: list[str] = []
+    with new_directory(target, {asked: form.checkpoint.fingerprint()}) as directory:
+        if directory:
+            said = write_form(form, carried, directory, model_name(model, path))
+    return said
+
+
+def write_form(form: Form, carried: CarriedFiles, directory: Path, name: str) -> list[str]:
+    """Writes ``form`` and those of the files ``carried`` over that it has too, to the empty ``directory``."""
+    carried.only(form.carries).copy(directory)
+    return form.write(directory, name)
+
+
+def model_name(model: str | Path, path: Path) -> str:
+    """What to call ``model``, which is in the directory ``path``: that of a hub id is a folder of the cache."""
+    return (path.resolve() if path == given_path(model) else Path(model)).name
