@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import niwaki
-from niwaki import Calibration, Effort
+from niwaki import Calibration, Effort, Fitting
 from niwaki.arguments import check_fields, checked
 from niwaki.layer.grid import Grid
 from niwaki.layer.patterns import Block, Fixed
@@ -37,7 +37,7 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     made = Fields(np.int64(3), np.float32(0.5), pair=[np.uint8(0), 2])  # type: ignore[arg-type]
     assert repr(made) == "Fields(count=3, size=0.5, word='one', pair=(0, 2))"
     assert Calibration(samples=np.int32(4)) == Calibration(samples=4)  # type: ignore[arg-type]
-    assert repr(Effort(rate=np.float64(0.5))) == repr(Effort(rate=0.5))
+    assert repr(Fitting(rate=np.float64(0.5))) == repr(Fitting(rate=0.5))
 
 
 def test_checks_are_those_of_annotations() -> None:
@@ -66,7 +66,7 @@ def test_checks_are_those_of_annotations() -> None:
         (lambda: ADMM(rho="1"), "rho must be a number; got '1'"),  # type: ignore[arg-type]
         (lambda: ADMM(iterations=True), "iterations must be a whole number; got True"),
         (lambda: MaskThenUpdate(Wanda(), "exact"), "update must be a Solver; got 'exact'"),  # type: ignore[arg-type]
-        (lambda: Effort(epochs="1"), "epochs must be a number; got '1'"),  # type: ignore[arg-type]
+        (lambda: Fitting(epochs="1"), "epochs must be a number; got '1'"),  # type: ignore[arg-type]
         (lambda: Grid("4"), "bits must be a whole number; got '4'"),  # type: ignore[arg-type]
         (lambda: niwaki.NM(2.0, 4), "n must be a whole number; got 2.0"),  # type: ignore[arg-type]
         (lambda: niwaki.PerRow("half"), "sparsity must be a number; got 'half'"),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from niwaki._version import __version__ as __version__
 _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
-    "niwaki.effort": ("Effort",),
+    "niwaki.effort": ("Effort", "Fitting", "Planning"),
     "niwaki.recipes": ("heal", "prune", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.prune": ("Prune", "Quantize"),
@@ -36,7 +36,7 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from niwaki.effort import Effort as Effort
+    from niwaki.effort import Effort as Effort, Fitting as Fitting, Planning as Planning
     from niwaki.errors import NiwakiError as NiwakiError
     from niwaki.evaluation.bench import bench as bench
     from niwaki.evaluation.compare import compare as compare

@@ -6,7 +6,7 @@ Nothing here imports torch, so that the command line can be read before it is lo
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
@@ -206,32 +206,55 @@ def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, 
     ``settings`` has more parameters, and ``kind`` is what it is in errors, such as "solver". UnknownNameError is for
     names and parameters, UsageError for values that are missing, of another type or out of their range.
     """
+    name, given = parse_name(text)
+    given |= settings or {}
+    value = find(kind, name, known)
+    check_known(name, given, parameters(value))
+    return changed(name, value, given)
+
+
+def parse_name(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the parameters in text such as ``adam:iterations=50``; UsageError for one without a value."""
     name, *pairs = text.split(":")
     for pair in pairs:
         if "=" not in pair:
             raise UsageError(f"{name}:{pair}: parameters are written {name}:NAME=VALUE")
-    settings = {**dict(pair.split("=", 1) for pair in pairs), **(settings or {})}
+    return name, dict(pair.split("=", 1) for pair in pairs)
+
+
+def find(kind: str, name: str, known: Mapping[str, T]) -> T:
+    """The one of ``known`` called ``name``; UnknownNameError, which calls it a ``kind``, where there is none."""
     if name not in known:
         raise UnknownNameError(kind, name, known)
-    value: Any = known[name]
-    types, usual = get_type_hints(type(value)), parameters(value)
-    changes: dict[str, Any] = {}
-    for key, given in settings.items():
+    return known[name]
+
+
+def check_known(name: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """UsageError where something is ``given`` that is not among the ``usual`` parameters of what is called ``name``."""
+    for key in given:
         if not usual:
             raise UsageError(f"{name} has no parameters; got {key}")
         if key not in usual:
             raise UnknownNameError(f"parameter of {name}", key, usual)
+
+
+def changed(name: str, value: T, given: Mapping[str, Any]) -> T:
+    """A dataclass, called ``name`` in errors, with some fields as ``given``, of which text may stand for numbers."""
+    made: Any = value
+    types = get_type_hints(type(value))
+    changes: dict[str, Any] = {}
+    for key, wanted in given.items():
         # What is not text, and a Literal's values, are checked by the dataclass, together with the ranges of numbers.
         type_ = str if get_origin(types[key]) is Literal else types[key]
-        if not isinstance(given, str):
-            changes[key] = given
+        if not isinstance(wanted, str):
+            changes[key] = wanted
             continue
         try:
-            changes[key] = {"true": True, "false": False}[given.lower()] if type_ is bool else type_(given)
+            changes[key] = {"true": True, "false": False}[wanted.lower()] if type_ is bool else type_(wanted)
         except (ValueError, KeyError):
-            raise UsageError(f"{key}={given!r}: {name} wants {type_.__name__} here") from None
-    changed: T = dataclasses.replace(value, **changes)
-    return changed
+            raise UsageError(f"{key}={wanted!r}: {name} wants {type_.__name__} here") from None
+    result: T = dataclasses.replace(made, **changes)
+    return result
 
 
 def parameters(value: Any) -> dict[str, Any]:
@@ -239,8 +262,10 @@ def parameters(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def name_of(value: object, known: Mapping[str, object]) -> str:
-    """Of the names in ``known`` for the class of ``value`` the one with the fewest parameters to change.
+def name_of(
+    value: object, known: Mapping[str, object], parameters: Callable[[Any], dict[str, Any]] = parameters
+) -> str:
+    """Of the names in ``known`` for the class of ``value`` the one with the fewest ``parameters`` to change.
 
     A class that is not there goes by its own name in small letters.
     """

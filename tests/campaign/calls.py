@@ -50,8 +50,9 @@ _ODD: tuple[Any, ...] = (
     *(torch.tensor(1), torch.tensor(0.5), torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.int64), torch.ones(1, 9, 2)),
     *(torch.float32, torch.float16, torch.int8, torch.device("cpu"), torch.device("meta"), torch.nn.Linear(2, 2)),
     *(_TEXT, niwaki.Calibration, _MEASURED, niwaki.Measurement(samples=0), niwaki.Measurement(()), niwaki.Compute()),
-    *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(memory="1GiB"), niwaki.Effort(), niwaki.Effort(epochs=0.1)),
-    *(niwaki.Effort(allocation="owl"), niwaki.Effort(allocation="error", per="block"), niwaki.Effort, Wanda(), Wanda),
+    *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(memory="1GiB"), niwaki.Effort()),
+    *(niwaki.Effort(fit=niwaki.Fitting(epochs=0.1)), niwaki.Effort(niwaki.Planning("owl")), niwaki.Fitting()),
+    *(niwaki.Effort, Wanda(), Wanda),
     *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), MixedNM(2, 4), Grid(4), Grid(8, 16), niwaki.Progress()),
     *(niwaki.Windows(torch.zeros(2, 8, dtype=torch.int64), "0"),),
     *(niwaki.Windows(torch.zeros(2, 8), "0"), niwaki.Progress),
@@ -59,8 +60,8 @@ _ODD: tuple[Any, ...] = (
 #: Sparsities that have to be reached exactly, whatever allocates them.
 _SPARSITIES = (0.0, 0.5, "60 %", np.float32(0.7), 0.9, 0.985, 0.99, 0.995, 0.999, 0.9999, 1 - 1e-9, 1 - 1e-16)
 _EFFORTS = (
-    *("fast", "balanced", niwaki.Effort(allocation="owl"), niwaki.Effort(allocation="error"), "fast:allocation=loss"),
-    niwaki.Effort(allocation="loss", per="block"),
+    *("fast", "balanced", niwaki.Effort(niwaki.Planning("owl")), niwaki.Effort(niwaki.Planning("error"))),
+    "fast:allocation=loss",
 )
 # fmt: on
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from niwaki import prune, shrink
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import EFFORTS, Effort
+from niwaki.effort import EFFORTS, Effort, make_effort
 from niwaki.errors import UnsupportedModelError
 from niwaki.models import streamed
 from niwaki.models.hidden_states import BlockArguments, Handed, same, samples_first, streams_first
@@ -32,7 +31,7 @@ SAMPLES, LENGTH = 5, 20
 CASES = ("gemma3n_text", "gemma4_text")
 TOKENS = random_tokens(SAMPLES, LENGTH)
 #: Without what takes long: text that the model writes.
-_BALANCED = dataclasses.replace(EFFORTS["balanced"], synthetic=0.0, epochs=1.0, batch=2 * LENGTH)
+_BALANCED = make_effort(f"balanced:synthetic=0:epochs=1:batch={2 * LENGTH}")
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from niwaki.pruning.allocation import MOST, Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
+from niwaki.pruning.allocation import MOST, Curve, allocate, ceiling, outlier_ratios, rounded, smooth
 
 
 def _loss(curve: Curve, zeros: int) -> float:
@@ -129,11 +129,6 @@ def test_owl_stays_above_the_least_sparsity() -> None:
     found = outlier_ratios([0.0, 0.0, 0.0, 1.0], [100] * 4, 208, least=0.5)
     assert sum(found) == 208
     assert found[3] == 50
-
-
-def test_matrices_with_one_sparsity_have_one_curve() -> None:
-    a, b = Curve(10, ((0.0, 0.0), (0.5, 1.0), (1.0, 4.0))), Curve(30, ((0.0, 0.0), (0.5, 2.0), (1.0, 3.0)))
-    assert together([a, b]) == Curve(40, ((0.0, 0.0), (0.5, 3.0), (1.0, 7.0)))
 
 
 def test_blocks_with_more_outliers_stay_denser() -> None:

@@ -265,8 +265,7 @@ def test_errors_of_masks_without_choices(start: Team, model: Path, text: Path, t
     [
         (effort, case)
         for effort, cases in {
-            "fast:dense_targets=0.5": ["llama grouped", "mixtral"],
-            "fast:dense_targets=0.5:epochs=2:batch=192:rate=0.001": ["mixtral", "llama grouped"],
+            "fast:epochs=2:batch=192:rate=0.001": ["mixtral", "llama grouped"],
             "fast:allocation=loss:importance=0.5:pilot=1": ["llama grouped", "mixtral"],
             "fast:allocation=owl:pilot=1": ["mixtral", "llama grouped"],
             "fast:allocation=error:pilot=1": ["zamba2", "llama grouped"],

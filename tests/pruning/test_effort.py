@@ -16,6 +16,8 @@ from niwaki.effort import (
     EFFORTS,
     PLAIN_EFFORT,
     Effort,
+    Fitting,
+    Planning,
     describe,
     described,
     make_effort,
@@ -33,15 +35,15 @@ from support.streams import save_starved
 
 TOKENS = random_tokens(24, 24)
 # Where every matrix has half of its weights; how zeros are shared out is for test_planning.
-TARGETS = "fast:dense_targets=0.5"
-BEST = "fast:dense_targets=0.2:epochs=1:batch=48:rate=0.002"  # two samples in a step
+KNOWN = "allocation, importance, pilot, synthetic, epochs, rate, batch, uniform_epochs, healing"
+FITTED = "fast:epochs=1:batch=48:rate=0.002"  # two samples in a step
 
 
 def run(model: Path, out: Path, **changes: Any) -> Record:
     options: dict[str, Any] = {
         "solver": "wanda",
         "sparsity": 0.5,
-        "effort": BEST,
+        "effort": FITTED,
         "calibration": TOKENS,
         "text": random_tokens(2, 24, seed=1),
         "device": "cpu",
@@ -61,18 +63,21 @@ def vectors(model: Path, out: Path, case: str = "llama") -> set[str]:
 
 def test_efforts_by_name() -> None:
     assert make_effort("fast") == EFFORTS[PLAIN_EFFORT] == Effort()
-    assert not Effort().dense
-    assert not Effort().plans
-    assert make_effort(DEFAULT_EFFORT).plans
-    assert make_effort("fast:importance=0.5").plans
-    assert not make_effort("balanced:epochs=0").dense
-    assert make_effort("best").dense
-    best = make_effort(
-        "best:allocation=owl:per=block:importance=0.25:pilot=0.5:synthetic=2:dense_targets=1:epochs=8:rate=0.1:batch=7:"
-        "healing=2"
-    )
-    assert best == Effort("owl", "block", 0.25, 0.5, 2.0, 1.0, 8, 0.1, 7, 2)
-    assert make_effort("fast:epochs=1").dense
+    assert not Effort().plan.is_needed
+    assert make_effort(DEFAULT_EFFORT).plan.is_needed
+    assert make_effort("fast:importance=0.5").plan.is_needed
+    best = make_effort("best:allocation=owl:importance=0.25:pilot=0.5:synthetic=2:epochs=8:rate=0.1:batch=7:healing=2")
+    assert best == Effort(Planning("owl", 0.25, 0.5), 2.0, Fitting(8, 0.1, 7), 2)
+
+
+def test_what_is_done_of_an_effort() -> None:
+    balanced = make_effort("balanced")
+    assert balanced.settled(shares_zeros=True) == balanced
+    assert balanced.settled(shares_zeros=False) == make_effort("balanced:epochs=0.6")
+    images = balanced.settled(shares_zeros=True, predicts=False)
+    assert images == make_effort("balanced:allocation=error:importance=0:synthetic=0")
+    owl = make_effort("fast:allocation=owl")
+    assert owl.settled(shares_zeros=False, predicts=False) == owl
 
 
 @pytest.mark.parametrize(
@@ -84,12 +89,12 @@ def test_efforts_by_name() -> None:
         ("best:epochs", "best:epochs: parameters are written best:NAME=VALUE"),
         ("best:epochs=few", "epochs='few': best wants float here"),
         ("best:allocation=outliers", "allocation must be uniform, owl, error or loss; got 'outliers'"),
-        ("best:per=row", "per must be matrix or block; got 'row'"),
+        ("best:per=block", f"no parameter of best is called 'per'; known: {KNOWN}"),
         ("best:importance=2", "importance must be from 0 to 1; got 2.0"),
         ("best:pilot=0", "pilot must be above 0, to 1; got 0.0"),
         ("best:epochs=-1", "epochs must be 0 or more; got -1.0"),
-        ("best:dense_targets=1.5", "dense_targets must be from 0 to 1; got 1.5"),
-        ("best:dense_targets=nan", "dense_targets must be from 0 to 1; got nan"),
+        ("best:importance=nan", "importance must be from 0 to 1; got nan"),
+        ("best:plan=loss", f"no parameter of best is called 'plan'; known: {KNOWN}"),
         ("best:rate=inf", "rate must be above 0; got inf"),
         ("best:batch=0", "batch must be 1 or more; got 0"),
         ("heal:healing=-1", "healing must be 0 or more; got -1.0"),
@@ -136,7 +141,7 @@ def test_every_family(tmp_path: Path, case: str) -> None:
         assert 0 < fit.after <= fit.before
         assert (fit.epochs == 0) == (fit.after == fit.before)
         assert fit.seconds > 0
-    assert record.effort == describe(make_effort(BEST))
+    assert record.effort == describe(make_effort(FITTED))
     assert Record.from_json((tmp_path / "out" / "niwaki.json").read_text()) == record
 
 
@@ -164,20 +169,18 @@ def test_each_effort_is_worth_it(tmp_path: Path, case: str) -> None:
     """On the calibration text the outputs come nearer to the dense model's."""
     model, tokens = save_model(tmp_path / "model", case), random_tokens(64, 24)
     errors = []
-    efforts = ("fast", TARGETS, f"{TARGETS}:epochs=3:batch=48")
-    for number, effort in enumerate(efforts):
+    for number, effort in enumerate(("fast", "fast:epochs=3:batch=48")):
         out = tmp_path / str(number)
         run(model, out, effort=effort, calibration=tokens)
         errors.append(block_errors(model, out, tokens)[-1])
-    fast, targets, fitted = errors
-    assert targets < 0.99 * fast
-    assert fitted < 0.9 * targets
+    fast, fitted = errors
+    assert fitted < 0.9 * fast
 
 
 def test_the_fit_is_that_of_the_weights_that_are_written(tmp_path: Path) -> None:
     """Of one batch, all is held out: the error in the record is that of the model on the disk."""
     model = save_model(tmp_path / "model")
-    record = run(model, tmp_path / "out", effort=f"{TARGETS}:epochs=3:batch=576")
+    record = run(model, tmp_path / "out", effort="fast:epochs=3:batch=576")
     errors = block_errors(model, tmp_path / "out", TOKENS)
     assert [fit.after for fit in record.fits] == pytest.approx(errors, rel=1e-3)
 
@@ -233,10 +236,8 @@ def test_without_perplexity_the_weights_are_the_same(tmp_path: Path) -> None:
             assert torch.equal(value, tensors(tmp_path / "both")[key])
 
 
-@pytest.mark.parametrize("effort", [TARGETS, BEST])
-def test_the_dense_model_does_not_run_behind_the_last_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str
-) -> None:
+@pytest.mark.parametrize("effort", ["fast", FITTED])
+def test_the_dense_model_runs_for_fits_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effort: str) -> None:
     advanced: list[int] = []
     advance = DecoderBlock.advance
 
@@ -246,7 +247,7 @@ def test_the_dense_model_does_not_run_behind_the_last_block(
 
     monkeypatch.setattr(DecoderBlock, "advance", watched)
     run(save_model(tmp_path / "model", "llama grouped"), tmp_path / "out", effort=effort, measure="none")
-    assert advanced == [0, 0, 1, 1, *([2] if effort == BEST else [])]
+    assert advanced == ([0, 1] if effort == "fast" else [0, 0, 1, 1, 2])
 
 
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 2), (1, 3), (2, 3)])
@@ -254,7 +255,7 @@ def test_the_dense_model_does_not_run_behind_the_last_block(
 def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
     """Like a run over all of a model in which the blocks before have nothing to prune."""
     model = save_model(tmp_path / "model", "llama grouped")
-    record = run(model, tmp_path / "out", blocks=blocks, effort=f"{TARGETS}:epochs=2:batch=576")
+    record = run(model, tmp_path / "out", blocks=blocks, effort="fast:epochs=2:batch=576")
     assert [fit.block for fit in record.fits] == list(range(*blocks))
     before, after = tensors(model), tensors(tmp_path / "out")
     for key, value in after.items():
@@ -269,7 +270,7 @@ def test_some_blocks_only(tmp_path: Path, blocks: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral"])
-@pytest.mark.parametrize("effort", [TARGETS, BEST])
+@pytest.mark.parametrize("effort", ["fast", FITTED])
 @pytest.mark.slow
 def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str) -> None:
     """Twice; with little memory; stopped behind each block, with and without little memory."""
@@ -332,8 +333,8 @@ def test_another_effort_is_another_run(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path / "out", progress=StopAt(8))
     said = message(lambda: run(model, tmp_path / "out", effort="fast"))
-    assert "effort (dense_targets 0.2 there, 0.0 here, epochs 1.0 there, 0.0 here, rate 0.002 there, 0.01 here" in said
-    assert run(model, tmp_path / "out", effort=make_effort(BEST)).resumed == [1]
+    assert "effort (epochs 1.0 there, 0.0 here, rate 0.002 there, 0.01 here" in said
+    assert run(model, tmp_path / "out", effort=make_effort(FITTED)).resumed == [1]
 
 
 # What is told of it
@@ -370,6 +371,9 @@ def test_efforts_in_words() -> None:
         "best": "best (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 1)",
         "heal": "heal (allocation loss, importance 0.5, synthetic 0.5, epochs 1, healing 3)",
     }
+    earlier = {**describe(make_effort("balanced")), "per": "matrix", "dense_targets": 0.0}  # of an old record
+    assert described(earlier) == names["balanced"]
+    assert described({**earlier, "dense_targets": 0.5}) == f"{names['balanced'][:-1]}, dense_targets 0.5)"
     other = describe(make_effort("best:epochs=3"))
     assert described(other) == "best (allocation loss, importance 0.5, synthetic 0.5, epochs 3, healing 1)"
 
@@ -390,8 +394,8 @@ def test_more_epochs_where_zeros_cannot_be_shared_out(
 
 def test_the_files_say_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    run(model, tmp_path / "out", effort=BEST)
-    effort = describe(make_effort(BEST))
+    run(model, tmp_path / "out", effort=FITTED)
+    effort = describe(make_effort(FITTED))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pruning_config"]["effort"] == effort
     assert f"| effort | {described(effort)} |" in (tmp_path / "out" / "README.md").read_text()

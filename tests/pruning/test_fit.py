@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import Effort
+from niwaki.effort import Fitting
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.fit import Fit
@@ -62,7 +62,7 @@ def prepared(model: StreamedModel, batches: int) -> tuple[DecoderBlock, HiddenSt
 
 
 def fitted(block: DecoderBlock, states: HiddenStates, targets: HiddenStates, **effort: Any) -> FitRecord:
-    return Fit(block, states, targets, Effort(**effort), World(), lambda: None).run()
+    return Fit(block, states, targets, Fitting(**effort), World(), lambda: None).run()
 
 
 def weights(model: StreamedModel) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def loop(
     directory: Path,
     states: HiddenStates,
     targets: HiddenStates,
-    effort: Effort,
+    effort: Fitting,
     rounded: Callable[[Tensor], Tensor] = unrounded,
 ) -> Loop:
     """Over the first layer of the whole model as transformers has it, with the pruned weights in ``model``.
@@ -162,7 +162,7 @@ def test_it_is_adam_over_the_layer(tmp_path: Path, epochs: float) -> None:
     model = stream_of(directory)
     block, states, targets = prepared(model, 18)  # of which two are held out
     before = weights(model)
-    effort = Effort(epochs=epochs, rate=0.02)
+    effort = Fitting(epochs=epochs, rate=0.02)
     expected = loop(model, directory, states, targets, effort)
     kept = [hidden.clone() for hidden in (*states.hidden, *targets.hidden)]
     steps: list[None] = []
@@ -239,7 +239,7 @@ def test_weights_on_a_grid(tmp_path: Path) -> None:
     for matrix in block.matrices:
         weights_of = matrix.within(model.blocks[0].get_parameter(matrix.parameter).data)
         weights_of.copy_(rounded(weights_of))
-    before, effort = weights(model), Effort(epochs=3)
+    before, effort = weights(model), Fitting(epochs=3)
     expected = loop(model, directory, states, targets, effort, rounded)
     called: list[str] = []
     found = Fit(
@@ -273,7 +273,7 @@ def test_the_best_epoch_stays(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     model = stream_of(directory)
     block, states, targets = prepared(model, 2)
-    effort = Effort(epochs=30, rate=0.1)
+    effort = Fitting(epochs=30, rate=0.1)
     expected = loop(model, directory, states, targets, effort)
     best = expected.errors.index(min(expected.errors))
     assert 0 < best < 30
@@ -298,7 +298,7 @@ def test_one_batch_is_held_out_and_fitted_to(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
     model = stream_of(directory)
     block, states, targets = prepared(model, 1)
-    expected = loop(model, directory, states, targets, Effort(epochs=5, rate=0.02))
+    expected = loop(model, directory, states, targets, Fitting(epochs=5, rate=0.02))
     found = fitted(block, states, targets, epochs=5, rate=0.02)
     assert found.after == pytest.approx(expected.errors[-1], rel=1e-3)
     assert found.after < 0.9 * found.before

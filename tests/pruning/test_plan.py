@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.effort import make_effort
+from niwaki.effort import Planning
 from niwaki.errors import OutputError
 from niwaki.layer.patterns import parse_pattern
 from niwaki.models.processes import World
@@ -57,16 +57,15 @@ def change(model: Path, factors: dict[str, float]) -> None:
 @covered
 @pytest.mark.parametrize("case", ["llama grouped", "mixtral", "gpt2", "phi3", "gpt_oss"])
 @pytest.mark.parametrize("effort", ["fast:allocation=loss", "fast:allocation=error", "fast:allocation=owl"])
-@pytest.mark.parametrize("per", ["matrix", "block"])
 @pytest.mark.slow
-def test_the_total_is_exact(tmp_path: Path, case: str, effort: str, per: str) -> None:
+def test_the_total_is_exact(tmp_path: Path, case: str, effort: str) -> None:
     model = save_model(tmp_path / "model", case)
-    record = run(model, tmp_path / "out", f"{effort}:per={per}", solver="sparsegpt", sparsity=0.6)
+    record = run(model, tmp_path / "out", effort, solver="sparsegpt", sparsity=0.6)
     weights = sum(rows * columns for rows, columns in (m.shape for m in record.matrices))
     counted = sum(zeros(v) for k, v in tensors(tmp_path / "out").items() if is_pruned(case, k))
     assert counted == round(0.6 * weights)
     assert len({round(m.sparsity, 3) for m in record.matrices}) > 1
-    if "owl" in effort or per == "block":
+    if "owl" in effort:
         for block in {m.block for m in record.matrices}:
             # To within the rounding to whole weights.
             sparsities = [m.sparsity for m in record.matrices if m.block == block]
@@ -288,7 +287,7 @@ def test_importance_is_a_power_of_the_sensitivity(tmp_path: Path) -> None:
     usual = parse_pattern("unstructured:0.5")
     found = plan(
         streamed,
-        make_effort("fast:importance=0.5:pilot=0.25"),
+        Planning(importance=0.5, pilot=0.25),
         lambda _: usual,
         TOKENS,
         "auto",

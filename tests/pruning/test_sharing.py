@@ -89,7 +89,7 @@ def check(model: Path, out: Path, record: Record, case: str) -> None:
         assert any(f"blocks {', '.join(map(str, blocks))} share" in note for note in record.notes)
 
 
-@pytest.mark.parametrize("effort", ["fast", "balanced", "fast:dense_targets=0.5", "balanced:allocation=owl"])
+@pytest.mark.parametrize("effort", ["fast", "balanced", "fast:epochs=1", "balanced:allocation=owl"])
 def test_every_effort(tmp_path: Path, model: Path, case: str, effort: str) -> None:
     record = run(model, tmp_path / "out", solver="sparsegpt", effort=effort)
     check(model, tmp_path / "out", record, case)
@@ -149,28 +149,6 @@ def test_inputs_are_those_of_all_blocks(tmp_path: Path, model: Path, case: str) 
                 assert not torch.equal(here[name], linear_inputs(dense, first, TOKENS)[name])
         own = next(name for block, name in found if block == first and name.endswith("mamba.in_proj"))
         assert found[first, own][2] == SAMPLES * LENGTH
-
-
-def test_dense_targets_are_those_of_all_blocks(tmp_path: Path) -> None:
-    """The least squares of the definition, over the tokens of all blocks; the later ones' are their own targets."""
-    model = save_model(tmp_path / "model", "zamba2")
-    found = problems(model, tmp_path / "out", effort="fast:dense_targets=1")
-    dense, (first, other) = reference(model), BLOCKS["zamba2"][0]
-    pruned, origin, later = (
-        {name: value.double() for name, value in inputs.items()}
-        for inputs in (
-            first_inputs(model, tmp_path / "out", first),
-            linear_inputs(dense, first, TOKENS),
-            linear_inputs(dense, other, TOKENS),
-        )
-    )
-    for name in (name for block, name in found if block == first and "shared_transf" in name):
-        Xp, X = torch.cat([pruned[name], later[name]]), torch.cat([origin[name], later[name]])
-        W = dense.model.layers[first].get_submodule(name).weight.double()
-        ridge = 0.01 * torch.diag((Xp.T @ Xp).diag())
-        expected = torch.linalg.solve(Xp.T @ Xp + ridge, Xp.T @ X @ W.T + ridge @ W.T).T
-        torch.testing.assert_close(found[first, name][0].double(), expected, rtol=1e-3, atol=1e-4)
-        assert (expected - W).norm() > 1e-3 * W.norm()
 
 
 def test_fits_leave_what_is_shared(tmp_path: Path) -> None:

@@ -75,9 +75,11 @@ def old(**changes: Any) -> str:
 @pytest.mark.parametrize("name", [*SOLVERS, "sgd:iterations=7"])
 def test_solvers_of_old_records(name: str) -> None:
     solver = make_solver(name)
-    read = Record.from_json(old(method=name, solver=repr(solver), effort=repr(EFFORTS["best"])))
+    effort = describe_effort(EFFORTS["best"])
+    settings = ", ".join(f"{key}={value!r}" for key, value in effort.items() if key != "name")
+    read = Record.from_json(old(method=name, solver=repr(solver), effort=f"Effort({settings})"))
     assert read.solver == describe(solver)
-    assert read.effort == {**describe_effort(EFFORTS["best"]), "name": "effort"}
+    assert read.effort == {**effort, "name": "effort"}
 
 
 def test_masks_of_others_in_old_records() -> None:

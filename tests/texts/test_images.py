@@ -203,7 +203,7 @@ def run(model: Path, out: Path, file: Path, effort: str = "fast", **options: Any
     return niwaki.prune(model, out, 0.5, effort=effort, calibration=str(file), compute="cpu", **options)
 
 
-@pytest.mark.parametrize("effort", ["fast", "balanced", "best", "balanced:epochs=0.5:dense_targets=0"])
+@pytest.mark.parametrize("effort", ["fast", "balanced", "best", "balanced:epochs=0.5"])
 def test_a_model_is_pruned_on_images(tmp_path: Path, processor: None, effort: str) -> None:
     model = save(tmp_path / "model", "llava")
     record = run(model, tmp_path / "out", chats(tmp_path / "data"), effort, solver="sparsegpt")

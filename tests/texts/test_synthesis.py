@@ -224,7 +224,7 @@ def test_stages(tmp_path: Path) -> None:
 
 
 def test_values() -> None:
-    assert make_effort("fast:synthetic=0.5").plans
+    assert make_effort("fast:synthetic=0.5").synthetic
     assert "synthetic must be 0 or more" in message(lambda: make_effort("fast:synthetic=-1"), UsageError)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from niwaki.checkpoints.writing import CheckpointWriter
-from niwaki.effort import Effort
+from niwaki.effort import Fitting
 from niwaki.healing.divergence import divergence
 from niwaki.healing.method import block_memory
 from niwaki.healing.run import HealingRun
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
-from niwaki.models.fit import Fit, OnGrid, tokens_per_part
+from niwaki.models.fit import Fit, OnGrid
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
@@ -111,8 +111,8 @@ class BlockRun(HealingRun):
         there = sum(self.world.collected(rest.numel()))
         if there < healing.tokens:
             self.note_reuse(there)
-        self._effort = Effort(epochs=healing.tokens / there, rate=healing.rate, batch=healing.batch)
-        part = tokens_per_part(self._effort, self.world)
+        self._fitting = Fitting(epochs=healing.tokens / there, rate=healing.rate, batch=healing.batch)
+        part = self._fitting.tokens_per_part(self.world.size)
         self._step = max(1, part // length) * length * self.world.size  # tokens
         streams = Streams(self.model.embed(rest, part), self.dense.embed(rest, part), together)
         if any(matrix.blocks for matrix in self.model.matrices()):
@@ -177,7 +177,7 @@ class BlockRun(HealingRun):
             share = self._left / (len(self.model.blocks) - block.index)
             seconds = max(_LEAST_TIME, share - (monotonic() - began))
         inputs, targets, on_grid = streams.inputs, streams.targets, self._on_grid(block)
-        fit = Fit(block, inputs, targets, self._effort, self.world, self.progress.step, on_grid, seconds)
+        fit = Fit(block, inputs, targets, self._fitting, self.world, self.progress.step, on_grid, seconds)
         self.progress.stage(block.index, "fit", fit.batches)
         self.record.fits = [each for each in self.record.fits if each.block != block.index]
         self.record.fits.append(fit.run())

@@ -1,8 +1,7 @@
 """One decoder block of a transformers model: its forward pass, its weights, its matrices' inputs."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,8 +32,6 @@ class DecoderBlock:
     device: torch.device
     dtype: torch.dtype  # what it runs in
     released: set[str] = field(default_factory=set)  # paths of parameters whose weights are missing
-    #: By path, the original weights of what was put since :meth:`keep_original`; None for those only in the checkpoint.
-    _original: dict[str, Tensor | None] | None = None
 
     def forward(
         self, hidden: Tensor, states: HiddenStates, i: int, rows: slice = slice(None), handed: Handed | None = None
@@ -85,48 +82,18 @@ class DecoderBlock:
         world: World | None = None,
         tf32: TF32 = "auto",
         matrices: list[Matrix] | None = None,
-        dense: HiddenStates | None = None,
     ) -> list[InputGram]:
         """The Gram matrices of all distinct inputs of ``matrices``, by default of all, over all processes.
 
-        ``states`` stay as they are. For ``InputGram.cross``, ``dense`` are those of the same tokens in the dense model:
-        that needs :meth:`keep_original`, and a second forward pass. NumericalError for NaN or infinite activations.
+        ``states`` stay as they are. NumericalError for NaN or infinite activations.
         """
         wanted = self.matrices if matrices is None else matrices
-        parameters = dict(self.module.named_parameters())
-        grams = InputGrams(wanted, parameters, tf32)
-        in_dense = InputGrams(wanted, parameters, gather=False)
+        grams = InputGrams(wanted, dict(self.module.named_parameters()), tf32)
         for i, hidden in enumerate(states.hidden):
-            targets = None
-            if dense is not None:
-                with self.original():
-                    targets = in_dense.watch(partial(self.forward, dense.hidden[i], dense, i))
-            grams.watch(partial(self.forward, hidden, states, i), targets)
+            grams.watch(partial(self.forward, hidden, states, i))
             done()
         with named(f"block {self.index}"):
             return grams.finish(world or World())
-
-    def keep_original(self) -> None:
-        """From now on :meth:`original` has what :meth:`put` replaces, read again each time if memory is limited."""
-        self._original = {}
-
-    def forget_original(self) -> None:
-        """Frees what :meth:`keep_original` keeps."""
-        self._original = None
-
-    @contextlib.contextmanager
-    def original(self) -> Iterator[None]:
-        """The block with the weights that it had at :meth:`keep_original`."""
-        original = self._original or {}
-        pruned = {name: self.module.get_parameter(name).data for name in original}
-        try:
-            for name, value in original.items():
-                weight = self.layout.read(self.path + name).to(self.device) if value is None else value
-                self.module.get_parameter(name).data = weight
-            yield
-        finally:
-            for name, value in pruned.items():
-                self.module.get_parameter(name).data = value
 
     def weight(self, matrix: Matrix) -> Tensor:
         """(out, in) float32: its original weights."""
@@ -164,11 +131,6 @@ class DecoderBlock:
     def put(self, matrix: Matrix, stored: Tensor) -> None:
         """From now on the block computes with ``stored``, in the layout of the checkpoint, as ``matrix``."""
         name, parameter = matrix.parameter, self.module.get_parameter(matrix.parameter)
-        if self._original is not None and name not in self._original:
-            self._original[name] = None
-            if self.budget.left is None:
-                self._original[name] = parameter.data
-                parameter.data = parameter.data.clone()
         if name in self.released:
             self.released.remove(name)
             parameter.data = parameter.data.new_empty(parameter.shape)

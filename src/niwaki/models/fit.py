@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from niwaki.effort import Effort
+from niwaki.effort import Fitting
 from niwaki.errors import NumericalError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.hidden_states import HiddenStates
@@ -45,7 +45,7 @@ class Fit:
     block: DecoderBlock
     states: HiddenStates  # the inputs of the pruned block, which stay as they are
     targets: HiddenStates  # what its outputs should be, in batches for the same parts; of the first samples at least
-    effort: Effort
+    settings: Fitting
     world: World
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
     on_grid: OnGrid | None = None
@@ -53,12 +53,12 @@ class Fit:
 
     def __post_init__(self) -> None:
         self.states.arguments.share_calls(self.targets.arguments)  # the last batch can be smaller there
-        self._parts = self.targets.minibatches(tokens_per_part(self.effort, self.world))
+        self._parts = self.targets.minibatches(self.settings.tokens_per_part(self.world.size))
         count = min(self.world.collected(len(self._parts)))
         self._held = list(range(0, count, _HELD))
         self._rest = [i for i in range(count) if i % _HELD] or self._held
         some = sum(map(len, self.targets.tokens)) < sum(map(len, self.states.tokens))
-        self._steps = max(1, round((1.0 if some else self.effort.epochs) * len(self._rest)))
+        self._steps = max(1, round((1.0 if some else self.settings.epochs) * len(self._rest)))
         self.batches = len(self._held) * (1 + math.ceil(self._steps / len(self._rest))) + self._steps
 
     def run(self) -> FitRecord:
@@ -70,7 +70,7 @@ class Fit:
         order = torch.Generator().manual_seed(block.index)
         with trainable(block) as parameters:
             masks = [value != 0 for value in parameters]
-            optimizer = _optimizer(parameters, self.effort.rate)
+            optimizer = _optimizer(parameters, self.settings.rate)
             best = before = self._error()
             kept, at = [value.detach().clone() for value in parameters], 0.0
             for step in range(steps):
@@ -134,9 +134,19 @@ class Fit:
         if not math.isfinite(error):
             raise NumericalError(
                 f"block {self.block.index}: fitting it arrived at NaN or infinite outputs; try a lower rate than "
-                f"rate={self.effort.rate:g}, or dtype float32"
+                f"rate={self.settings.rate:g}, or dtype float32"
             )
         return error
+
+
+def samples_to_fit(count: int, epochs: float) -> tuple[Tensor, int]:
+    """An order of so many samples, and on how many of the first of them the dense model runs.
+
+    For less than one epoch these are only some, drawn from all; in more than one, all are used again.
+    """
+    if epochs >= 1:
+        return torch.arange(count), count
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0)), max(1, round(epochs * count))
 
 
 def _optimizer(parameters: list[nn.Parameter], rate: float) -> torch.optim.Adam:
@@ -144,11 +154,6 @@ def _optimizer(parameters: list[nn.Parameter], rate: float) -> torch.optim.Adam:
     groups = [{"params": [value], "rate": rate * root_mean_square(value)} for value in parameters]
     # Relative errors of large blocks have gradients far below the usual epsilon, 1e-8.
     return torch.optim.Adam(groups, lr=0.0, eps=1e-16, fused=True)
-
-
-def tokens_per_part(effort: Effort, world: World) -> int:
-    """Tokens of each process in a step."""
-    return max(1, effort.batch // world.size)
 
 
 def _gradient(value: nn.Parameter) -> Tensor:

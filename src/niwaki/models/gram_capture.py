@@ -33,9 +33,6 @@ class InputGram:
     mean: Tensor  # (in,) float32, the mean of the rows of X
     tokens: int = 0  # rows of X
     borrowed: int = 0  # tokens that stand in for missing ones: see InputGrams.finish
-    #: (in, in) float32, X^T X' / tokens with X' the inputs of the same tokens in the dense model, if given; None for
-    #: experts, which have other tokens there.
-    cross: Tensor | None = None
 
     def gram(self, shared: bool) -> Gram:
         """H for solvers, ``shared`` by several problems or not."""
@@ -49,7 +46,6 @@ class InputGrams:
     matrices: list[Matrix]
     parameters: Mapping[str, Tensor]  # theirs by path, with the memory that the passes use
     tf32: TF32 = "auto"  # see niwaki.layer.products
-    gather: bool = True  # whether Gram matrices are wanted, and not only inputs
 
     def __post_init__(self) -> None:
         self._by_expert: dict[tuple[str, int | None], list[Matrix]] = {}
@@ -59,8 +55,6 @@ class InputGrams:
         #: Of this pass, with its input: while that stays, no other tensor takes its place in memory.
         self._seen: dict[object, tuple[InputGram, Tensor]] = {}
         self._uses: Counter[str] = Counter()  # in this pass
-        self._inputs: dict[str, tuple[Tensor, int]] = {}  # of this pass, with their versions
-        self._dense: dict[str, Tensor] = {}
         self._once = False  # whether the last pass used each matrix once: the next ends where all have their inputs
 
     @property
@@ -68,28 +62,16 @@ class InputGrams:
         """The matrices that have had inputs, those with the same one together, in the order of computation."""
         return [gram.names for gram in dict.fromkeys(self._grams.values())]
 
-    def watch(self, run: Callable[[], object], dense: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Calls ``run``, one forward pass of the block, and without ``gather`` returns the inputs (tokens, in) there.
-
-        By name, of matrices used once and not of experts, to which another model can send other tokens. ``dense`` are
-        those of the dense model, for ``InputGram.cross``. UnsupportedModelError where the block writes over one.
-        """
-        self._dense = dict(dense or {})
+    def watch(self, run: Callable[[], object]) -> None:
+        """Calls ``run``, one forward pass of the block, or as much of it as there are inputs to see."""
         try:
             # Each time: between two passes a parameter can move to other memory.
             with Products(self.matrices, self.parameters, self._on_product):
                 run()
             self._once = all(self._uses[matrix.name] == 1 for matrix in self.matrices)
-            for name, (X, version) in self._inputs.items():
-                if X._version != version:
-                    raise UnsupportedModelError(
-                        f"the block writes over the inputs of {name}, so there are no dense targets for it; try "
-                        "dense_targets=0"
-                    )
-            return {name: X for name, (X, _) in self._inputs.items() if self._uses[name] == 1}
         finally:
-            for values in (self._seen, self._uses, self._inputs, self._dense):
-                values.clear()
+            self._seen.clear()
+            self._uses.clear()
 
     def finish(self, world: World) -> list[InputGram]:
         """The Gram matrices of all distinct inputs over all processes, in the order of computation.
@@ -112,9 +94,7 @@ class InputGrams:
                 gram.H[stop:, start:stop] = gram.H[start:stop, stop:].T
             gram.H.div_(max(1, gram.tokens + gram.borrowed))
             gram.mean.div_(max(1, gram.tokens + gram.borrowed))
-            if gram.cross is not None:
-                gram.cross.div_(max(1, gram.tokens))
-            if not all(is_finite(M) for M in (gram.H, gram.cross) if M is not None):
+            if not is_finite(gram.H):
                 raise NumericalError(
                     f"the inputs of {gram.names[0]} are NaN or infinite on the calibration text; try dtype float32, "
                     "or another text"
@@ -126,7 +106,7 @@ class InputGrams:
         order = world.received(self.names)
         grams = [self._grams[names[0]] for names in order]
         tokens = torch.tensor([gram.tokens for gram in grams])
-        world.sum([tokens, *(t for gram in grams for t in (gram.H, gram.mean, gram.cross) if t is not None)])
+        world.sum([tokens, *(t for gram in grams for t in (gram.H, gram.mean))])
         for gram, names, count in zip(grams, order, tokens.tolist(), strict=True):
             gram.names, gram.tokens = names, count
         return grams
@@ -138,10 +118,7 @@ class InputGrams:
         # Where all experts run on the same number of rows, those of other experts' tokens are zero.
         rows = X[X.any(dim=1)] if together else X.flatten(0, -2)
         self._uses.update(names)
-        if self.gather:
-            self._gather(names, rows, X)
-        elif expert is None:
-            self._inputs |= dict.fromkeys(names, (rows, rows._version))
+        self._gather(names, rows, X)
         return self._once and len(self._uses) == len(self.matrices)
 
     def _gather(self, names: list[str], X: Tensor, origin: Tensor) -> None:
@@ -153,10 +130,6 @@ class InputGrams:
                 for start in range(0, X.shape[1], _STRIP):  # the upper triangle is enough
                     strip = slice(start, start + _STRIP)
                     gram.H[strip, start:].addmm_(X[:, strip].T, X[:, start:])
-                if names[0] in self._dense:
-                    if gram.cross is None:
-                        gram.cross = torch.zeros_like(gram.H)
-                    gram.cross.addmm_(X.T, self._dense[names[0]].float())
             gram.mean += X.sum(dim=0)
             gram.tokens += X.shape[0]
             self._seen[key] = gram, origin

@@ -270,10 +270,7 @@ class StreamedModel:
                 block = DecoderBlock(index, module, matrices, shared, *where)
                 with holding(module, weights):
                     del weights  # or they would stay while the next ones are read
-                    try:
-                        yield block
-                    finally:
-                        block.forget_original()  # likewise
+                    yield block
 
     @property
     def size(self) -> int:

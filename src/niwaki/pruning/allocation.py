@@ -14,7 +14,7 @@ _STEPS = 256
 
 @dataclass(frozen=True)
 class Curve:
-    """What sparsity costs a matrix, or several that have the same one."""
+    """What sparsity costs a matrix."""
 
     weights: int  # their number
     points: tuple[tuple[float, float], ...]  # (sparsity, loss), both increasing, from the lowest to the highest allowed
@@ -62,13 +62,6 @@ def smooth(
         steps = sorted({*steps, *sparsities})
     grid = [least, *(step for step in steps if least < step < most), *([most] if least < most else [])]
     return Curve(weights, tuple((sparsity, loss_at(sparsity)) for sparsity in grid))
-
-
-def together(curves: Sequence[Curve]) -> Curve:
-    """The curve of several matrices that have the same sparsity; their points are at the same ones."""
-    points = zip(*(curve.points for curve in curves), strict=True)
-    sums = tuple((point[0][0], math.fsum(loss for _, loss in point)) for point in points)
-    return Curve(sum(curve.weights for curve in curves), sums, all(curve.divisible for curve in curves))
 
 
 def allocate(curves: Sequence[Curve], zeros: int) -> list[int]:

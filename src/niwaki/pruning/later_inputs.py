@@ -26,10 +26,7 @@ class LaterInputs:
         self._grams |= dict.fromkeys([matrix.entry for matrix in matrices], total)
 
     def joined(self, block: DecoderBlock, grams: list[InputGram]) -> list[InputGram]:
-        """``grams`` of the inputs in ``block`` with those in later blocks, which are freed, for matrices that have any.
-
-        Later inputs are the dense model's, so they are their own targets: they go into ``InputGram.cross`` too.
-        """
+        """``grams`` of the inputs in ``block`` with those in later blocks, which are freed, where there are any."""
         entries = {matrix.name: matrix.entry for matrix in block.matrices}
         joined: list[InputGram] = []
         for gram in grams:
@@ -63,7 +60,7 @@ def later_inputs(model: StreamedModel, samples: Samples, tf32: TF32, world: Worl
 
 
 def _sum(gram: InputGram, other: InputGram) -> InputGram:
-    """The Gram matrix of the tokens of both, for the matrices of ``gram``; those of ``other`` are the dense model's."""
+    """The Gram matrix of the tokens of both, for the matrices of ``gram``."""
     here, there = (each.tokens + each.borrowed for each in (gram, other))
     share = there / max(1, here + there)
     return InputGram(
@@ -72,5 +69,4 @@ def _sum(gram: InputGram, other: InputGram) -> InputGram:
         gram.mean.lerp(other.mean, share),
         gram.tokens + other.tokens,
         gram.borrowed + other.borrowed,
-        None if gram.cross is None else gram.cross.lerp(other.H, share),
     )

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from niwaki.choices import TF32
-from niwaki.effort import Effort
+from niwaki.effort import Planning
 from niwaki.errors import named
 from niwaki.layer.patterns import MixedNM, Pattern
 from niwaki.layer.problem import Gram, LayerProblem
@@ -21,7 +22,7 @@ from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
-from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth, together
+from niwaki.pruning.allocation import Curve, allocate, ceiling, outlier_ratios, rounded, smooth
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.request import PatternOf
 from niwaki.pruning.sensitivity import sensitivities
@@ -82,7 +83,7 @@ class Plan:
 
 def plan(
     model: StreamedModel,
-    effort: Effort,
+    planning: Planning,
     pattern_of: PatternOf,
     samples: Samples,
     tf32: TF32,
@@ -90,7 +91,7 @@ def plan(
     progress: Progress,
     revive: bool = False,
 ) -> Plan:
-    """Examines the dense model as far as ``effort`` needs it, on this process's calibration ``samples``.
+    """Examines the dense model as far as ``planning`` needs it, on this process's calibration ``samples``.
 
     ``allocation="loss"``: zeros go where the model's loss is expected to grow least. Some rows of each matrix are
     pruned to several sparsities; through their squared errors, weighted by how sensitive the loss is to these outputs
@@ -102,27 +103,33 @@ def plan(
     matrices = [matrix for matrix in model.matrices() if pattern_of(matrix).at(0.0) is not None]
     if not matrices:
         return Plan()
-    samples = _pilot(samples, effort.pilot, world)
+    samples = _pilot(samples, planning.pilot, world)
     importance: dict[Place, Tensor] = {}
-    if isinstance(samples, Tensor) and (effort.allocation == "loss" or effort.importance > 0):
+    if isinstance(samples, Tensor) and (planning.allocation == "loss" or planning.importance > 0):
         batches = math.ceil(len(samples) / max(1, TOKENS_PER_BATCH // samples.shape[1]))
         progress.stage(0, "sensitivity", 2 * len(model.blocks) * batches)
         by_block = sensitivities(model, samples, world, progress.step)
         importance = {matrix.place: by_block[matrix.block][matrix.name] for matrix in matrices}
     zeros: dict[Place, int] = {}
-    if effort.allocation != "uniform":
+    if planning.allocation != "uniform":
         later = later_inputs(model, samples, tf32, world, progress)
-        costs = _Costs(matrices, effort, pattern_of, importance, world, later, revive)
+        allocation: _Allocation
+        if planning.allocation == "owl":
+            allocation = _Outliers(matrices, pattern_of, world, later)
+        else:
+            by_loss = importance if planning.allocation == "loss" else None
+            allocation = _Costs(matrices, pattern_of, world, later, by_loss, revive)
         last = matrices[-1].block
         with model.budget.lent() as budget:
             states = model.embed(samples, budget=budget)
             for block in itertools.islice(model.stream(), last + 1):
                 progress.stage(block.index, "allocation", len(states.hidden))
-                costs.measure(block, states, tf32, progress.step)
+                allocation.measure(block, states, tf32, progress.step)
                 if block.index < last:
                     block.advance(states)
-        zeros = costs.zeros()
-    weights = {place: _weights(value, effort.importance) for place, value in importance.items() if effort.importance}
+        zeros = allocation.zeros()
+    power = planning.importance
+    weights = {place: _weights(value, power) for place, value in importance.items() if power}
     return Plan(zeros, weights)
 
 
@@ -134,31 +141,19 @@ def _pilot(samples: Samples, share: float, world: World) -> Samples:
 
 
 @dataclass
-class _Costs:
-    """What sparsity costs the matrices, measured block by block."""
+class _Allocation(ABC):
+    """Shares zeros out among the matrices, by what is measured block by block."""
 
     matrices: list[Matrix]
-    effort: Effort
     pattern_of: PatternOf
-    importance: dict[Place, Tensor]
     world: World
     later: LaterInputs
-    revive: bool
-    _curves: dict[Place, Curve] = field(default_factory=dict)
-    _outliers: list[float] = field(default_factory=list)  # of each block
 
     def __post_init__(self) -> None:
-        by_block = self.effort.allocation == "owl" or self.effort.per == "block"
-        #: Whether a matrix has at least the zeros that it has already; all of a block have the same sparsity.
-        self._keeps_zeros = not (self.revive or by_block)
-        blocks = itertools.groupby(self.matrices, lambda matrix: matrix.block)
-        #: Matrices with one sparsity, and their weights.
-        self._groups = [[*group] for _, group in blocks] if by_block else [[matrix] for matrix in self.matrices]
-        self._weights = [sum(matrix.size for matrix in group) for group in self._groups]
         self._total = round(math.fsum(self.pattern_of(matrix).sparsity * matrix.size for matrix in self.matrices))
-        self._most = ceiling(self._weights, self._total)
 
     def measure(self, block: DecoderBlock, states: HiddenStates, tf32: TF32, done: Callable[[], None]) -> None:
+        """Measures the matrices of ``block``, whose inputs are ``states``."""
         matrices = {matrix.name: matrix for matrix in self.matrices if matrix.block == block.index}
         if not matrices:
             return
@@ -167,10 +162,54 @@ class _Costs:
         for group in self.later.joined(block, grams):
             gram = group.gram(shared=True)
             inputs += [(matrices[name], gram) for name in group.names]
-        if self.effort.allocation == "owl":
-            scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
-            self._outliers.append(float((scores > _OUTLIER * scores.mean()).float().mean()))
-            return
+        self._measure(block, inputs)
+
+    @abstractmethod
+    def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
+        """Measures the matrices of ``block``, each with its Gram matrix."""
+
+    @abstractmethod
+    def zeros(self) -> dict[Place, int]:
+        """The number of zeros of each matrix."""
+
+
+class _Outliers(_Allocation):
+    """Shares zeros out among blocks by their outliers (OWL); all matrices of a block have the same sparsity."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ratios: list[float] = []  # of each block
+
+    def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
+        scores = torch.cat([(block.weight(matrix).abs() * gram.norm).flatten() for matrix, gram in inputs])
+        self._ratios.append(float((scores > _OUTLIER * scores.mean()).float().mean()))
+
+    def zeros(self) -> dict[Place, int]:
+        groups = [[*group] for _, group in itertools.groupby(self.matrices, lambda matrix: matrix.block)]
+        weights = [sum(matrix.size for matrix in group) for group in groups]
+        least = _at(self.pattern_of(self.matrices[0]), 0.0).sparsity
+        zeros: dict[Place, int] = {}
+        shares = outlier_ratios(self._ratios, weights, self._total, least)
+        for group, share, weight in zip(groups, shares, weights, strict=True):
+            counts = rounded([share * matrix.size / weight for matrix in group], share)
+            zeros |= zip([matrix.place for matrix in group], counts, strict=True)
+        return zeros
+
+
+@dataclass
+class _Costs(_Allocation):
+    """Shares zeros out among matrices by what sparsity costs each of them."""
+
+    #: By matrix, what an output's error costs the loss; None where errors relative to the outputs count.
+    importance: dict[Place, Tensor] | None
+    revive: bool
+    _curves: dict[Place, Curve] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._most = ceiling([matrix.size for matrix in self.matrices], self._total)
+
+    def _measure(self, block: DecoderBlock, inputs: list[tuple[Matrix, Gram]]) -> None:
         mine: dict[Place, Curve] = {}
         for turn, (matrix, gram) in enumerate(inputs, 1):
             if turn % self.world.size == self.world.rank:
@@ -180,20 +219,20 @@ class _Costs:
             self._curves |= curves
 
     def _curve(self, W: Tensor, gram: Gram, matrix: Matrix) -> Curve:
-        allocation, usual, scale = self.effort.allocation, self.pattern_of(matrix), 1.0
+        usual = self.pattern_of(matrix)
         least = _at(usual, 0.0).sparsity
-        if self._keeps_zeros:
+        if not self.revive:
             least = max(least, 1 - int(W.count_nonzero()) / W.numel())
         # Not at even distances, because heads and their parts have these too.
         rows = torch.randperm(len(W), generator=torch.Generator().manual_seed(0))
         rows = rows[: max(_ROWS, math.ceil(len(W) / 16))].sort().values
         W = W[rows.to(W.device)]
-        if allocation == "loss":
+        if self.importance is None:
+            problem = LayerProblem(W, gram)
+            scale = 1 / problem.power if problem.power > 0 else 1.0
+        else:
             W.mul_(self.importance[matrix.place][rows].sqrt().unsqueeze(1).to(W.device))
-            scale = matrix.size / W.numel()
-        problem = LayerProblem(W, gram)
-        if allocation == "error" and problem.power > 0:
-            scale = 1 / problem.power
+            problem, scale = LayerProblem(W, gram), matrix.size / W.numel()
         losses: dict[float, float] = {}
         for density in _DENSITIES:
             pattern = _at(usual, 1 - min(0.9, (1 - usual.sparsity) * density))
@@ -205,17 +244,8 @@ class _Costs:
         return smooth(matrix.size, points, problem.power * scale, least, self._most)
 
     def zeros(self) -> dict[Place, int]:
-        if self.effort.allocation == "owl":
-            least = _at(self.pattern_of(self.matrices[0]), 0.0).sparsity
-            shares = outlier_ratios(self._outliers, self._weights, self._total, least)
-        else:
-            curves = [together([self._curves[matrix.place] for matrix in group]) for group in self._groups]
-            shares = allocate(curves, self._total)
-        zeros: dict[Place, int] = {}
-        for group, share, weight in zip(self._groups, shares, self._weights, strict=True):
-            counts = rounded([share * matrix.size / weight for matrix in group], share)
-            zeros |= zip([matrix.place for matrix in group], counts, strict=True)
-        return zeros
+        places = [matrix.place for matrix in self.matrices]
+        return dict(zip(places, allocate([self._curves[place] for place in places], self._total), strict=True))
 
 
 def _at(pattern: Pattern, sparsity: float) -> Pattern:

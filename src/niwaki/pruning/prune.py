@@ -150,7 +150,7 @@ class Pruning:
         run.progress.status("reading the text to calibrate on")
         calibration = with_answers(self.model, given.calibration, given.compute.budget, run.world, run.progress)
         self.texts = Texts.read(self.model, calibration, self.request.measurement, USUAL_WINDOWS)
-        self._begin()
+        self.record: Record = self.request.record(self.model, self.texts)
         run.seen = self.record.calibration
         run.foreseen["pruning_config"] = pruning_config(self.record)
 
@@ -162,7 +162,7 @@ class Pruning:
         self.written = checkpoint.stored if self.kept else checkpoint
         self.carried = run.carried(self.written, self.written.size)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        self.request = given.for_model(model)
+        self.request = given.settled(model)
         self.chosen = self.request.chosen(len(model.blocks))
         if not given.blocks:
             model.check_coverage()
@@ -173,10 +173,6 @@ class Pruning:
             given.grid.check(matrix.shape[1] for matrix in model.matrices())
         self.pattern_of: PatternOf = patterns_of(given.pattern, given.mask_model, model)
         self._is_first = run.is_first
-
-    def _begin(self) -> None:
-        self.request = self.request.for_texts(self.texts, self.model)
-        self.record: Record = self.request.record(self.model, self.texts)
 
     def measure_on(self, heldout: dict[str, Windows]) -> None:
         self.texts = dataclasses.replace(self.texts, heldout=heldout)
@@ -191,7 +187,7 @@ class Pruning:
     def work(self, run: Run) -> Record:
         if not run.is_first:
             self._open(run)
-            self._begin()
+            self.record = self.request.record(self.model, self.texts)
             self.request = dataclasses.replace(
                 self.request, measurement=dataclasses.replace(self.request.measurement, before=False)
             )
@@ -233,15 +229,13 @@ class Pruning:
 
 def _needed(model: StreamedModel, request: Request) -> int:
     """Bytes that a run takes without its hidden states, estimated from above: solvers differ."""
-    effort, blocks = request.effort, [model.matrices(index) for index in range(len(model.blocks))]
+    blocks = [model.matrices(index) for index in range(len(model.blocks))]
     rows, columns = max(model.matrices(), key=lambda matrix: matrix.size).shape
     solving = 4 * (2 * columns**2 + 7 * rows * columns)
     grams = max(sum(4 * matrix.shape[1] ** 2 for matrix in block) for block in blocks)
-    # The block's weights, which are not there while matrices are solved, and activations; for the dense model's states
-    # those weights once more.
-    running = (3 if effort.dense else 2) * model.block_size
+    running = 2 * model.block_size  # its weights, which are not there while matrices are solved, and activations
     weights = max(sum(matrix.size for matrix in block) for block in blocks)
     copies = COPIES + (1 if request.grid or request.keep_format else 0)  # as they are rounded
-    fitting = model.block_size + copies * 4 * weights if effort.epochs else 0
+    fitting = model.block_size + copies * 4 * weights if request.effort.fit.epochs else 0
     shared = sum(4 * matrix.shape[1] ** 2 for matrix in model.matrices() if matrix.blocks)  # until they are pruned
-    return resident() + shared + max((2 if effort.dense_targets else 1) * grams + max(running, solving), fitting)
+    return resident() + shared + max(grams + max(running, solving), fitting)

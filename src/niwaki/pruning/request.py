@@ -27,8 +27,8 @@ from niwaki.records.data import plain
 from niwaki.records.record import Record
 from niwaki.records.wording import counted
 from niwaki.runs.begin import begin_record
+from niwaki.texts.conversations import has_images
 from niwaki.texts.texts import Texts
-from niwaki.windows import Windows
 
 PatternOf = Callable[[Matrix], Pattern]
 
@@ -54,7 +54,7 @@ class Request:
     notes: tuple[str, ...] = ()  # on what is not done of what was asked for
 
     def __post_init__(self) -> None:
-        if isinstance(self.pattern, MixedNM) and self.effort.allocation == "owl":
+        if isinstance(self.pattern, MixedNM) and self.effort.plan.allocation == "owl":
             raise UsageError(f"owl wants sparsities that {self.pattern} has not; take the allocation loss, or error")
         if self.keep_format and self.grid:
             raise UsageError(f"weights are on the grid {self.grid} or keep their format, not both; leave one out")
@@ -64,31 +64,19 @@ class Request:
         """Whether some matrices may have more zeros than others."""
         return self.mask_model is None and self.pattern is not None and self.pattern.at(0.0) is not None
 
-    def for_model(self, model: StreamedModel) -> "Request":
-        """The same with the effort that fits its pattern and the model.
-
-        It is without what a model that makes no predictions cannot do, of which that then has a note.
-        """
-        fitting = replace(self, effort=self.effort.for_pattern(self._shares))
-        if model.has_head:
-            return fitting
-        request = fitting._without_predictions("this model has no head: no perplexity is measured", model)
-        return replace(request, measurement=replace(self.measurement, samples=0))
-
-    def for_texts(self, texts: Texts, model: StreamedModel) -> "Request":
-        """The same without what needs text, of which it then has a note, where it calibrates on images."""
-        if isinstance(texts.calibration, Windows):
-            return self
-        return self._without_predictions("calibrated on images: what needs text is left out", model)
-
-    def _without_predictions(self, reason: str, model: StreamedModel) -> "Request":
-        """The same without what needs the model's predictions; the note in ``model`` gives the ``reason``."""
-        allocation = "error" if self.effort.allocation == "loss" else self.effort.allocation
-        effort = replace(self.effort, allocation=allocation, importance=0.0, synthetic=0.0)
-        model.notes.append(
-            reason + (f", and the effort is {described(describe_effort(effort))}" if effort != self.effort else "")
-        )
-        return replace(self, effort=effort)
+    def settled(self, model: StreamedModel) -> "Request":
+        """The same with what can be done of it for ``model``, which gets a note on what cannot."""
+        reasons, measurement = [], self.measurement
+        if not model.has_head:
+            reasons.append("this model has no head: no perplexity is measured")
+            measurement = replace(measurement, samples=0)
+        if has_images(self.calibration):
+            reasons.append("calibrated on images: what needs text is left out")
+        effort = self.effort.settled(self._shares, predicts=not reasons)
+        if reasons and effort != self.effort.settled(self._shares):
+            reasons[0] += f", and the effort is {described(describe_effort(effort))}"
+        model.notes += reasons
+        return replace(self, effort=effort, measurement=measurement)
 
     def chosen(self, count: int) -> range:
         """The blocks to prune, of ``count``; raises UsageError where there are no such blocks."""
@@ -128,7 +116,7 @@ class Request:
             record.notes.append(
                 f"calibrated on {tokens:,} tokens, and the widest matrix has {widest:,} inputs; give more text"
             )
-        record.notes += sharing_notes(model.matrices(), fits=self.effort.epochs > 0)
+        record.notes += sharing_notes(model.matrices(), fits=self.effort.fit.epochs > 0)
         if self.grid:
             record.notes.append(stored_as_usual(self.grid, model.matrices()))
         if record.kept_format:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, named
-from niwaki.layer.dense_targets import dense_targets
 from niwaki.layer.grid import scale_dtype
 from niwaki.layer.patterns import Among, Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
@@ -25,9 +24,6 @@ from niwaki.models.processes import World
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
-
-#: Of the dense targets, relative to the unit diagonal of H.
-_RIDGE = 0.01
 
 
 class Solved(NamedTuple):
@@ -123,8 +119,6 @@ class BlockSolver:
             W = block.weight(matrix)
             places = W != 0 if int(W.count_nonzero()) < W.numel() else None
             W = rows.own(W)
-            if inputs.cross is not None:
-                W = dense_targets(W, gram, inputs.cross, self.request.effort.dense_targets, _RIDGE)
             weights = self.importance.get(matrix.place)
             if weights is not None:
                 weights = rows.own(weights).unsqueeze(1).to(W.device)

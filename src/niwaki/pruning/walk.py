@@ -12,7 +12,7 @@ from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError, UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
-from niwaki.models.fit import Fit, tokens_per_part
+from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.kept_format import KeptFormat
@@ -94,14 +94,14 @@ class Walk:
                 break
             clock.lap("read")
             last = block.index >= stop - 1
-            if streams.heldout_dense:
-                block.advance(streams.heldout_dense)
+            for dense in (streams.heldout_dense, streams.calibration_dense):
+                if dense:  # the block is still as it was
+                    block.advance(dense)
+            clock.lap("advance")
             if block.matrices and not self._is_done(block.index):
-                self._prune(block, streams, last)
+                self._prune(block, streams)
                 self._save(block)
             else:
-                if streams.calibration_dense and not last:
-                    block.advance(streams.calibration_dense)
                 self._restore(block, [*block.matrices, *block.shared])
             progress.stage(block.index, "advance", len(streams.calibration.hidden))
             if streams.heldout:
@@ -119,24 +119,29 @@ class Walk:
 
     def _embedded(self, samples: Samples, heldout: Windows | None) -> Streams:
         """The inputs of the first block, as far as they are needed."""
-        effort, before, embed = self.request.effort, self.request.measurement.before, self.model.embed
-        part = tokens_per_part(effort, self.world) if effort.epochs else None
-        dense_samples = samples
-        if not effort.dense_targets and 0 < effort.epochs < 1:  # of the dense model only some are needed, put first
-            order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+        fitting, before, embed = self.request.effort.fit, self.request.measurement.before, self.model.embed
+        part, dense = None, None
+        if fitting.epochs:
+            part = fitting.tokens_per_part(self.world.size)
+            order, count = samples_to_fit(len(samples), fitting.epochs)
             samples = samples[order]
-            dense_samples = samples[: max(1, round(effort.epochs * len(samples)))]
+            dense = embed(samples[:count], part)
         return Streams(
             calibration=embed(samples, part),
-            calibration_dense=embed(dense_samples, part) if effort.dense else None,
+            calibration_dense=dense,
             heldout_dense=embed(heldout.tokens) if heldout and before else None,
             heldout=embed(heldout.tokens) if heldout else None,
         )
 
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
-        effort, place, world = self.request.effort, self.place, self.world
-        if not effort.plans:
+        planning, synthetic, place, world = (
+            self.request.effort.plan,
+            self.request.effort.synthetic,
+            self.place,
+            self.world,
+        )
+        if not (planning.is_needed or synthetic):
             return Plan()
         kept = Plan.load(place.plan, self.journal.plan) if place and self.journal.blocks else None
         if (kept := world.received(kept)) is not None:
@@ -144,10 +149,10 @@ class Walk:
         if self.journal.blocks:
             self.progress.note("the plan of the earlier run is damaged and made again")
         made = plan(
-            self.model, effort, self.pattern_of, samples, self.record.tf32, world, self.progress, self.request.revive
+            self.model, planning, self.pattern_of, samples, self.record.tf32, world, self.progress, self.request.revive
         )
-        if effort.synthetic and isinstance(samples, Tensor):
-            count = max(world.size, round(effort.synthetic * sum(world.collected(len(samples)))))
+        if synthetic and isinstance(samples, Tensor):
+            count = max(world.size, round(synthetic * sum(world.collected(len(samples)))))
             length, budget = samples.shape[1], self.request.compute.budget
             try:
                 bos = texts.windows.bos
@@ -189,18 +194,15 @@ class Walk:
         keys = [matrix.entry for matrix in matrices]
         return keys + [(scale_key(matrix), matrix.index) for matrix in matrices if self.request.grid]
 
-    def _prune(self, block: DecoderBlock, streams: Streams, last: bool) -> None:
-        """Prunes the matrices of a block, and fits it if asked to; ``calibration_dense`` advances if it is needed."""
-        effort, world, progress, clock = self.request.effort, self.world, self.progress, self.clock
+    def _prune(self, block: DecoderBlock, streams: Streams) -> None:
+        """Prunes the matrices of a block, and fits it if asked to."""
+        world, progress, clock = self.world, self.progress, self.clock
         states, dense = streams.calibration, streams.calibration_dense
         self._forget(block.index)
         self._scales.clear()
-        if dense:
-            block.keep_original()
         self._restore(block, block.shared)
         progress.stage(block.index, "capture", len(states.hidden))
-        targets = dense if effort.dense_targets else None
-        grams = block.input_grams(states, progress.step, world, self.record.tf32, dense=targets)
+        grams = block.input_grams(states, progress.step, world, self.record.tf32)
         grams = self._later.joined(block, grams)
         clock.lap("capture")
         borrowed = _borrowed(block, grams)
@@ -212,13 +214,9 @@ class Walk:
         clock.lap("write")
         if borrowed:
             self._note(borrowed)
-        if dense and (effort.epochs or not last):
-            with block.original():
-                block.advance(dense)
-            clock.lap("advance")
-        if dense and effort.epochs and trained_matrices(block):
+        if dense and trained_matrices(block):
             on_grid = self._on_grid if self.request.grid or self.kept else None
-            fit = Fit(block, states, dense, effort, world, progress.step, on_grid)
+            fit = Fit(block, states, dense, self.request.effort.fit, world, progress.step, on_grid)
             progress.stage(block.index, "fit", fit.batches)
             self.record.fits.append(fit.run())
             for matrix, stored in trained_weights(block):

@@ -49,7 +49,7 @@ class MatrixRecord:
     Attributes:
         sparsity: Fraction of zeros in the tensor that was written.
         error: Squared output error relative to the squared output, on the calibration text, before the block is
-            fitted; with dense targets of those.
+            fitted.
         tokens: Tokens in its Gram matrix.
         stats: The solver's own, such as the damping that was used. On a grid also "error_before_rounding", the
             solver's, and "rounded_to_zero", the number of weights that the solver kept and the grid did not, and, if

@@ -61,7 +61,7 @@ class Shrink:
     def settled_effort(self) -> Effort:
         """The effort, with the epochs that it has where all matrices are treated alike."""
         given = make_effort(self.effort) if isinstance(self.effort, str) else self.effort
-        return given.for_pattern(shares=False)
+        return given.settled(shares_zeros=False)
 
     def check_order(self, before: tuple[Stage, ...]) -> None:
         if before:
@@ -120,7 +120,7 @@ class Shrinking:
         """The record, as far as it is known before the work."""
         depth, shares = len(self.model.blocks), stage.shares
         parts = [f"{100 * each.count / each.units:.3g} % of the {each.kind} of each block" for each in removals]
-        effort = describe_effort(self._effort) if self._effort.epochs else {}
+        effort = describe_effort(self._effort) if self._effort.fit.epochs else {}
         record = begin_record(
             run.model,
             self.model,
@@ -160,7 +160,7 @@ class Shrinking:
 
     def work(self, run: Run) -> Record:
         record = run.resumed(self.record, len(self.model.blocks))
-        removal = Removing(self.model, self.columns, self.mixtures, self._effort, record, run)
+        removal = Removing(self.model, self.columns, self.mixtures, self._effort.fit, record, run)
         with products(tf32=False):
             removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
         return record

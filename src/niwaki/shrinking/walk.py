@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.shards import Shards
-from niwaki.effort import Effort
+from niwaki.effort import Fitting
 from niwaki.errors import named
 from niwaki.files import output_errors
 from niwaki.layer.problem import LayerProblem
@@ -20,7 +20,7 @@ from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
 from niwaki.models.extra import find_extra, generation_without_drafts
-from niwaki.models.fit import Fit, tokens_per_part
+from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import trained_matrices, trained_weights
@@ -79,7 +79,7 @@ class Removing:
     model: StreamedModel
     columns: list[ColumnRemoval]
     mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
-    effort: Effort
+    fitting: Fitting
     record: Record
     run: Run
     #: By kind, for each block that stays, the units that were removed.
@@ -166,7 +166,7 @@ class Removing:
 
         ``smaller`` are the blocks to be, by the numbers that they had.
         """
-        run, kept, fits = self.run, list(smaller), self.effort.epochs > 0
+        run, kept, fits = self.run, list(smaller), self.fitting.epochs > 0
         states, dense = self._embedded(windows.tokens, fits)
         for block in self.model.stream():
             if dense:  # the block is still as it was
@@ -197,11 +197,10 @@ class Removing:
             tokens = tokens[: max(1, TOKENS_PER_BATCH // tokens.shape[1])]
         if not fits:
             return embed(tokens), None
-        part, some = tokens_per_part(self.effort, self.run.world), tokens
-        if self.effort.epochs < 1:
-            tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
-            some = tokens[: max(1, round(self.effort.epochs * len(tokens)))]
-        return embed(tokens, part), embed(some, part)
+        part = self.fitting.tokens_per_part(self.run.world.size)
+        order, count = samples_to_fit(len(tokens), self.fitting.epochs)
+        tokens = tokens[order]
+        return embed(tokens, part), embed(tokens[:count], part)
 
     def _changed(
         self,
@@ -329,7 +328,7 @@ class Removing:
     def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates, changes: _Changes) -> None:
         """Fits what is left of ``block`` to the outputs of the dense one."""
         run = self.run
-        fit = Fit(block, states, dense, self.effort, run.world, run.progress.step)
+        fit = Fit(block, states, dense, self.fitting, run.world, run.progress.step)
         run.progress.stage(block.index, "fit", fit.batches)
         self.record.fits.append(fit.run())
         has_moved = any(isinstance(each, ExpertRemoval) and each.kind in changes.kept for each in self.mixtures)
