@@ -104,6 +104,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def either(words: Iterable[str]) -> str:
+    """``"one, two or three"``."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def first_line(error: BaseException) -> str:
     """What another library's error says first, for a message of one line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -88,7 +88,7 @@ def _answered(
     if len(prompts[longest]) > length // 2:
         raise CalibrationError(
             f"prompt {longest + 1} of {source} has {len(prompts[longest]):,} tokens, more than half of a window of "
-            f"{length:,}; give longer windows (--seqlen), or shorter prompts"
+            f"{length:,}; give longer windows (--length), or shorter prompts"
         )
     model = for_writing(model)
     together = min(world.collected(at_a_time(model, length + length // 2, budget, _TOGETHER)))
