@@ -102,7 +102,7 @@ def main() -> None:
             command = [sys.executable, "-m", "niwaki", "prune", arguments.model, f"{scratch}/out"]
             command += ["--solver", name, "--effort", effort or "fast"]
             command += ["--sparsity", 0.6, "--blocks", f"0:{arguments.blocks}"]
-            command += ["--calibration", calibration, "--samples", arguments.samples, "--seqlen", arguments.length]
+            command += ["--calibration", calibration, "--samples", arguments.samples, "--length", arguments.length]
             command += ["--text-samples", 0, "--device", arguments.device, "--dtype", arguments.dtype]
             command += ["--memory", arguments.memory] if arguments.memory else []
             subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)

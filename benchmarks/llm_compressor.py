@@ -81,7 +81,7 @@ def run(command: list[str], log: Path) -> Ended:
 def measured(model: Path, text: str, arguments: argparse.Namespace) -> float:
     """The perplexity of a model on a text."""
     record = arguments.work / "eval.json"
-    windows = ["--text-samples", str(arguments.text_samples), "--seqlen", str(arguments.length)]
+    windows = ["--text-samples", str(arguments.text_samples), "--length", str(arguments.length)]
     command = [sys.executable, "-m", "niwaki", "eval", str(model), "--text", text, *windows, "--record", str(record)]
     run(command, arguments.work / "eval.log")
     return float(json.loads(record.read_text())["perplexity"]["value"])
@@ -116,7 +116,7 @@ def main() -> None:
         return [str(arguments.peer), "-c", _PEER, *given]
 
     def ours(out: Path, *options: str) -> list[str]:
-        calibration = ["--calibration", source, "--samples", str(arguments.samples), "--seqlen", str(arguments.length)]
+        calibration = ["--calibration", source, "--samples", str(arguments.samples), "--length", str(arguments.length)]
         sparsity = ["--sparsity", str(arguments.sparsity), "--text-samples", "0"]
         return [sys.executable, "-m", "niwaki", "prune", str(model), str(out), *sparsity, *calibration, *options]
 

@@ -5,7 +5,7 @@
 256 windows of 256 tokens to calibrate on and 200 to measure on. A row is what this does:
 
     niwaki prune demo OUT --sparsity SPARSITY --effort EFFORT [--quantize GRID]
-        --calibration demo --samples 256 --seqlen 256 --text TEXT --text-samples 200
+        --calibration demo --samples 256 --length 256 --text TEXT --text-samples 200
 
 "nearest" rounds the weights of the model without a grid afterwards, with nothing of niwaki's: scales put the largest
 weight of a group at the end of the grid.

@@ -6,7 +6,7 @@
 CORPUS has train.txt.xz (books), held.txt.xz (books by others) and wikitext2.test.txt. Each form is what
 
     niwaki prune MODEL OUT --sparsity SPARSITY [--quantize GRID] --calibration train.txt.xz
-        --samples 48 --seqlen 512
+        --samples 48 --length 512
 
 makes, at its default effort, so that all are fitted alike; then measured on 16 windows of each text and on Python's
 standard library. Bits of a weight are those of the pruned matrices: what `niwaki pack` takes, or without zeros the

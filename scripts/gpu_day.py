@@ -108,7 +108,7 @@ PARTS = [
         "{python} scripts/random_checkpoint.py {out}/dense {whole}\n"
         'niwaki() {{ {python} -m niwaki "$@" --device {device}; }}\n'
         "niwaki prune {out}/dense {out}/pruned --solver wanda --sparsity 0.5 --calibration demo --samples 16 "
-        "--seqlen 512 --text-samples 4 --record {out}/prune.json\n"
+        "--length 512 --text-samples 4 --record {out}/prune.json\n"
         "niwaki bench {out}/pruned {tokens} --record {out}/bench.json\n"
         "niwaki heal {out}/pruned {out}/healed --teacher {out}/dense --calibration demo --text-samples 4 {heal}\n"
         "cp {out}/healed/niwaki.json {out}/heal.json",

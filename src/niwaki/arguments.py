@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from niwaki.errors import UsageError, shown
+from niwaki.errors import UsageError, either, shown
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -143,17 +143,12 @@ def _require(fits: bool) -> None:
 def _in_words(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _either([_in_words(each) for each in inner])
+        return either([_in_words(each) for each in inner])
     if origin is Literal:
-        return _either(inner)
+        return either(inner)
     if origin is tuple:
         return f"({', '.join(map(_in_words, inner))})"
     if origin is Sequence:
         return f"a list of {_in_words(inner[0])}"
     name = str(getattr(origin or hint, "__name__", hint))
     return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
-
-
-def _either(words: Sequence[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""What can only be one of a few words: the types of such options, which records have too."""
+"""What can only be one of a few words: the types of such options, which records have too; and names, without torch."""
 
 from typing import Literal
 
@@ -11,3 +11,13 @@ ExportFormat = Literal["packed", "compressed-tensors", "gguf-f16", "gguf-q8_0", 
 #: What healing trains: all weights that are left, factors of low rank, norms and biases, or one block after the other;
 #: "auto" is what memory is for.
 HealingMethod = Literal["auto", "full", "lora", "norms", "blocks"]
+
+#: The names of ``niwaki.layer.solvers.SOLVERS``, for help that does not wait for torch; a test compares them. The first
+#: is the default. Solvers choose a mask and weights for it, a mask alone, or weights for a mask.
+SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "obc")
+MASK_NAMES = ("magnitude", "wanda", "ria", "obs", "dsnot", "swaps")
+WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
+#: Patterns of each kind, as they are written; the same test reads them.
+PATTERN_NAMES = (
+    *("2:4", "transposable-2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "block-4x4:0.5", "2:4+per-row:0.6"),
+)

@@ -121,3 +121,9 @@ def shown(value: object) -> str:
     """``value`` as a message of one line can have it."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def either(words: Iterable[str]) -> str:
+    """``"one, two or three"``."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last

@@ -37,7 +37,7 @@ _COMMANDS: list[tuple[str, ...]] = [
     *[("prune", "model", "out", "--sparsity", "0.5", *SMALL, "--solver", "wanda")] * 5,
     *[("shrink", "model", "out", "--neurons", "0.25", *SMALL)] * 3,
     *[("heal", "pruned", "out", "--teacher", "model", *HEALING)] * 3,
-    *[("eval", "model", "--text", "demo-held", "--seqlen", "32", "--text-samples", "2")] * 3,
+    *[("eval", "model", "--text", "demo-held", "--length", "32", "--text-samples", "2")] * 3,
     ("eval", "packed", "--tasks", "which-follows", "--limit", "2"),
     *[("generate", "packed", "The trees", "--tokens", "3")] * 2,
     ("pack", "pruned", "out"),

@@ -10,8 +10,8 @@ from support.models import save_model_with_tokenizer
 
 #: Little text, so that a run takes a fraction of a second.
 #: As small a healing: of which a step has one window.
-HEALING = ("--calibration", "demo", "--tokens", "300", "--batch", "32", "--seqlen", "32", "--text-samples", "2")
-SMALL = ("--calibration", "demo", "--samples", "4", "--seqlen", "32", "--text-samples", "2")
+HEALING = ("--calibration", "demo", "--tokens", "300", "--batch", "32", "--length", "32", "--text-samples", "2")
+SMALL = ("--calibration", "demo", "--samples", "4", "--length", "32", "--text-samples", "2")
 
 
 def furnish(place: Path) -> None:

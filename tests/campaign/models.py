@@ -158,7 +158,7 @@ def case(chance: random.Random, place: Path) -> str:
     arguments: dict[str, tuple[object, ...]] = {
         "prune": (model, out, "--sparsity", "0.5", "--solver", "wanda", *SMALL),
         "shrink": (model, out, "--neurons", "0.25", *SMALL),
-        "eval": (model, "--text", "demo-held", "--seqlen", "32", "--text-samples", "2", "--record", record),
+        "eval": (model, "--text", "demo-held", "--length", "32", "--text-samples", "2", "--record", record),
         "inspect": (model,),
         "generate": (model, "The trees", "--tokens", "2"),
     }

@@ -408,7 +408,7 @@ def _unpack(packed: Path, place: Path) -> str | None:
 
 
 def _evaluate(packed: Path, place: Path) -> str | None:
-    arguments = ("--text", "demo-held", "--seqlen", "32", "--text-samples", "2", "--device", "cpu")
+    arguments = ("--text", "demo-held", "--length", "32", "--text-samples", "2", "--device", "cpu")
     ended = command(["eval", packed, *arguments], place)
     if ended.code:
         return refused(ended)

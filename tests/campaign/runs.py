@@ -37,7 +37,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
         *("--text", "demo-held", *SMALL),
     ),
     "report": ("report", "pruned", "-o", "report.html"),
-    "eval": ("eval", "model", "--text", "demo-held", "--seqlen", "32", "--text-samples", "2", "--record", "eval.json"),
+    "eval": ("eval", "model", "--text", "demo-held", "--length", "32", "--text-samples", "2", "--record", "eval.json"),
 }
 #: What differs from run to run, by its key.
 _TIMES = ("seconds", "stages", "measuring", "peak_memory", "resumed")

@@ -304,7 +304,7 @@ def _measured(chance: random.Random, place: Path) -> str:
     length, samples = chance.choice((2, 7, 32, 128)), chance.choice((None, 1, 3))
     options = ["--text-samples", samples] if samples else []
     ended = command(
-        ["eval", _home / "model", "--text", path, "--seqlen", length, "--record", "r.json", *options], place
+        ["eval", _home / "model", "--text", path, "--length", length, "--record", "r.json", *options], place
     )
     # What comes after the windows that are asked for need not be read.
     if len(ids) < length * (samples or 1) or (not sound and (samples is None or ended.code)):
@@ -335,7 +335,7 @@ def _pruned(chance: random.Random, place: Path) -> str:
         arguments += [*SMALL, "--text", path]
         length, samples = 32, 1  # those of SMALL; fewer windows than asked for will do
     else:
-        arguments += ["--calibration", path, "--samples", samples, "--seqlen", length, "--text-samples", 0]
+        arguments += ["--calibration", path, "--samples", samples, "--length", length, "--text-samples", 0]
     ended = command(arguments, place)
     if len(ids) < samples * length or (not sound and ended.code):
         return f"prune {_refused(ended, place, path)}"

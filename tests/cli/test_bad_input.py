@@ -54,8 +54,8 @@ def model(tmp_path: Path) -> Path:
         ("--sparsity 0.5 --solver wanda --set rho=1", "wanda has no parameters"),
         ("--sparsity 0.5 --mask-from wandaa", "did you mean wanda"),
         ("--sparsity 0.5 --mask-from ./nowhere", "./nowhere"),
-        ("--sparsity 0.5 --seqlen 129", "129 is more than the model's 128 positions"),
-        ("--sparsity 0.5 --seqlen 1", "the length of windows must be 2 or more; got 1"),
+        ("--sparsity 0.5 --length 129", "129 is more than the model's 128 positions"),
+        ("--sparsity 0.5 --length 1", "the length of windows must be 2 or more; got 1"),
         ("--sparsity 0.5 --samples 0", "samples must be 1 or more; got 0"),
         ("--sparsity 0.5 --samples=-3", "got -3"),
         ("--sparsity 0.5 --text-samples=-1", "got -1"),
@@ -96,12 +96,12 @@ def test_usage_errors(model: Path, tmp_path: Path, niwaki_: Command, options: st
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("prune demo out --sparsity 0.5 --seqlen 4k", "'4k' is not a whole number; did you mean 4000 or 4096?"),
+        ("prune demo out --sparsity 0.5 --length 4k", "'4k' is not a whole number; did you mean 4000 or 4096?"),
         ("eval demo --samples 1,000", "'1,000' is not a whole number; did you mean 1000?"),
         ("eval demo --samples 2.5", "'2.5' is not a whole number (see"),
         ("demo --samples few", "'few' is not a whole number (see"),
         ("generate demo hello --temperature 70%", "'70%' is not a number (see"),
-        ("prune demo out --windows middle", "'--windows': 'middle' is not one of 'first', 'random'"),
+        ("prune demo out --order middle", "'--order': 'middle' is not one of 'first', 'random'"),
         ("prnue", "Did you mean 'prune'?"),
         ("help prnue", "Did you mean 'prune'?"),
         ("shrink demo out --neurons 25", "got 25; did you mean 0.25 (25 %)?"),
@@ -127,7 +127,7 @@ def test_what_was_meant(
         "prune demo",
         "prune demo out --sparsity 0.5 --samples half",
         "prune demo out --sparsty 0.5",
-        "prune demo out --sparsity 0.5 --windows middle",
+        "prune demo out --sparsity 0.5 --order middle",
         "prune demo out --sparsity 0.5 --tf32 sometimes",
         "prune demo out extra --sparsity 0.5",
         "eval",
@@ -223,7 +223,7 @@ def test_broken_models(
     if command == "prune":
         ran = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *SMALL)
     elif command == "eval":
-        ran = niwaki_("eval", model, "--text", "demo", "--seqlen", "32", "--samples", "4")
+        ran = niwaki_("eval", model, "--text", "demo", "--length", "32", "--samples", "4")
         if "are NaN or infinite" in said:
             return  # the norms make finite losses of this; see test_evaluate for those that are not
     else:
@@ -398,7 +398,7 @@ def test_records_that_cannot_be_written(model: Path, tmp_path: Path, niwaki_: Co
 
 def test_records_replace_only_records(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     """Of the same command; nothing else that has the name, before the work."""
-    text = ("--text", "demo", "--seqlen", "32", "--samples", "1")
+    text = ("--text", "demo", "--length", "32", "--samples", "1")
     record = tmp_path / "new.json"
     record.touch()
     for _ in range(2):

@@ -50,7 +50,7 @@ def test_prune_and_look_at_it(model: Path, tmp_path: Path, niwaki_: Command) -> 
 
     for path, name, samples in ((model, "before", "--samples"), (out, "after", "--text-samples")):
         to = tmp_path / f"{name}.json"
-        read = niwaki_("eval", path, "--text", "demo", "--seqlen", "32", samples, "6", "--record", to)
+        read = niwaki_("eval", path, "--text", "demo", "--length", "32", samples, "6", "--record", to)
         assert (read.code, read.err) == (0, "")
         values = json.loads(to.read_text())
         assert values["model"] == str(path)
@@ -69,8 +69,8 @@ def test_options_arrive(model: Path, tmp_path: Path, niwaki_: Command) -> None:
     ran = niwaki_(
         *("prune", model, tmp_path / "out", "--solver", "admm-grad", "--set", "iterations=5"),
         *("--set", "sparsification_steps = 4", "--set", "schedule=cubic", "--set", "rho=0.5"),
-        *("--sparsity", "0.25", "--calibration", "demo", "--samples", "3", "--seqlen", "24"),
-        *("--windows", "random", "--seed", "7", "--text", "demo-held", "--text-samples", "5"),
+        *("--sparsity", "0.25", "--calibration", "demo", "--samples", "3", "--length", "24"),
+        *("--order", "random", "--seed", "7", "--text", "demo-held", "--text-samples", "5"),
         *("--dtype", "bfloat16", "--device", "cpu", "--tf32", "always"),
     )
     assert (ran.code, ran.err) == (0, "")
@@ -239,8 +239,8 @@ def test_zeros_of_a_pruned_model(model: Path, tmp_path: Path, niwaki_: Command) 
     a = tmp_path / "a"
     assert niwaki_("prune", model, a, "--solver", "wanda", "--sparsity", "0.7", *SMALL).code == 0
     for name, options, said in (
-        ("kept", (), "(70 %) were zero in the model that was given, and stay zero; --revive-zeros"),
-        ("revived", ("--revive-zeros",), "weights that were zero in the model are not any more ("),
+        ("kept", (), "(70 %) were zero in the model that was given, and stay zero; --revive"),
+        ("revived", ("--revive",), "weights that were zero in the model are not any more ("),
     ):
         ran = niwaki_("prune", a, tmp_path / name, "--solver", "sparsegpt", "--pattern", "2:4", *options, *SMALL)
         assert (ran.code, ran.err) == (0, "")
@@ -259,12 +259,12 @@ def test_names_are_shown_as_they_are(tmp_path: Path, niwaki_: Command, odd: str)
     out = home / "out"
     ran = niwaki_(
         *("prune", model, out, "--sparsity", "0.5", "--solver", "magnitude", "--samples", "4"),
-        *("--seqlen", "16", "--text-samples", "2", "--calibration", home / "text.txt"),
+        *("--length", "16", "--text-samples", "2", "--calibration", home / "text.txt"),
     )
     assert (ran.code, ran.err) == (0, "")
     assert f"written to {out}" in ran.out
     assert f"tokens of {home / 'text.txt'}" in ran.out
-    read = niwaki_("eval", out, "--text", home / "text.txt", "--seqlen", "16", "--samples", "2")
+    read = niwaki_("eval", out, "--text", home / "text.txt", "--length", "16", "--samples", "2")
     assert (read.code, read.err) == (0, "")
     assert str(home / "text.txt") in read.out
     bad = niwaki_("eval", home / "nowhere")
@@ -284,7 +284,7 @@ def test_version_and_help(niwaki_: Command) -> None:
         "--sparsity",
         "--pattern",
         "--mask-from",
-        "--revive-zeros",
+        "--revive",
         "--calibration",
         "--record",
         "--blocks",

@@ -62,7 +62,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_prune_as_a_user_does(tmp_path: Path) -> None:
     ran = subprocess_niwaki(
-        *("prune", "demo", "out", "--calibration", "demo", "--samples", "8", "--seqlen", "64"),
+        *("prune", "demo", "out", "--calibration", "demo", "--samples", "8", "--length", "64"),
         *("--sparsity", "0.5", "--solver", "wanda", "--text-samples", "4", "--record", "run.json"),
         cwd=tmp_path,
     )
@@ -205,7 +205,7 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
         "demo",
         "--samples",
         "16",
-        "--seqlen",
+        "--length",
         "64",
     ]
     journal, done = tmp_path / ".out.partial.json", 0

@@ -395,7 +395,7 @@ def test_eval_with_tasks(
     assert lines[6].startswith("% of the first 8 questions of each task; lm-evaluation-harness ")
     assert len(lines) == 7
 
-    both = ("--tasks", "which-follows", "--limit", 1, "--text", "demo", "--seqlen", 32, "--samples", 2)
+    both = ("--tasks", "which-follows", "--limit", 1, "--text", "demo", "--length", 32, "--samples", 2)
     lines, errors = run(*both, "--record", "both.json")
     assert errors == ""
     assert lines[-2].startswith("perplexity ")
@@ -403,7 +403,7 @@ def test_eval_with_tasks(
 
     for wrong, said in (
         (("--text", "demo", "--limit", 3), "--limit is for --tasks"),
-        (("--tasks", "which-follows", "--samples", 3), "--seqlen, --samples, --field and --no-bos are for --text"),
+        (("--tasks", "which-follows", "--samples", 3), "--length, --samples, --field and --no-bos are for --text"),
         (("--tasks", ","), "which tasks?"),
     ):
         lines, errors = run(*wrong, code=2)

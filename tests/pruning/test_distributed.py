@@ -121,7 +121,7 @@ def command(model: Path, out: Path, text: Path, *others: str) -> list[str]:
     """Five windows to calibrate on and four to measure on: neither can be shared out evenly."""
     return [
         *("prune", str(model), str(out), "--calibration", str(text), "--samples", "5"),
-        *("--seqlen", str(LENGTH), "--effort", "fast"),
+        *("--length", str(LENGTH), "--effort", "fast"),
         *("--text-samples", "4", "--device", "cpu", "--sparsity", "0.5", *others),
     ]
 
@@ -686,7 +686,7 @@ def test_only_the_first_process_looks_at_the_output(start: Team, model: Path, te
 def healing(model: Path, pruned: Path, out: Path, text: Path) -> list[str]:
     """Two windows that are held out, and all others in each step."""
     return [
-        *("heal", str(pruned), str(out), "--teacher", str(model), "--calibration", str(text), "--seqlen", str(LENGTH)),
+        *("heal", str(pruned), str(out), "--teacher", str(model), "--calibration", str(text), "--length", str(LENGTH)),
         *("--tokens", str(320 * LENGTH), "--batch", str(16 * LENGTH), "--rate", "0.003", "--dtype", "float32"),
         *("--text-samples", "2", "--device", "cpu", "--own-text", "0"),
     ]
@@ -758,7 +758,7 @@ def torchrun(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def with_text(arguments: list[str], text: Path) -> list[str]:
-    options = ["--calibration", str(text), "--samples", "5", "--seqlen", str(LENGTH), "--text-samples", "3"]
+    options = ["--calibration", str(text), "--samples", "5", "--length", str(LENGTH), "--text-samples", "3"]
     return [*arguments, *options, "--device", "cpu"]
 
 

@@ -57,7 +57,7 @@ def check(model: Path, out: Path, record: Record, case: str = "llama") -> None:
     assert record.sparsity == pytest.approx(sum(map(zeros, after.values())) / size)
     said = f"{count:,} weights ({100 * count / size:.3g} %) were zero in the model"
     assert [note for note in record.notes if note.startswith(said)]
-    assert "\\--revive-zeros" in (out / "README.md").read_text() or said in (out / "README.md").read_text()
+    assert "\\--revive" in (out / "README.md").read_text() or said in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert sum(int(matrix.stats["zeros_before"]) for matrix in record.matrices) == count
     said = (
         f"{back:,} of the {count:,} weights that were zero in the model are not any more ({100 * back / count:.3g} %), "
-        "as --revive-zeros allows"
+        "as --revive allows"
     )
     assert said in record.notes
     assert said in (tmp_path / "revived" / "README.md").read_text()
@@ -177,7 +177,7 @@ def test_zeros_may_be_revived(model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (
         tmp_path / "revived" / "model.safetensors"
     ).read_bytes()
-    assert said.removesuffix(", as --revive-zeros allows") in unasked.notes  # whoever did it
+    assert said.removesuffix(", as --revive allows") in unasked.notes  # whoever did it
 
 
 @pytest.mark.parametrize("solver", ["exact", "continuation", "wanda"])

@@ -384,7 +384,7 @@ def test_the_command(tmp_path: Path, niwaki_: Command) -> None:  # noqa: F811
     model = save_model_with_tokenizer(tmp_path / "model")
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE)
-    options = ("--calibration", "demo", "--samples", 4, "--seqlen", LENGTH, "--text-samples", 2, "--device", "cpu")
+    options = ("--calibration", "demo", "--samples", 4, "--length", LENGTH, "--text-samples", 2, "--device", "cpu")
     by_file = niwaki_("run", model, tmp_path / "a", "--recipe", file, *options)
     assert (by_file.code, by_file.err) == (0, "")
     steps = ("shrink neurons=0.25", "prune 2:4 effort=fast", "heal tokens=400 rate=0.01 batch=64 own_text=0")

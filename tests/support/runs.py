@@ -131,7 +131,7 @@ SMALL = (
     "demo",
     "--samples",
     "4",
-    "--seqlen",
+    "--length",
     "32",
     "--text-samples",
     "2",

@@ -302,7 +302,7 @@ def test_a_model_that_cannot_generate(model: Path, prompts: str, monkeypatch: py
 
 @pytest.mark.slow
 def test_prune(model: Path, prompts: str, tmp_path: Path, niwaki_: Command) -> None:
-    small = ("--samples", "3", "--seqlen", str(LENGTH), "--text", "demo-held", "--text-samples", "2")
+    small = ("--samples", "3", "--length", str(LENGTH), "--text", "demo-held", "--text-samples", "2")
     said = niwaki_(
         *("prune", model, tmp_path / "out", "--sparsity", "0.5", "--calibration", prompts, "--answers", "own", *small)
     )
@@ -330,7 +330,7 @@ def test_compare(model: Path, prompts: str, tmp_path: Path) -> None:
 
 
 def test_answers_and_a_text(model: Path, prompts: str, tmp_path: Path, niwaki_: Command) -> None:
-    small = ("--samples", "4", "--seqlen", str(LENGTH), "--text", "demo-held", "--text-samples", "2")
+    small = ("--samples", "4", "--length", str(LENGTH), "--text", "demo-held", "--text-samples", "2")
     texts = ("--calibration", prompts, "--calibration", "demo", "--answers", "own")
     said = niwaki_("prune", model, tmp_path / "out", "--sparsity", "0.5", *texts, *small)
     assert (said.code, said.err) == (0, "")

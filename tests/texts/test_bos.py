@@ -220,7 +220,7 @@ def test_commands(niwaki_: Command, model: Path, path: Path, ids: list[int], tmp
     """One flag is for both texts."""
     for flag, begins in ((), True), (("--no-bos",), False):
         out = tmp_path / f"out{begins}"
-        options = ["--calibration", path, "--samples", 3, "--seqlen", 16, "--text-samples", 2, *flag]
+        options = ["--calibration", path, "--samples", 3, "--length", 16, "--text-samples", 2, *flag]
         assert niwaki_("prune", model, out, "--sparsity", 0.5, "--solver", "magnitude", *options).code == 0
         record = Record.load(out / "niwaki.json")
         assert (record.calibration.get("bos"), SAID in record.calibration["origin"]) == (0 if begins else None, begins)
@@ -229,7 +229,7 @@ def test_commands(niwaki_: Command, model: Path, path: Path, ids: list[int], tmp
         assert measured.value == pytest.approx(perplexity(model, windows), rel=1e-5)
         assert (SAID in measured.origin) == begins
         values = tmp_path / "values.json"
-        assert niwaki_("eval", model, "--text", path, "--seqlen", 16, "--record", values, *flag).code == 0
+        assert niwaki_("eval", model, "--text", path, "--length", 16, "--record", values, *flag).code == 0
         assert (SAID in json.loads(values.read_text())["perplexity"]["protocol"]) == begins
     assert niwaki_("eval", model, "--tasks", "which-follows", "--no-bos").code == 2
 

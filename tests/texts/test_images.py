@@ -289,8 +289,8 @@ def test_conversations_that_are_refused(tmp_path: Path, processor: None, kind: s
 def test_what_is_for_text_is_refused(tmp_path: Path, processor: None) -> None:
     model, file = save(tmp_path / "model", "llava"), str(chats(tmp_path / "data"))
     for options, said in (
-        ({"text": file, "length": 32}, "--seqlen is for windows of text"),
-        ({"text": file, "order": "random"}, "--windows is for windows of text"),
+        ({"text": file, "length": 32}, "--length is for windows of text"),
+        ({"text": file, "order": "random"}, "--order is for windows of text"),
         ({"text": file, "bos": False}, "--no-bos is for windows of text"),
         ({"text": [file, "demo"]}, "give it alone"),
     ):

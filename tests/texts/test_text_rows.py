@@ -474,7 +474,7 @@ def test_a_template_that_none_is_chosen_of(model: Path) -> None:
 def test_commands(niwaki_: Command, tmp_path: Path, model: Path) -> None:
     talks = written(tmp_path / "talks.jsonl", [{"messages": TALK, "note": f"a note {n}"} for n in range(40)])
     table = written(tmp_path / "table.csv", b"body;size\n" + b"some words in a row of it;7\n" * 40)
-    out, options = tmp_path / "out", ["--sparsity", 0.5, "--solver", "magnitude", "--samples", 2, "--seqlen", 16]
+    out, options = tmp_path / "out", ["--sparsity", 0.5, "--solver", "magnitude", "--samples", 2, "--length", 16]
     ran = niwaki_("prune", model, out, *options, "--calibration", talks, "--text-samples", 2)
     assert ran.code == 0, ran.err
     record = Record.load(out / "niwaki.json")
@@ -482,11 +482,11 @@ def test_commands(niwaki_: Command, tmp_path: Path, model: Path) -> None:
     assert any(note.startswith(f"{talks} was read as") for note in record.notes)
     assert "conversations of messages" in record.perplexity["after"].origin
     values = tmp_path / "values.json"
-    ran = niwaki_("eval", model, "--text", table, "--seqlen", 16, "--field", "body", "--record", values)
+    ran = niwaki_("eval", model, "--text", table, "--length", 16, "--field", "body", "--record", values)
     assert ran.code == 0, ran.err
     assert "of the column 'body'" in json.loads(values.read_text())["perplexity"]["protocol"]
     for text, field, said in ((table, "none", "no column 'none'"), ("demo-held", "body", "'body'")):
-        ran = niwaki_("eval", model, "--text", text, "--seqlen", 16, "--field", field)
+        ran = niwaki_("eval", model, "--text", text, "--length", 16, "--field", field)
         assert ran.code
         assert said in ran.err
 

@@ -69,6 +69,17 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def record_file(given: str | None, part: str = "") -> Path | None:
+    """The file of --record, checked before the work begins; None in all processes but the first.
+
+    ``part`` sets such records apart, see :func:`niwaki.runs.workplace.check_record`.
+    """
+    from niwaki.runs.session import current_session
+    from niwaki.runs.workplace import check_record
+
+    return check_record(given, part) if given is not None and current_session().world.first else None
+
+
 def written(path: str | Path) -> None:
     """Says where the result is."""
     out.print(f"written to {path}", soft_wrap=True, markup=False)

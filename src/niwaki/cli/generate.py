@@ -4,29 +4,30 @@ import io
 import sys
 from typing import Annotated
 
-from typer import Argument, Option
-
 from niwaki.cli.common import in_session, writing
-from niwaki.cli.options import Model, spread
+from niwaki.cli.options import Model, options
 from niwaki.cli.screen import Screen
 from niwaki.options import Compute
 from niwaki.records.wording import printable
 
-TEMPERATURE = Option(
-    metavar="NUMBER", help="0: the most likely token each time; 1: drawn by the model's probabilities."
-)
 
-
-@spread(without=("tf32", "memory"))
+@options(without=("tf32", "memory"))
 def generate(
     model: Model,
-    prompt: Annotated[str, Argument(metavar="PROMPT", help="What the model continues. If it is too long, its end.")],
-    tokens: Annotated[int, Option(metavar="N", help="Write at most N tokens.")] = 100,
-    temperature: Annotated[float, TEMPERATURE] = 0.0,
-    seed: Annotated[int, Option(metavar="N", help="For what is drawn.")] = 0,
+    prompt: Annotated[str, "PROMPT"],
+    tokens: Annotated[int, "N"] = 100,
+    temperature: Annotated[float, "NUMBER"] = 0.0,
+    seed: Annotated[int, "N"] = 0,
     compute: Compute = Compute(),
 ) -> None:
-    """Write what MODEL, dense or packed, continues PROMPT with."""
+    """Write what MODEL, dense or packed, continues PROMPT with.
+
+    Options:
+        prompt: What the model continues; if it is too long for the context, its end.
+        tokens: Write at most N tokens.
+        temperature: 0: the most likely token each time; 1: sampled by the model's probabilities.
+        seed: The random seed for sampling.
+    """
     with Screen(f"loading {model}") as screen, in_session():
         from niwaki.evaluation.generate import generate as run
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -28,6 +29,8 @@ _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EPIPE)
 
 #: Options that people write as commands: ``niwaki help prune``.
 _AS_COMMANDS = {"help": "--help", "version": "--version"}
+#: What options were called before, which the help does not say.
+_BEFORE = {"--seqlen": "--length", "--windows": "--order", "--revive-zeros": "--revive"}
 
 
 class _Stop:
@@ -87,6 +90,7 @@ def _run() -> None:
 
     command, (first, *others) = get_command(app), sys.argv[1:] or [""]
     arguments = [*others, _AS_COMMANDS[first]] if first in _AS_COMMANDS else sys.argv[1:]
+    arguments = [re.sub("^--[a-z-]+", lambda name: _BEFORE.get(name[0], name[0]), each) for each in arguments]
     with command.make_context("niwaki", arguments) as context:
         command.invoke(context)
     with writing(sys.stdout):

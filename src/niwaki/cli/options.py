@@ -1,139 +1,210 @@
-"""Options that several commands have, and those of the objects in :mod:`niwaki.options`."""
+"""Options of the command line. Each is written once, and those that belong together are a group that commands share.
+
+A parameter of a command, or a field of a group, is an option: ``rate: Annotated[float, "RATE"] = 1.0`` is ``--rate
+RATE``. Words of the annotation are what the help calls the value, and with dashes the names of an option that is not
+called like the parameter, or has several. Without a default and without such names it is an argument. The help is what
+the docstring says of it under "Options"; ``{solvers}`` and the like stand for names in :data:`_NAMES`.
+"""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar, get_args
+import re
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from typer import Argument, Option
 
-from niwaki.choices import TF32, Order
-from niwaki.options import Calibration, Compute, Measurement
+from niwaki.choices import MASK_NAMES, PATTERN_NAMES, SOLVER_NAMES, TF32, WEIGHT_NAMES, Order
+from niwaki.effort import EFFORTS, Allocation
+from niwaki.errors import either
+from niwaki.options import BLOCKS_RATE, HEALING_LENGTH, HEALING_RATE, USUAL_TEXT, Calibration, Compute, Measurement
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-TEXT = (
-    "A file (text, JSONL, JSON, CSV, Parquet), data set (c4, c4-validation, ptb, wikitext2, REPO:CONFIG:SPLIT), demo "
-    "or demo-held."
-)
-_CALIBRATION = (
-    f"{TEXT} answers: what the model itself answers to prompts that ship with niwaki. May be given several times, for "
-    "equal shares. For prune also JSONL of conversations with images."
-)
-_ANSWERS = (
-    "Where the (first) text is a file of prompts ('prompt' or 'messages'): the model answers them, also in the place "
-    "of answers that are there."
-)
+# Paths are text: an empty one would become the working directory.
+Model = Annotated[str, "MODEL"]
+Output = Annotated[str, "OUT"]
+RecordFile = Annotated[str | None, "FILE", "--record"]
+Length = Annotated[int | None, "N"]
+Field = Annotated[str | None, "NAME"]
 
-Model = Annotated[
-    str, Argument(metavar="MODEL", help="A model directory, a GGUF file, a hub id, or 'demo' for the embedded model.")
-]
-# Paths are text here: an empty one would become the working directory.
-Output = Annotated[str, Argument(metavar="OUT", help="A directory that does not exist or is empty.")]
-RecordFile = Annotated[str | None, Option("--record", metavar="FILE", help="Also write the record to this JSON file.")]
-_RESTART = Option(
-    "--restart", metavar="", help="Start over instead of resuming an interrupted run that was to write OUT."
-)
-_LENGTH = Option(
-    "--seqlen", metavar="N", help=r"Tokens in a window. \[default: 2048, or the model's positions if fewer]"
-)
-_ORDER = r"The first windows of the text, or random ones from all of it. \[default: first]"
-_MEASURED = Option(
-    metavar="TEXT",
-    help=r"What to measure perplexity on, as --calibration. \[default: the calibration text after its windows]",
-)
-_BOS = Option(
-    "--bos/--no-bos",
-    metavar="",
-    help="Begin each window with the token that the model's tokenizer puts before a text, where it puts one.",
-)
-_FIELD = Option(
-    metavar="NAME",
-    help=r"The column of files and data sets of rows that has texts or conversations. \[default: text, or messages, or "
-    "columns such as instruction and output]",
-)
-_TF32 = Option(
-    help="TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes; "
-    "always for all products of float32; never."
-)
-_MEMORY = Option(metavar="SIZE", help="Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.")
-Restart = Annotated[bool, _RESTART]
-Length = Annotated[int | None, _LENGTH]
-Bos = Annotated[bool, _BOS]
-Field = Annotated[str | None, _FIELD]
-
-#: The options of each object: field to the option's parameter and what typer is to know of it; several share one.
-_OPTIONS: dict[Any, dict[str, tuple[str, Any]]] = {
-    Calibration: {
-        "text": ("calibration", Annotated[list[str], Option(metavar="TEXT", help=_CALIBRATION)]),
-        "samples": ("samples", Annotated[int, Option(metavar="N", help="Windows of calibration text.")]),
-        "length": ("length", Length),
-        "order": ("windows", Annotated[Order | None, Option(help=_ORDER)]),
-        "seed": (
-            "seed",
-            Annotated[int, Option(metavar="N", help="For random windows, and for what the model writes itself.")],
-        ),
-        "answers": ("answers", Annotated[Literal["own"] | None, Option(help=_ANSWERS)]),
-        "field": ("field", Field),
-        "bos": ("bos", Bos),
-    },
-    Measurement: {
-        "text": ("text", Annotated[str | None, _MEASURED]),
-        "samples": ("text_samples", Annotated[int, Option(metavar="N", help="Windows of it; 0 for no perplexity.")]),
-        "field": ("field", Field),
-        "bos": ("bos", Bos),
-    },
-    Compute: {
-        "device": (
-            "device",
-            Annotated[str, Option(metavar="DEVICE", help="cpu, cuda, cuda:1 ...; auto is a GPU if there is one.")],
-        ),
-        "dtype": (
-            "dtype",
-            Annotated[str, Option(metavar="DTYPE", help="Numbers to compute in: float32, bfloat16, float16 or auto.")],
-        ),
-        "tf32": ("tf32", Annotated[TF32, _TF32]),
-        "memory": ("memory", Annotated[str | None, _MEMORY]),
-    },
+#: Names that help has from data.
+_NAMES = {
+    "solver": SOLVER_NAMES[0],
+    "solvers": either(SOLVER_NAMES[1:]),
+    "masks": ", ".join(MASK_NAMES),
+    "weights": ", ".join(WEIGHT_NAMES),
+    "patterns": ", ".join(PATTERN_NAMES),
+    "efforts": either(EFFORTS),
+    "allocations": either(get_args(Allocation)),
+    "text": "A file (text, JSONL, JSON, CSV, Parquet), data set (c4, c4-validation, ptb, wikitext2, "
+    "REPO:CONFIG:SPLIT), demo or demo-held.",
+    "usual_text": USUAL_TEXT,
+    "healing_length": HEALING_LENGTH,
+    "healing_rate": HEALING_RATE,
+    "blocks_rate": BLOCKS_RATE,
 }
 
 
-def spread(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Command], Command]:
-    """Gives a command an option for each field of the objects among its parameters, and makes the objects from them.
+class _Shared:
+    """What several commands have, where their own docstrings say nothing of it.
 
-    Defaults are those of the parameters. Options ``without`` are left out; ``changed`` is what typer knows of others.
+    Options:
+        model: A model directory, a GGUF file, a hub id, or 'demo' for the embedded model.
+        output: A directory that does not exist or is empty.
+        record: Also write the record to this JSON file.
+        restart: Start over instead of resuming an interrupted run that was to write OUT.
+        length: Tokens in a window. [default: 2048, or the model's positions if fewer]
+        field: The column of files and data sets of rows that has texts or conversations. [default: text, or messages,
+            or columns such as instruction and output]
+        bos: Begin each window with the token that the model's tokenizer puts before a text, where it puts one.
+    """
+
+
+class _Calibration:
+    """Options for :class:`niwaki.Calibration`.
+
+    Options:
+        calibration: {text} answers: what the model itself answers to prompts that ship with niwaki. May be given
+            several times, for equal shares. For prune also JSONL of conversations with images.
+        samples: Windows of calibration text.
+        order: The first windows of the text, or random ones from all of it. [default: first]
+        seed: For random windows, and for what the model writes itself.
+        answers: Where the (first) text is a file of prompts ('prompt' or 'messages'): the model answers them, also in
+            the place of answers that are there.
+    """
+
+    calibration: Annotated[list[str], "TEXT"]
+    samples: Annotated[int, "N"]
+    length: Length
+    order: Order | None
+    seed: Annotated[int, "N"]
+    answers: Literal["own"] | None
+    field: Field
+    bos: bool
+
+
+class _Measurement:
+    """Options for :class:`niwaki.Measurement`.
+
+    Options:
+        text: What to measure perplexity on, as --calibration. [default: the calibration text after its windows]
+        text_samples: Windows of it; 0 for no perplexity.
+    """
+
+    text: Annotated[str | None, "TEXT"]
+    text_samples: Annotated[int | None, "N"]
+    field: Field
+    bos: bool
+
+
+class _Compute:
+    """Options for :class:`niwaki.Compute`.
+
+    Options:
+        device: cpu, cuda, cuda:1 ...; auto is a GPU if there is one.
+        dtype: Numbers to compute in: float32, bfloat16, float16 or auto.
+        tf32: TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes;
+            always for all products of float32; never.
+        memory: Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.
+    """
+
+    device: Annotated[str, "DEVICE"]
+    dtype: Annotated[str, "DTYPE"]
+    tf32: TF32
+    memory: Annotated[str | None, "SIZE"]
+
+
+#: Groups whose options are written here, because the class itself is for Python; and options that do not have the name
+#: of the field there.
+_OPTIONS: Mapping[type, type] = {Calibration: _Calibration, Measurement: _Measurement, Compute: _Compute}
+_FIELDS = {"calibration": "text", "text_samples": "samples"}
+
+
+def options(*, without: tuple[str, ...] = (), **changed: Any) -> Callable[[Command], Command]:
+    """Makes a function a command for typer, with an option for each parameter, or for each field of a group.
+
+    Options ``without`` are left out and keep their default; ``changed`` are annotations of options that are of another
+    type here than in their group.
     """
 
     def decorate(command: Command) -> Command:
-        # Not typing.get_type_hints, which before Python 3.11 wraps what has the default None.
         parameters = inspect.signature(command, eval_str=True).parameters
-        hints = {name: each.annotation for name, each in parameters.items()}
-        usual = {name: each.default for name, each in parameters.items()}
-        objects = {name: _OPTIONS[hints[name]] for name in usual if hints[name] in _OPTIONS}
-        options: dict[str, tuple[Any, Any]] = {}  # what typer is to know, and the default
-        for name, default in usual.items():
-            if name not in objects:
-                options[name] = hints[name], default
-            for field, (option, kind) in objects.get(name, {}).items():
-                if option not in without:
-                    value = getattr(default, field)
-                    several = get_args(kind)[0] == list[str] and isinstance(value, str)
-                    options[option] = changed.get(option, kind), [value] if several else value
+        helps = _helps(_Shared) | _helps(command)
+        known: dict[str, Parameter] = {}
+        for name, each in parameters.items():
+            known |= _options(name, each.annotation, each.default, helps, changed)
+        shown = {name: each for name, each in known.items() if name not in without}
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            made: dict[str, Any] = {}
-            for name, fields in objects.items():
-                values = {field: given[option] for field, (option, _) in fields.items() if option in given}
-                made[name] = dataclasses.replace(usual[name], **values)
-            spent = {option for fields in objects.values() for option, _ in fields.values()}
-            command(**made, **{option: value for option, value in given.items() if option not in spent})
+            groups = {name for name, each in parameters.items() if _is_group(each.annotation)}
+            made = {name: _made(each.default, given) for name, each in parameters.items() if name in groups}
+            command(**{name: made[name] if name in groups else given[name] for name in parameters})
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        known = [inspect.Parameter(o, keyword, default=d, annotation=kind) for o, (kind, d) in options.items()]
-        run.__signature__ = inspect.Signature(known)  # type: ignore[attr-defined]
-        run.__annotations__ = {option: kind for option, (kind, _) in options.items()}
+        run.__doc__ = (inspect.getdoc(command) or "").partition("\nOptions:\n")[0]
+        run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {name: each.annotation for name, each in shown.items()}
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def _is_group(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
+
+
+def _fields(group: Any) -> dict[str, tuple[str, Any]]:
+    """Of each option of a group the field that it is for, and its annotation."""
+    listed = _OPTIONS.get(group, group)
+    renamed = _FIELDS if group in _OPTIONS else {}
+    return {name: (renamed.get(name, name), hint) for name, hint in get_type_hints(listed, include_extras=True).items()}
+
+
+def _made(usual: Any, given: Mapping[str, Any]) -> Any:
+    """``usual``, a group, with what was ``given`` for its options."""
+    values = {}
+    for name, (field, hint) in _fields(type(usual)).items():
+        if _is_group(hint):
+            values[field] = _made(getattr(usual, field), given)
+        elif name in given:
+            values[field] = given[name]
+    return dataclasses.replace(usual, **values)
+
+
+def _options(
+    name: str, hint: Any, default: Any, helps: Mapping[str, str], changed: Mapping[str, Any]
+) -> dict[str, Parameter]:
+    """What typer is to know of a parameter, or of all options of a group; the outermost of the ``helps`` counts."""
+    if not _is_group(hint):
+        return {name: _option(name, changed.get(name, hint), default, helps.get(name))}
+    helps = {**_helps(_OPTIONS.get(hint, hint)), **helps}
+    found: dict[str, Parameter] = {}
+    for option, (field, kind) in _fields(hint).items():
+        found |= _options(option, kind, getattr(default, field), helps, changed)
+    return found
+
+
+def _option(name: str, hint: Any, default: Any, about: str | None) -> Parameter:
+    kind, *words = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if not all(isinstance(word, str) for word in words):  # typer's own
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    flags = [word for word in words if word.startswith("-")]
+    metavar = next((word for word in words if word not in flags), None)
+    if kind is bool:
+        metavar, dashed = "", f"--{name.replace('_', '-')}"
+        flags = flags or [f"{dashed}/--no-{dashed[2:]}" if default else dashed]
+    elif get_origin(kind) is list and isinstance(default, str):
+        default = [default]
+    make: Any = Argument if default is Parameter.empty and not flags else Option
+    info = make(*flags, metavar=metavar, help=about and about.replace("[", r"\["))  # no markup
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+def _helps(described: Any) -> dict[str, str]:
+    """What a docstring says of parameters or attributes, by name."""
+    text = (inspect.getdoc(described) or "").format_map(_NAMES)
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in entries}

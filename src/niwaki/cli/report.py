@@ -2,26 +2,28 @@
 
 from typing import Annotated
 
-from typer import Argument, Option
-
 from niwaki.cli.common import quiet_libraries
 from niwaki.cli.screen import Screen
 from niwaki.files import given_path
 from niwaki.records.wording import size
 
-FILE = Option("-o", "--output", metavar="FILE", help=r"\[default: DIR/report.html]")
-REFERENCE = Option(metavar="NAME", help="paper: published results too, marked as such and not measured.")
-PROMPTS = Option("--prompt", metavar="TEXT", help="What the models continue; can be given several times.")
-
 
 def report(
-    directory: Annotated[str, Argument(metavar="DIR", help="What `niwaki prune` or `niwaki compare` wrote.")],
-    file: Annotated[str | None, FILE] = None,
-    reference: Annotated[str | None, REFERENCE] = None,
-    prompts: Annotated[list[str] | None, PROMPTS] = None,
-    samples: Annotated[bool, Option(metavar="", help="Generate text from the model, dense and pruned.")] = True,
+    directory: Annotated[str, "DIR"],
+    file: Annotated[str | None, "FILE", "-o", "--output"] = None,
+    reference: Annotated[str | None, "NAME"] = None,
+    prompts: Annotated[list[str] | None, "TEXT", "--prompt"] = None,
+    samples: bool = True,
 ) -> None:
-    """Write a page about a pruned model or a comparison: one HTML file that needs nothing else."""
+    """Write a page about a pruned model or a comparison: one HTML file that needs nothing else.
+
+    Options:
+        directory: What `niwaki prune` or `niwaki compare` wrote.
+        file: [default: DIR/report.html]
+        reference: paper: published results too, marked as such and not measured.
+        prompts: What the models continue; can be given several times.
+        samples: Generate text from the model, dense and pruned.
+    """
     from niwaki.reports.page import report as write
 
     with Screen(f"drawing {directory}") as screen:

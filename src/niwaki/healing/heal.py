@@ -170,7 +170,7 @@ class Healing:
         if windows <= run.world.size:
             raise CalibrationError(
                 f"the text to train on has {counted(windows, 'window')} of {length} tokens, one is held out, and each "
-                "process needs one; give more text, or a shorter --seqlen"
+                "process needs one; give more text, or a shorter --length"
             )
         tokens = _drawn(texts.windows.tokens, seen, held, calibration.seed)
         return replace(texts, calibration=replace(texts.windows, tokens=tokens)), held

@@ -321,13 +321,13 @@ def _zeros_before(record: Record, revive: bool) -> str:
     if revived:
         return (
             f"{revived:,} of the {zeros:,} weights that were zero in the model are not any more "
-            f"({100 * revived / zeros:.3g} %)" + ", as --revive-zeros allows" * revive
+            f"({100 * revived / zeros:.3g} %)" + ", as --revive allows" * revive
         )
     if revive or zeros < FEW_ZEROS * weights:
         return ""
     return (
         f"{zeros:,} weights ({100 * zeros / weights:.3g} %) were zero in the model that was given, and stay zero; "
-        "--revive-zeros prunes as if they were not"
+        "--revive prunes as if they were not"
     )
 
 

@@ -129,7 +129,7 @@ def _prompts(
     if len(longest) > length // 2:
         raise CalibrationError(
             f"prompt {prompts.index(longest) + 1} of {source} has {len(longest):,} tokens, more than half of a window "
-            f"of {length:,}; give longer windows (--seqlen), or shorter prompts"
+            f"of {length:,}; give longer windows (--length), or shorter prompts"
         )
     return prompts
 

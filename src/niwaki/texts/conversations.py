@@ -97,8 +97,8 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     if len(calibration.texts) > 1:
         raise UsageError(f"{source} has images, and cannot be one of several texts; give it alone")
     usual = {
-        "--seqlen": calibration.length is None,
-        "--windows": calibration.order != "random",
+        "--length": calibration.length is None,
+        "--order": calibration.order != "random",
         "--no-bos": calibration.bos,
     }
     for option, is_usual in usual.items():

@@ -95,7 +95,7 @@ def read_windows(
         total, one = needed * step, "" if first is None else ", of which one is BOS,"
         raise CalibrationError(
             f"{source} is too short: {needed} windows of {length} tokens{one} need {total} tokens, it has {len(ids)}, "
-            f"{total - len(ids)} are missing; give more text, shorter windows (--seqlen)"
+            f"{total - len(ids)} are missing; give more text, shorter windows (--length)"
             + (f", or --samples {available}" if available else "")
         )
     tokens = in_windows(torch.tensor(ids, dtype=torch.int64), available, length, first)
