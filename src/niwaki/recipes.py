@@ -41,7 +41,7 @@ def run(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Does several things to a model, one after the other: shrink, prune, put on a grid, heal, pack.
+    """Does several things to a model, one after the other: shrink, prune, put on a grid, heal, export.
 
     For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(time="30m")], calibration="text.txt")``.
     Everything is checked before the first stage begins. Each stage reads what the one before it wrote; an interrupted
@@ -51,8 +51,9 @@ def run(
         model: A directory with config.json and safetensors, a GGUF file, or a Hugging Face hub id.
         out: A directory that does not exist or is empty. It appears when all is written and checked.
         stages: :class:`~niwaki.Shrink`, which has to be the first, :class:`~niwaki.Prune`, :class:`~niwaki.Quantize`,
-            :class:`~niwaki.Heal`, which trains towards ``model`` and so is not the first, and :class:`~niwaki.Pack`,
-            which has to be the last; or text such as "shrink neurons=0.25" and "prune 2:4".
+            :class:`~niwaki.Heal`, which trains towards ``model`` and so is not the first, and :class:`~niwaki.Export`,
+            of which :class:`~niwaki.Pack` is one, which has to be the last; or text such as "shrink neurons=0.25" and
+            "export gguf-q8_0".
         calibration: The text that all stages calibrate and train on, alone or as a
             :class:`~niwaki.options.Calibration`. Healing, which takes more, reads on where the others stop.
         measurement: The text that perplexity is measured on after each stage, alone or as a
@@ -62,7 +63,8 @@ def run(
         progress: Receives how it goes.
 
     Returns:
-        The record of all stages, which is also in ``out/niwaki.json``; its ``stages`` are each in turn.
+        The record of all stages, which is also in ``out/niwaki.json``, but for an export at the end; its ``stages`` are
+        each in turn.
 
     Raises:
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.

@@ -115,7 +115,7 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         ),
         "pack": (niwaki.pack, {"model": pruned, "out": out, "progress": None}),
         "unpack": (niwaki.unpack, {"model": packed, "out": out, "progress": None}),
-        "export": (niwaki.export, {"model": pruned, "out": out}),
+        "export": (niwaki.export, {"model": pruned, "out": out, "format": "gguf-f16", "progress": None}),
         "load": (niwaki.load, {"model": packed, "device": "cpu", "dtype": "float32", "two_four": False}),
         "generate": (niwaki.generate, {"model": packed, "prompt": "The trees", **writing}),
         "make_solver": (niwaki.make_solver, {"name": "admm1", "settings": {"iterations": "2"}}),

@@ -1,4 +1,4 @@
-"""Lists of two to four stages, drawn at random and killed at random moments: the bytes of a run that was not."""
+"""Lists of two to five stages, drawn at random and killed at random moments: the bytes of a run that was not."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _HEALS = (
     "heal tokens=256 batch=64 method=blocks own_text=0",
     "heal tokens=256 batch=64 method=lora",
 )
+#: The last one is for weights on a grid.
+_EXPORTS = ("pack", "export gguf-q8_0", "export gguf-f16", "export compressed-tensors")
 
 
 def prepare(place: Path) -> None:
@@ -38,7 +40,7 @@ def prepare(place: Path) -> None:
 
 
 def drawn(chance: random.Random) -> list[str]:
-    """Two to four stages in an order that makes sense."""
+    """Two to five stages in an order that makes sense."""
     stages = [chance.choice(_SHRINKS)] if chance.random() < 0.5 else []
     stages.append(chance.choice(_PRUNES))
     is_rounded = "quantize" in stages[-1]
@@ -47,9 +49,10 @@ def drawn(chance: random.Random) -> list[str]:
         stages.append(heal.replace("lora", "norms") if is_rounded else heal)
     if not is_rounded and chance.random() < 0.4:
         stages.append("quantize int8 effort=fast")
-    if len(stages) < 4 and chance.random() < 0.4:
-        stages.append("pack")
-    return stages if len(stages) > 1 else [*stages, "pack"]
+        is_rounded = True
+    if len(stages) < 2 or chance.random() < 0.5:
+        stages.append(chance.choice(_EXPORTS if is_rounded else _EXPORTS[:-1]))
+    return stages
 
 
 def case(chance: random.Random, place: Path) -> str:

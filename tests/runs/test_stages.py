@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import niwaki
-from niwaki import Compute, Heal, Measurement, Pack, Prune, Quantize, Record, Shrink
+from niwaki import Compute, Export, Heal, Measurement, Pack, Prune, Quantize, Record, Shrink
 from niwaki.errors import CalibrationError, OutputError, UsageError
 from niwaki.records.progress import Progress
 from niwaki.runs.carried import MARGIN
@@ -119,6 +119,7 @@ LISTS: dict[str, tuple[Any, ...]] = {
         *(Prune(0.5, solver="wanda"), Quantize("int8", effort="fast")),
         *(Heal("blocks", 400, batch=64, own_text=0.0), Pack()),
     ),
+    "quantize, export": (Quantize("int8", effort="fast"), Export("compressed-tensors")),
 }
 
 

@@ -2,14 +2,14 @@
 
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from niwaki.choices import ExportFormat
 from niwaki.cli.common import in_session, out, written
-from niwaki.cli.options import Model, Output
+from niwaki.cli.options import Model, Output, options
 from niwaki.cli.screen import Screen
 
-Packed = Annotated[str, Argument(metavar="MODEL", help="A directory that 'pack' wrote.")]
+#: Whatever the case of its letters, which only typer's own option can say.
 Format = Annotated[
     ExportFormat,
     Option(
@@ -18,14 +18,9 @@ Format = Annotated[
         help="Packed integers of a grid of 4 or 8 bits, what 'pack' writes, or one file for llama.cpp.",
     ),
 ]
-Exported = Annotated[
-    str,
-    Argument(
-        metavar="OUT", help="A directory that does not exist or is empty; or a file for llama.cpp that ends in .gguf."
-    ),
-]
 
 
+@options()
 def pack(model: Model, output: Output) -> None:
     """Write the pruned MODEL to OUT without its zeros: smaller on disk, in memory and on the way to the processor."""
     with Screen(f"packing {model}") as screen, screen.all_or_nothing(output), in_session():
@@ -37,8 +32,13 @@ def pack(model: Model, output: Output) -> None:
     written(output)
 
 
-def unpack(model: Packed, output: Output) -> None:
-    """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte."""
+@options()
+def unpack(model: Model, output: Output) -> None:
+    """Write the dense model that MODEL was packed from to OUT; its weight files are the same, byte for byte.
+
+    Options:
+        model: A directory that 'pack' wrote.
+    """
     with Screen(f"unpacking {model}") as screen, screen.all_or_nothing(output), in_session():
         from niwaki.packed.unpack import unpack as run
 
@@ -46,8 +46,13 @@ def unpack(model: Packed, output: Output) -> None:
     written(output)
 
 
-def export(model: Model, output: Exported, form: Format = "compressed-tensors") -> None:
-    """Write MODEL in another format: for llama.cpp and Ollama, for vLLM and transformers, or without its zeros."""
+@options()
+def export(model: Model, output: Output, form: Format = "compressed-tensors") -> None:
+    """Write MODEL in another format: for llama.cpp and Ollama, for vLLM and transformers, or without its zeros.
+
+    Options:
+        output: A directory that does not exist or is empty; or a file for llama.cpp that ends in .gguf.
+    """
     with Screen(f"exporting {model}") as screen, screen.all_or_nothing(output), in_session():
         from niwaki.exports.export import export as run
 

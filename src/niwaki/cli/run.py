@@ -15,13 +15,14 @@ def run(
     recipe: Annotated[str | None, "FILE"] = None,
     work: Work = Work(),
 ) -> None:
-    """Do several things to MODEL, one after the other: shrink, prune, quantize, heal, pack. Write the result to OUT.
+    """Do several things to MODEL, one after the other: shrink, prune, quantize, heal, export. Write the result to OUT.
 
     Perplexity is measured after each stage. An interrupted run resumes in the stage that was at work.
 
     Options:
         stages: What to do next, in quotes: its name and its parameters, such as 'shrink neurons=0.25', 'prune 2:4',
-            'quantize int4:128', 'heal time=30m' or 'pack'. May be given several times: they are done in this order.
+            'quantize int4:128', 'heal time=30m', 'pack' or 'export gguf-q8_0'. May be given several times: they are
+            done in this order.
         recipe: A TOML file that lists the stages instead, in tables called [[stages]].
     """
     if bool(stages) == (recipe is not None):

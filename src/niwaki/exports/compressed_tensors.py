@@ -17,6 +17,7 @@ from niwaki.models.scales import grid_of, read_scales, stored_as_usual, verify_g
 from niwaki.models.streamed import StreamedModel
 from niwaki.records.progress import Progress
 from niwaki.records.record import Record
+from niwaki.runs.conversion import Form
 from niwaki.runs.model_card import replace_note
 
 #: The note that replaces the one that weights are not packed.
@@ -26,7 +27,7 @@ _PACKED = (
 )
 
 
-class CompressedTensors:
+class CompressedTensors(Form):
     """A model whose weights are on a grid, to be written as packed integers.
 
     A matrix becomes ``weight_packed`` (out, in bits / 32) int32, ``weight_scale`` (out, groups) and ``weight_shape``;
@@ -35,10 +36,8 @@ class CompressedTensors:
     with the same name in the files.
     """
 
-    size = 0
-    kept = ""
-
     def __init__(self, checkpoint: Checkpoint, name: str, progress: Progress) -> None:
+        super().__init__(checkpoint, progress)
         grid, blocks = grid_of(checkpoint), checkpoint.pruning.blocks
         if grid is None:
             raise UsageError(
@@ -47,8 +46,7 @@ class CompressedTensors:
             )
         if grid.bits not in (4, 8):  # which kernels of other programs take
             raise UsageError(f"weights of {grid.bits} bits cannot be packed in this format; it has 4 or 8")
-        self.checkpoint, self._grid, self._progress = checkpoint, grid, progress
-        self._model = StreamedModel(checkpoint, "cpu")
+        self._grid, self._model = grid, StreamedModel(checkpoint, "cpu")
         if blocks is not None:
             self._model.limit(range(*blocks))
             if not self._model.matrices():
@@ -56,10 +54,6 @@ class CompressedTensors:
                     f"{checkpoint.path / 'config.json'} says that blocks {blocks} are pruned, which are none"
                 )
         self._config = {**checkpoint.config, "quantization_config": _config(self._model, grid)}
-
-    def carries(self, name: Path) -> bool:
-        """All files stay; the scales are in those of the weights."""
-        return True
 
     def check(self, name: str) -> None:
         """CheckpointError where scales cannot be those of the weights, OutputError where these have left the grid."""
@@ -80,7 +74,7 @@ class CompressedTensors:
             tensors: dict[str, Tensor] = {}
             for key in (key for key, entry in checkpoint.entries.items() if entry.shard == shard):
                 W, count = checkpoint.read(key), count + 1
-                self._progress.status("exporting, tensor", count, len(checkpoint.entries))
+                self.progress.status("exporting, tensor", count, len(checkpoint.entries))
                 if key not in matrices:
                     tensors[key] = W
                     continue

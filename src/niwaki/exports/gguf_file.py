@@ -27,7 +27,7 @@ from niwaki.models.streamed import StreamedModel
 from niwaki.models.structure import read_config, refusals
 from niwaki.records.progress import Progress
 from niwaki.records.wording import markdown, several
-from niwaki.runs.conversion import model_name
+from niwaki.runs.conversion import Form, model_name
 from niwaki.runs.model_card import write_card_of_form
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
@@ -56,7 +56,7 @@ such as Ollama and LM Studio.
 _NAMES = ("phi-3", "phi3", "modern-bert")
 
 
-class Gguf:
+class Gguf(Form):
     """A model, to be written as one file with its matrices in a ``kind`` of numbers.
 
     That is F16, or Q8_0 (8.5 bits a weight) or Q4_0 (4.5 bits) in groups of 32 with a scale, rounded by the package
@@ -68,12 +68,10 @@ class Gguf:
     holds.
     """
 
-    kept = ""
-
     def __init__(self, checkpoint: Checkpoint, kind: Kind, changes: Mapping[str, Any], progress: Progress) -> None:
-        self._gguf = _package()
+        super().__init__(checkpoint, progress)
+        self._gguf, self._kind, self.size = _package(), kind, checkpoint.size
         path = checkpoint.path
-        self.checkpoint, self.size, self._kind, self._progress = checkpoint, checkpoint.size, kind, progress
         model_type = str(checkpoint.config.get("model_type"))
         if model_type not in ARCHITECTURES or checkpoint.config.get("quantization_config") is not None:
             raise UnsupportedModelError(
@@ -149,7 +147,7 @@ class Gguf:
         if factors is not None:
             writer.write_tensor_data(factors)
         for number, tensor in enumerate(self._tensors, 1):
-            self._progress.status("exporting, tensor", number, len(self._tensors))
+            self.progress.status("exporting, tensor", number, len(self._tensors))
             stored = getattr(gguf.GGMLQuantizationType, tensor.kind)
             writer.write_tensor_data(gguf.quants.quantize(_read(self.checkpoint, tensor), stored))
 

@@ -26,7 +26,7 @@ from niwaki.packed import card
 from niwaki.packed.format import INDEX, Index, PackedCheckpoint, PackedTensor, Shard, dense, marked, sha256
 from niwaki.packed.matrix import DTYPES as PACKABLE, PADDING, WORD, PackedMatrix, groups_fit, pack as pack_matrix
 from niwaki.records.progress import Progress
-from niwaki.runs.conversion import convert
+from niwaki.runs.conversion import Form, convert
 from niwaki.runs.model_card import check_card
 
 
@@ -101,20 +101,19 @@ def check_packable(path: Path, name: str) -> None:
     Packed(Checkpoint(path)).check(name)
 
 
-class Packed:
+class Packed(Form):
     """A dense checkpoint, to be written without its zeros; ``sizes`` is what that saved, when it is done.
 
     UnsupportedModelError where no matrix has a dtype that can be packed.
     """
 
-    size = 0
     kept = SCALES
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+        super().__init__(checkpoint, progress)
         check_card(checkpoint.path)
-        self.checkpoint = checkpoint
         self.sizes: Sizes | None = None
-        self._path, self._progress = checkpoint.path, progress or Progress()
+        self._path = checkpoint.path
         self._tensors: dict[str, PackedTensor] = {}  # those that are written
         self._names: set[str] = set()
         self._matrices: dict[str, list[Matrix]] = defaultdict(list)
@@ -135,16 +134,12 @@ class Packed:
     def _scaled(self) -> dict[str, Entry]:
         return read_header(self._path / SCALES) if (self._path / SCALES).exists() else {}
 
-    def carries(self, name: Path) -> bool:
-        """All files stay."""
-        return True
-
     def check(self, name: str) -> None:
         """UsageError, which calls the model ``name``, unless a matrix would be smaller; reads up to that one."""
         if self.checkpoint.is_encoded:
             raise UnsupportedModelError(f"{self._path} is in FP8 or MXFP4; prune it first, and pack the result")
         if self._grid and self._grid.group and self._grid.group % WORD:
-            self._progress.note(
+            self.progress.note(
                 f"groups of {self._grid.group} cannot be packed as whole numbers, so values stay as they are stored; "
                 f"multiples of {WORD} can, as in int4:{WORD}"
             )
@@ -183,7 +178,7 @@ class Packed:
                 tensors, dense_value = self._stored(file, name, key)
                 written |= tensors
                 digest.update(raw_bytes(dense_value))
-                self._progress.status("packing, tensor", len(self._tensors), count)
+                self.progress.status("packing, tensor", len(self._tensors), count)
             with input_errors(self._path / name):
                 is_same = digest.hexdigest() == file_digest(self._path / name)
             if not is_same:

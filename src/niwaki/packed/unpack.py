@@ -12,7 +12,7 @@ from niwaki.models.scales import FILE as SCALES
 from niwaki.packed import card
 from niwaki.packed.format import INDEX, PackedCheckpoint
 from niwaki.records.progress import Progress
-from niwaki.runs.conversion import convert
+from niwaki.runs.conversion import Form, convert
 
 #: Files of the dense model whose text is in the index.
 _TEXTS = ("config.json", INDEX_NAME)
@@ -34,31 +34,28 @@ def unpack(model: str | Path, out: str | Path, progress: Progress | None = None)
     convert(Unpacked(PackedCheckpoint(path), progress), model, out, "unpack")
 
 
-class Unpacked:
+class Unpacked(Form):
     """A packed model, to be written as the dense one that it was made from."""
 
     kept = SCALES
 
     def __init__(self, checkpoint: PackedCheckpoint, progress: Progress | None = None) -> None:
-        self.checkpoint, self._progress = checkpoint, progress or Progress()
+        super().__init__(checkpoint, progress)
+        self._packed = checkpoint
         self.size = sum(entry.size for entry in checkpoint.entries.values())
-
-    def carries(self, name: Path) -> bool:
-        """All files are those of the dense model."""
-        return True
 
     def check(self, name: str) -> None:
         """Nothing: all of it is looked at while it is written."""
 
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the weight files as they were, and the card and the texts that packing replaced."""
-        checkpoint = self.checkpoint
+        checkpoint = self._packed
         card.restore(directory)
         with output_errors(directory):
             for file, text in zip(_TEXTS, (checkpoint.index.config, checkpoint.index.index), strict=True):
                 if text:
                     (directory / file).write_bytes(text.encode())
-        _write_dense(checkpoint, directory, self._progress)
+        _write_dense(checkpoint, directory, self.progress)
         try:
             Checkpoint(directory)
         except CheckpointError as error:

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.files import given_path
+from niwaki.records.progress import Progress
 from niwaki.runs.carried import CarriedFiles, find_carried
 from niwaki.runs.workplace import check_output, new_directory
 
 
-class Form(Protocol):
-    """A model that is opened to be written in another form.
+class Form(ABC):
+    """A model, ``checkpoint``, that is opened to be written in another form.
 
     What shows in its configuration, its tokenizer and the places of its tensors has been checked by then.
     """
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The model as it is."""
-
     #: Bytes that its weights take there, or 0 where that shows only when they are written.
-    size: int
+    size = 0
     #: The file of tensors beside those of the checkpoint that the output has too, if any.
-    kept: str
+    kept = ""
+
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+        self.checkpoint, self.progress = checkpoint, progress or Progress()
 
     def carries(self, name: Path) -> bool:
         """Whether the output has this file of the model, which is none of its weights."""
+        return True
 
+    @abstractmethod
     def check(self, name: str) -> None:
         """NiwakiError, which calls the model ``name``, where its weights are not sound, or none for this form."""
 
+    @abstractmethod
     def write(self, directory: Path, name: str) -> list[str]:
         """Writes the model, called ``name``, to ``directory``, which has the files that are carried over.
 

@@ -1,0 +1,295 @@
+"""Exports as the last stage of a run: what export makes of the model before, resumed, and refused at the start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import niwaki
+from niwaki import Export, Heal, Pack, Prune, Quantize, Record, Shrink
+from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, UsageError
+from niwaki.records.progress import Progress
+from niwaki.runs.stage import Stage
+from niwaki.stages import make_stage, read_recipe
+from support.command import Command, niwaki_  # noqa: F401 - a fixture
+from support.healing import TOKENS
+from support.llama_cpp import LLAMA_CPP, ask, distance
+from support.models import (
+    EMBEDDED_VOCABULARY,
+    add_tokenizer,
+    edit_json,
+    message,
+    random_model,
+    save_model,
+    sparse_model,
+)
+from support.runs import files
+
+pytest.importorskip("gguf")
+
+PRUNED: tuple[Stage, ...] = (Prune("2:4", effort="fast"),)
+ROUNDED: tuple[Stage, ...] = (*PRUNED, Quantize("int8", effort="fast"))
+SHRUNK: tuple[Stage, ...] = (Shrink(neurons=0.25), Quantize("int8", effort="fast"))
+FORMATS: list[Any] = ["packed", "compressed-tensors", "gguf-f16", "gguf-q8_0", "gguf-q4_0"]
+#: What a run says of itself and an export does not: in the record times, on the card the stages.
+CARDS = {"README.md", "README.dense.md"}
+
+
+def saved(path: Path, case: str = "llama grouped", **changes: Any) -> Path:
+    random_model(case, vocab_size=EMBEDDED_VOCABULARY, **changes).save_pretrained(path)
+    return add_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("exports") / "model")
+
+
+def work(model: Path, out: Path, *stages: Stage | str, **more: Any) -> Record:
+    options: dict[str, Any] = {"calibration": TOKENS, "measurement": None, "compute": "cpu", **more}
+    return niwaki.run(model, out, stages, **options)
+
+
+def left(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+class StopAt(Progress):
+    """Interrupts the run in the middle of its last stage, and notes what it is told."""
+
+    def __init__(self, what: str = "") -> None:
+        self.what, self.notes, self.places = what, list[str](), list[str]()
+
+    def status(self, what: str, done: int = 0, count: int = 0) -> None:
+        if self.what and what == self.what and 2 * done > count:
+            raise KeyboardInterrupt
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stopped(self, done: int, blocks: int, where: str = "") -> None:
+        self.places.append(where)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("stages", [ROUNDED, SHRUNK], ids=["prune, quantize", "shrink, quantize"])
+@pytest.mark.slow
+def test_the_same_as_the_export_of_what_comes_before(
+    tmp_path: Path, model: Path, form: Any, stages: tuple[Stage, ...]
+) -> None:
+    told = StopAt()
+    record = work(model, tmp_path / "out", *stages, Export(form), progress=told)
+    work(model, tmp_path / "by hand" / "model", *stages)
+    said = niwaki.export(tmp_path / "by hand" / "model", tmp_path / "exported", form)
+    found, expected = files(tmp_path / "out"), files(tmp_path / "exported")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name] and name not in CARDS] == []
+    assert set(said) <= set(told.notes)
+    kept, by_hand = (Record.load(tmp_path / name / "niwaki.json") for name in ("out", "exported"))
+    assert (kept.notes, kept.quantization) == (by_hand.notes, "int8")
+    assert [stage.name for stage in record.stages] == [*(stage.name for stage in stages), "export"]
+    assert record.stages[-1].asked == form
+    assert [stage.name for stage in kept.stages] == [stage.name for stage in stages]
+    if form == "packed":
+        work(model, tmp_path / "short", *stages, Pack())
+        assert files(tmp_path / "short") == found
+    if form.startswith("gguf"):
+        assert {*found} == {f"model-{form[5:].upper()}.gguf", *CARDS}
+
+
+@pytest.mark.parametrize("form", ["packed", "compressed-tensors", "gguf-q8_0"])
+@pytest.mark.parametrize("there", [False, True], ids=["new directory", "empty directory"])
+def test_stopped_while_it_is_written(tmp_path: Path, model: Path, form: Any, there: bool) -> None:
+    """Twice; and another format, which has not begun, is not held to the one before."""
+    doing = "packing, tensor" if form == "packed" else "exporting, tensor"
+    work(model, tmp_path / "whole", *ROUNDED, Export(form))
+    if there:
+        (tmp_path / "out").mkdir()
+    for how in (Export(form), Export("gguf-f16"), Export(form)):
+        what = "exporting, tensor" if how.format == "gguf-f16" else doing
+        with pytest.raises(KeyboardInterrupt):
+            work(model, tmp_path / "out", *ROUNDED, how, progress=(told := StopAt(what)))
+        assert told.places == ["stage 3 of 3, export"]
+    again = StopAt()
+    work(model, tmp_path / "out", *ROUNDED, Export(form), progress=again)
+    assert any("resuming after 2 of 3 stages" in note for note in again.notes)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert left(tmp_path) == ["out", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ([Export("gguf-f16")], "nothing to do before the export"),
+        ([Heal(tokens=400), Export("gguf-f16")], "nothing to heal yet"),
+        ([*PRUNED, Export("gguf-f16"), Heal(tokens=400)], "nothing comes after export"),
+        ([*PRUNED, Export("packed"), Pack()], "nothing comes after export"),
+        ([Shrink(neurons=0.25), Export("packed")], "export comes after prune or quantize"),
+        ([Prune(0.5, keep_format=True), Export("packed")], "without keep_format"),
+        ([*PRUNED, Export("compressed-tensors")], "has no weights on a grid"),
+        ([Quantize("int3"), Export("compressed-tensors")], "weights of 3 bits cannot be packed in this format"),
+        ([Prune(0.5, quantize="int3"), Export()], "weights of 3 bits"),
+        (["prune 0.5", "export gguf-q5_0"], "format must be packed, compressed-tensors, gguf-f16, "),
+        (["prune 0.5", "export form=packed"], "no parameter of the stage export is called 'form'; did you mean format"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exported_is_refused_at_the_start(
+    tmp_path: Path, model: Path, stages: list[Any], said: str
+) -> None:
+    assert said in message(lambda: work(model, tmp_path / "out", *stages))
+    assert left(tmp_path) == []
+
+
+class TestWhatLlamaCppCannot:
+    """All of it shows in the model that is given, and in what stages are to do to that."""
+
+    def refused(self, tmp_path: Path, model: Path, *stages: Stage) -> str:
+        before = left(tmp_path)
+        said = message(lambda: work(model, tmp_path / "out", *stages, Export("gguf-q8_0")), UnsupportedModelError)
+        assert left(tmp_path) == before
+        return said
+
+    def test_another_family(self, tmp_path: Path) -> None:
+        said = self.refused(tmp_path, save_model(tmp_path / "m", "gpt2"), *PRUNED)
+        assert "(gpt2) cannot be exported to GGUF" in said
+
+    def test_a_configuration(self, tmp_path: Path) -> None:
+        assert "hidden_act is 'gelu'" in self.refused(tmp_path, saved(tmp_path / "m", hidden_act="gelu"), *PRUNED)
+        assert "rms_norm_eps is 0.0" in self.refused(tmp_path, saved(tmp_path / "n", rms_norm_eps=0.0), *PRUNED)
+
+    def test_a_tokenizer(self, tmp_path: Path) -> None:
+        model = saved(tmp_path / "m")
+        edit_json(model / "tokenizer.json", normalizer={"type": "Lowercase"})
+        assert "changes texts (Lowercase)" in self.refused(tmp_path, model, *PRUNED)
+
+    def test_heads_that_shrink_removes(self, tmp_path: Path) -> None:
+        model = saved(tmp_path / "m", "qwen2")
+        said = self.refused(tmp_path, model, Shrink(heads=0.5))
+        assert "2 heads of 8 are not as wide as the model (32)" in said
+        work(model, tmp_path / "out", Shrink(neurons=0.25), Export("gguf-q8_0"))
+
+
+def test_heads_that_llama_cpp_takes_without_the_others(tmp_path: Path) -> None:
+    """Too wide together in the model that is given, and no more in what is exported."""
+    model = saved(tmp_path / "m", "qwen2", head_dim=16)
+    assert "keep all heads" in message(lambda: niwaki.export(model, tmp_path / "f", "gguf-f16"), UnsupportedModelError)
+    work(model, tmp_path / "out", Shrink(heads=0.5), Export("gguf-f16"))
+    assert (tmp_path / "out" / "model-F16.gguf").exists()
+
+
+def test_a_run_writes_no_single_file(tmp_path: Path, model: Path) -> None:
+    said = message(lambda: work(model, tmp_path / "out.gguf", *PRUNED, Export("gguf-f16")))
+    assert "give it a name without .gguf" in said
+    for form in ("packed", "compressed-tensors"):
+        said = message(lambda form=form: niwaki.export(model, tmp_path / "out.gguf", form))  # type: ignore[misc]
+        assert "its format is gguf-f16, gguf-q8_0 or gguf-q4_0" in said
+    assert left(tmp_path) == []
+
+
+def test_without_the_package(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    said = message(lambda: work(model, tmp_path / "out", *PRUNED, Export("gguf-f16")), OutputError)
+    assert "need gguf" in said
+    assert left(tmp_path) == []
+
+
+def test_weights_that_the_format_cannot_have(tmp_path: Path) -> None:
+    """They show at the end, and what comes before is kept; another format can follow it."""
+    source = saved(tmp_path / "model")
+    with torch.no_grad():
+        large = AutoModelForCausalLM.from_pretrained(source)
+        large.model.embed_tokens.weight[3, 3] = 65_530.0
+    large.save_pretrained(source)
+    stages = (Quantize("int8", solver="magnitude", effort="fast"), Export("gguf-q8_0"))
+    assert "a weight of 65530" in message(lambda: work(source, tmp_path / "out", *stages), UnsupportedModelError)
+    assert left(tmp_path) == [".out.partial", ".out.partial.json", "model"]
+    work(source, tmp_path / "out", stages[0], Export("compressed-tensors"), progress=(told := StopAt()))
+    assert any("resuming after 1 of 2 stages" in note for note in told.notes)
+    assert left(tmp_path) == ["model", "out"]
+
+
+def test_a_directory_for_llama_cpp(tmp_path: Path, model: Path) -> None:
+    """With what tells people of the model; niwaki and transformers read it."""
+    source = tmp_path / "model"
+    source.mkdir()
+    for path in model.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (source / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Mine\n")
+    (source / "LICENSE.txt").write_text("do as you like")
+    (source / "notes.txt").write_text("notes")
+    assert niwaki.export(source, tmp_path / "out", "gguf-f16") == []
+    assert left(tmp_path / "out") == ["LICENSE.txt", "README.dense.md", "README.md", "model-F16.gguf"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith(
+        "---\nlicense: mit\ntags:\n- a\n- gguf\n- niwaki\nlibrary_name: gguf\n---\n\n# model, for ll"
+    )
+    assert "llama-cli -m model-F16.gguf" in card
+    niwaki.export(source, tmp_path / "file.gguf", "gguf-f16")
+    assert (tmp_path / "file.gguf").read_bytes() == (tmp_path / "out" / "model-F16.gguf").read_bytes()
+    assert niwaki.load(tmp_path / "out", "cpu").num_parameters() > 0
+    assert "not an empty directory" in message(lambda: niwaki.export(source, tmp_path / "out", "gguf-q8_0"))
+    assert "inside the model's own" in message(lambda: niwaki.export(source, source / "in", "gguf-q8_0"))
+
+
+def test_packed_by_export(tmp_path: Path) -> None:
+    source = sparse_model(tmp_path / "model")
+    sizes = niwaki.pack(source, tmp_path / "packed")
+    assert niwaki.export(source, tmp_path / "out", "packed") == sizes.described == [str(sizes)]
+    assert files(tmp_path / "out") == files(tmp_path / "packed")
+    said = message(lambda: niwaki.export(tmp_path / "packed", tmp_path / "again", "packed"), CheckpointError)
+    assert "is packed; make it dense again" in said
+
+
+def test_stages_by_name(tmp_path: Path) -> None:
+    assert make_stage("export gguf-q8_0") == make_stage("export format=gguf-q8_0") == Export("gguf-q8_0")
+    assert make_stage("export") == Export("compressed-tensors")
+    assert make_stage("pack") == Pack()
+    recipe = tmp_path / "recipe.toml"
+    tables = ("stage = 'prune'\npattern = '2:4'", "stage = 'export'\nformat = 'gguf-f16'")
+    recipe.write_text("".join(f"[[stages]]\n{table}\n" for table in tables))
+    assert read_recipe(recipe) == [Prune("2:4"), Export("gguf-f16")]
+    with pytest.raises(UsageError):
+        make_stage("pack gguf-f16")
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, model: Path, niwaki_: Command) -> None:  # noqa: F811
+    options = ("--calibration", "demo", "--samples", 4, "--seqlen", 16, "--text-samples", 0, "--device", "cpu")
+    stages = ("--stage", "prune 2:4 effort=fast", "--stage", "export gguf-q8_0")
+    ran = niwaki_("run", model, tmp_path / "out", *stages, *options)
+    assert (ran.code, ran.err) == (0, "")
+    assert "stage 2 of 2: export, gguf-q8_0" in ran.out
+    assert left(tmp_path / "out") == ["README.dense.md", "README.md", "model-Q8_0.gguf", "niwaki.json"]
+    assert json.loads((tmp_path / "out" / "niwaki.json").read_text())["pattern"] == "2:4"
+    ran = niwaki_("export", model, tmp_path / "model.gguf", "--format", "GGUF-F16")
+    assert (ran.code, ran.out.split()) == (0, ["written", "to", str(tmp_path / "model.gguf")])
+    ran = niwaki_("export", model, tmp_path / "other", "--format", "gguf")
+    assert ran.code == 2
+    assert "gguf-q8_0" in ran.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="needs node-llama-cpp in $NIWAKI_LLAMA_CPP")
+def test_llama_cpp_opens_it(tmp_path: Path, model: Path) -> None:
+    """After each list of stages: the logits of transformers, of the model before."""
+    lists = {"pruned": PRUNED, "shrunk": (Shrink(neurons=0.25, blocks=1),), "on a grid": SHRUNK}
+    tokens, text, questions = list(range(5, 17)), "The old man", []
+    for name, stages in lists.items():
+        work(model, tmp_path / name, *stages, Export("gguf-f16"))
+        work(model, tmp_path / f"{name}, dense", *stages)
+        questions.append((tmp_path / name / "model-F16.gguf", [text], tokens))
+    for name, answer in zip(lists, ask(tmp_path, questions), strict=True):
+        assert not answer.error, answer.error
+        dense = tmp_path / f"{name}, dense"
+        assert answer.split == [AutoTokenizer.from_pretrained(dense)(text).input_ids]
+        with torch.no_grad():
+            before = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+            expected = before(torch.tensor([tokens])).logits[0]
+        assert distance(answer.logits, expected).max() < 0.01
