@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from niwaki.arguments import check_fields
+from niwaki.arguments import check_fields, checked_names
 from niwaki.errors import UsageError
 from niwaki.options import choose, name_of, parameters
 from niwaki.records.wording import in_words
@@ -12,6 +12,7 @@ from niwaki.records.wording import in_words
 Allocation = Literal["uniform", "owl", "error", "loss"]
 
 
+@checked_names
 @dataclass(frozen=True)
 class Effort:
     """How matrices and blocks are made to fit together. The default is the plain layer-wise method.

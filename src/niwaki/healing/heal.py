@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
@@ -54,6 +55,7 @@ _LEAST_HELD, _MOST_HELD, _SHARE_HELD = 2048, 8192, 1 / 50
 _LIMIT = 1 << 50
 
 
+@checked_names
 @dataclass(frozen=True)
 class Heal:
     """Trains the weights that are not zero: see :func:`niwaki.heal` for its arguments.
@@ -75,6 +77,7 @@ class Heal:
     is_format: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         numbers = {"tokens": self.tokens_asked, "time": self.limit, "rate": self.rate, "batch": self.tokens_in_a_step}
         for name, value in numbers.items():
             if value is not None and not 0 < value < _LIMIT:
