@@ -21,7 +21,6 @@ from niwaki.layer.solvers import ADMM, MaskThenUpdate, Wanda
 from support.models import message, random_model
 from support.runs import listing
 
-
 api: Any = niwaki  # without what type checkers know of it
 
 
