@@ -177,14 +177,14 @@ class Compute(_Options):
         tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
             activations, where that changes no factor; "always" for all products; "never". Factorisations and inverses
             never use it.
-        memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a file
-            in the system's temporary directory. None for no limit.
+        max_memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a
+            file in the system's temporary directory. None for no limit.
     """
 
     device: str = "auto"
     dtype: str = "auto"
     tf32: TF32 = "auto"
-    memory: int | str | None = None
+    max_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype"):
@@ -192,15 +192,15 @@ class Compute(_Options):
             if type(given).__module__ == "torch" and type(given).__name__ == name:  # without torch
                 object.__setattr__(self, name, str(given).removeprefix("torch."))
         check_fields(self)
-        if isinstance(self.memory, str):
-            object.__setattr__(self, "memory", parse_size(self.memory))
-        check_count("memory", self.budget, 1)
+        if isinstance(self.max_memory, str):
+            object.__setattr__(self, "max_memory", parse_size(self.max_memory))
+        check_count("max_memory", self.budget, 1)
 
     @property
     def budget(self) -> int | None:
-        """``memory`` in bytes."""
-        assert not isinstance(self.memory, str)
-        return self.memory
+        """``max_memory`` in bytes."""
+        assert not isinstance(self.max_memory, str)
+        return self.max_memory
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:

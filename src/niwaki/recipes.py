@@ -43,7 +43,7 @@ def run(
 ) -> Record:
     """Does several things to a model, one after the other: shrink, prune, put on a grid, heal, pack.
 
-    For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(time="30m")], calibration="text.txt")``.
+    For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(max_time="30m")], calibration="text.txt")``.
     Everything is checked before the first stage begins. Each stage reads what the one before it wrote; an interrupted
     run resumes in the stage that was at work, and the result has the same bytes as one that was not interrupted.
 
@@ -183,7 +183,7 @@ def shrink(
             healing. "fast" fits only the matrices that lose columns.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
-        compute: Where blocks run; ``tf32`` and ``memory`` are not used.
+        compute: Where blocks run; ``tf32`` and ``max_memory`` are not used.
         restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
         progress: Receives how it goes.
 
@@ -209,7 +209,7 @@ def heal(
     *,
     method: HealingMethod = "auto",
     tokens: int | str = HEALING_TOKENS,
-    time: float | str | None = None,
+    max_time: float | str | None = None,
     rate: float | None = None,
     batch: int | str = HEALING_BATCH,
     own_text: float | str = OWN_TEXT,
@@ -235,8 +235,8 @@ def heal(
             "blocks" trains one block after the other towards the dense model's, with one of each in memory. "auto" is
             the first of "full", "lora" and "blocks" that memory is enough for.
         tokens: How many to train on, such as "2M". Where the text has fewer, it is used again.
-        time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the same
-            bytes, the same time does not.
+        max_time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the
+            same bytes, the same time does not.
         rate: The learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, or 0.01
             with the method "blocks".
         batch: Tokens in a step, at least one window; such as "1k".
@@ -258,8 +258,8 @@ def heal(
     calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
     measurement.only_text("heal")
     calibration.only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
-    compute.only("heal", "device", "dtype", "memory")
-    stage = Heal(method, tokens, time, rate, batch, own_text, teacher)
+    compute.only("heal", "device", "dtype", "max_memory")
+    stage = Heal(method, tokens, max_time, rate, batch, own_text, teacher)
     return _execute(pruned, out, [stage], calibration, measurement, compute, restart, progress)
 
 

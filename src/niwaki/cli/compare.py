@@ -7,7 +7,7 @@ from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import Model, RecordFile, options
 from niwaki.effort import PLAIN_EFFORT
 from niwaki.files import write_json
-from niwaki.options import Calibration, Compute, Measurement, parse_time
+from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.comparison import METHODS
 
 _USUAL = ",".join(METHODS)
@@ -24,7 +24,7 @@ def compare(
     measurement: Measurement = Measurement(),
     compute: Compute = Compute(),
     keep: bool = False,
-    budget: Annotated[str | None, "TIME"] = None,
+    max_time: Annotated[str | None, "TIME"] = None,
 ) -> None:
     """Prune MODEL by several methods to several sparsities; table, JSON, CSV and all records go to DIR.
 
@@ -39,9 +39,8 @@ def compare(
         text: What to measure perplexity on; may be given several times. [default: {usual_text}]
         text_samples: Windows of each. [default: all, or 256 of the calibration text]
         keep: Keep the pruned models, in DIR/models.
-        budget: Such as 90m or 2h: start no run that would end later.
+        max_time: Such as 90m or 2h: start no run that would end later.
     """
-    seconds = parse_time(budget) if budget is not None else None
     with TableDisplay(f"comparing methods on {model}") as display, in_session():
         from niwaki.evaluation.compare import compare as run
 
@@ -55,7 +54,7 @@ def compare(
             measurement=measurement,
             compute=compute,
             keep=keep,
-            budget=seconds,
+            max_time=max_time,
             progress=display,
         )
         written(output)
