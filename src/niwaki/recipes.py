@@ -68,13 +68,9 @@ def run(
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    measurement = Measurement.of(measurement)
-    measurement.only_text("run")
     chosen = [make_stage(stage) if isinstance(stage, str) else stage for stage in stages]
     check_order(chosen)
-    return _execute(
-        model, out, chosen, Calibration.of(calibration), measurement, Compute.of(compute), restart, progress
-    )
+    return _execute("run", model, out, chosen, calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -136,12 +132,8 @@ def prune(
         NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
             resumes after the last block that is done, as it does after an interruption.
     """
-    measurement = Measurement.of(measurement)
-    measurement.only_text("prune")
     stage = Prune(pattern, solver, effort, mask_from, quantize, keep_format, revive, blocks)
-    return _execute(
-        model, out, [stage], Calibration.of(calibration), measurement, Compute.of(compute), restart, progress
-    )
+    return _execute("prune", model, out, [stage], calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -194,11 +186,9 @@ def shrink(
         NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
             resumes after the last block that is done.
     """
-    measurement, compute = Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text("shrink")
-    compute.only("shrink", "device", "dtype")
+    Compute.of(compute).only("shrink", "device", "dtype")
     stage = Shrink(blocks, neurons, heads, experts, expert_neurons, effort)
-    return _execute(model, out, [stage], Calibration.of(calibration), measurement, compute, restart, progress)
+    return _execute("shrink", model, out, [stage], calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -255,25 +245,26 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
-    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text("heal")
-    calibration.only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
-    compute.only("heal", "device", "dtype", "max_memory")
+    Calibration.of(calibration).only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
+    Compute.of(compute).only("heal", "device", "dtype", "max_memory")
     stage = Heal(method, tokens, max_time, rate, batch, own_text, teacher)
-    return _execute(pruned, out, [stage], calibration, measurement, compute, restart, progress)
+    return _execute("heal", pruned, out, [stage], calibration, measurement, compute, restart, progress)
 
 
 def _execute(
+    caller: str,
     model: str | Path,
     out: str | Path,
     stages: Sequence[Stage],
-    calibration: Calibration,
-    measurement: Measurement,
-    compute: Compute,
+    calibration: Calibration | Text,
+    measurement: Measurement | Text | None,
+    compute: Compute | str,
     restart: bool,
     progress: Progress | None,
 ) -> Record:
-    """Does ``stages``, with the healing that their efforts ask for as stages too."""
+    """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``."""
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text(caller)
     whole = list(_with_healing(model, stages, calibration, compute))
     reads = [locate_model(str(path)) for stage in whole for path in _other_models(stage)]
     return execute(
