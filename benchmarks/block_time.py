@@ -104,7 +104,7 @@ def main() -> None:
             command += ["--sparsity", 0.6, "--blocks", f"0:{arguments.blocks}"]
             command += ["--calibration", calibration, "--samples", arguments.samples, "--length", arguments.length]
             command += ["--text-samples", 0, "--device", arguments.device, "--dtype", arguments.dtype]
-            command += ["--memory", arguments.memory] if arguments.memory else []
+            command += ["--max-memory", arguments.memory] if arguments.memory else []
             subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)
             record = json.loads(Path(f"{scratch}/out/niwaki.json").read_text())
         spent = {name: value / arguments.blocks for name, value in record["seconds"].items()}

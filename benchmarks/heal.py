@@ -116,7 +116,7 @@ def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[
                         model,
                         method=method,
                         tokens=arguments.tokens,
-                        time=arguments.time,
+                        max_time=arguments.time,
                         rate=arguments.rate,
                         own_text=arguments.own_text,
                         calibration=Calibration(text, length=arguments.length),

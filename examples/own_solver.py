@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import niwaki
-from niwaki.layer.patterns import NM, Pattern
-from niwaki.layer.problem import LayerProblem, Monitor, Solution
-from niwaki.layer.solvers import Solver, make_solver
+from niwaki import NM, LayerProblem, Monitor, Pattern, Solution, Solver, make_solver
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Power(Solver):
 generator = torch.Generator().manual_seed(0)
 W = torch.randn(64, 128, generator=generator)  # (out, in)
 X = torch.randn(512, 128, generator=generator) * torch.linspace(0.1, 2, 128)  # (tokens, in)
-problem = niwaki.LayerProblem(W, X.T @ X / len(X))
+problem = LayerProblem(W, X.T @ X / len(X))
 for solver in (Power(), make_solver("wanda"), make_solver("continuation")):
     print(f"{solver}: relative error {solver(problem, NM(2, 4)).error:.4f}")
 

@@ -21,6 +21,8 @@ from niwaki.layer.solvers import ADMM, MaskThenUpdate, Wanda
 from support.models import message, random_model
 from support.runs import listing
 
+api: Any = niwaki  # without what type checkers know of it
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -49,8 +51,7 @@ def test_checks_are_those_of_annotations() -> None:
     assert call("a", ["b"], other="x") == ("a", ["b"], False, "x")
     assert message(lambda: call(3)) == "path must be text or a path; got 3"
     assert message(lambda: call("a", flag=1)) == "flag must be True or False; got 1"
-    with pytest.raises(TypeError, match="missing a required argument: 'path'"):
-        call()
+    assert message(call) == "checked_call(): missing a required argument: 'path'; without names it takes path, several"
 
 
 @pytest.mark.parametrize(
@@ -143,10 +144,55 @@ def test_calls_that_make_no_sense(call: Callable[[], Any], said: str) -> None:
         ({"grid": "int8"}, "prune() has no argument 'grid'; did you mean 'quantize'?"),
         ({"calibraton": "x"}, "prune() has no argument 'calibraton'; did you mean 'calibration'?"),
         ({"pattern": 0.5, "zzz": 1}, "prune() has no argument 'zzz'; it has model, out"),
+        ({"seqlen": 64}, "prune() has no argument 'seqlen'; give calibration=Calibration(length=...)"),
+        ({"windows": "random"}, "prune() has no argument 'windows'; give calibration=Calibration(order=...)"),
+        ({"device": "cuda"}, "prune() has no argument 'device'; give compute=Compute(device=...)"),
+        ({"text": "a.txt"}, "prune() has no argument 'text'; did you mean 'measurement'?"),
     ],
 )
 def test_arguments_that_there_are_not(named: dict[str, Any], said: str) -> None:
     assert said in message(lambda: niwaki.prune("model", "out", **named))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: api.prune("model"), "prune(): missing a required argument: 'out'; without names it takes model"),
+        (lambda: api.prune("model", "out", 0.5, "wanda"), "prune(): too many positional arguments; without names"),
+        (lambda: api.heal("model", "out"), "heal(): missing a required argument: 'teacher'"),
+        (lambda: api.Calibration("demo", seqlen=3), "Calibration() has no argument 'seqlen'; did you mean 'length'"),
+        (lambda: api.Compute(gpu=1), "Compute() has no argument 'gpu'; it has device, dtype"),
+        (lambda: api.Effort(epoch=1), "Effort() has no argument 'epoch'; did you mean 'epochs'"),
+        (lambda: api.Prune(sparsity=0.5), "Prune() has no argument 'sparsity'; did you mean 'pattern'"),
+        (lambda: api.Prune([0.5]), "pattern must be a number, text, a Pattern or None; got [0.5]"),
+        (lambda: api.Quantize(4), "grid must be text or a Grid; got 4"),
+        (lambda: api.Shrink(blocks="1"), "blocks must be a whole number; got '1'"),
+        (lambda: api.Heal(method="x"), "method must be auto, full, lora, norms or blocks; got 'x'"),
+    ],
+)
+def test_calls_and_stages_with_other_arguments(call: Callable[[], Any], said: str) -> None:
+    assert message(call).startswith(said)
+
+
+PROSE = "Once upon a time, there was a forest.\nIn it lived a king"
+
+
+@pytest.mark.parametrize(
+    "calibration", [PROSE, PROSE.replace("\n", " "), PROSE * 100, [PROSE, "demo"], "Two words and three."]
+)
+def test_text_in_the_place_of_its_name(calibration: Any) -> None:
+    for name in ("calibration", "measurement"):
+        said = message(lambda name=name: niwaki.prune("model", "out", 0.5, **{name: calibration}))  # type: ignore[misc]
+        assert "is neither a file nor a known data set; to use it as text, write it to a file" in said
+        assert len(said) < 250
+        assert "\n" not in said
+
+
+def test_a_file_with_spaces_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "once upon a time").write_text("a")
+    for name in ("once upon a time", "it is not there.txt", "./nor is this one", "demo", "wikitext 2"):
+        assert Calibration(name).text == name
 
 
 def test_a_model_in_memory() -> None:

@@ -12,6 +12,8 @@ import typer.main
 
 import niwaki
 from niwaki.cli.app import app
+from niwaki.records.healing import HealingRecord
+from niwaki.records.record import CalibrationRecord, StructureRecord
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,3 +54,58 @@ def test_commands_have_the_options_that_are_shown(page: Path) -> None:
             known = {flag for option in commands[name].params for flag in (*option.opts, *option.secondary_opts)}
             shown = re.findall(r"(?<!\S)(--[a-z][a-z0-9-]*)", rest)
             assert set(shown) <= {*known, "--help"}, (name, rest)
+
+
+# The table of names
+
+
+def _rows() -> list[tuple[list[str], list[str], list[str]]]:
+    """Of each row of the table in docs/commands.md the names in Python, on the command line and in the record."""
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    table = text.split("## The same in Python and in the record")[1].split("\n## ")[0]
+    rows = [line.split(" |") for line in table.splitlines() if line.startswith("| ")][1:]
+    return [tuple(re.findall(r"`([^`]+)`", cell) for cell in row[1:4]) for row in rows]  # type: ignore[misc]
+
+
+def test_the_table_of_names_has_all_arguments() -> None:
+    functions = ("prune", "shrink", "heal", "run", "compare", "evaluate", "evaluate_tasks")
+    there = {name for each in functions for name in inspect.signature(getattr(niwaki, each)).parameters}
+    for group in (niwaki.Calibration, niwaki.Measurement, niwaki.Compute):
+        there |= {f"{group.__name__}.{name}" for name in inspect.signature(group).parameters}
+    assert {name for names, _, _ in _rows() for name in names} == there | {"Record.save"}
+    assert hasattr(niwaki.Record, "save")
+
+
+def test_the_table_of_names_has_all_options() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    there: set[str] = set()
+    for name in ("prune", "shrink", "heal", "run", "compare", "eval"):
+        for option in commands[name].params:
+            names = (*option.opts, *option.secondary_opts)
+            there |= {each for each in names if each.startswith("--")} or {option.metavar}
+    listed = {name for _, names, _ in _rows() for name in names}
+    assert listed - {"eval"} == there
+
+
+def test_the_table_of_names_has_what_is_in_the_record() -> None:
+    groups = {
+        "structure": StructureRecord.__annotations__,
+        "healing": HealingRecord.__annotations__,
+        "calibration": CalibrationRecord.__annotations__,
+        "perplexity": niwaki.Perplexity.__annotations__,
+    }
+    for _, _, names in _rows():
+        for name in names:
+            first, _, rest = name.partition(".")
+            assert first in niwaki.Record.__annotations__
+            assert not rest or rest in groups[first], name
+
+
+def test_names_are_the_same_in_python_and_on_the_command_line() -> None:
+    """But for those of a group's first field, of several things at once, and of what is measured."""
+    others = {"patterns", "stages", "measurement", "Measurement.samples", "compute", "Record.save", "progress"}
+    others |= {"Calibration.text", "Measurement.before"}
+    for names, options, _ in _rows():
+        for name in set(names) - others:
+            last = name.rpartition(".")[2]
+            assert {f"--{last.replace('_', '-')}", last.upper()} & set(options), name

@@ -28,8 +28,8 @@ def test_a_text_or_a_device_alone_will_do() -> None:
 
 
 def test_memory_is_in_bytes() -> None:
-    assert Compute(memory="8GiB").budget == 8 * 2**30 == parse_size("8 gib")
-    assert Compute(memory=5).budget == 5
+    assert Compute(max_memory="8GiB").budget == 8 * 2**30 == parse_size("8 gib")
+    assert Compute(max_memory=5).budget == 5
     assert Compute().budget is None
 
 
@@ -52,10 +52,10 @@ def test_memory_is_in_bytes() -> None:
         (Compute, {"device": None}, "device must be text; got None"),
         (Compute, {"dtype": torch.zeros(1)}, "dtype must be text; got tensor([0.])"),
         (Compute, {"tf32": "maybe"}, "tf32 must be auto, always or never; got 'maybe'"),
-        (Compute, {"memory": 0}, "memory must be 1 or more; got 0"),
-        (Compute, {"memory": 1.5}, "memory must be a whole number, text or None; got 1.5"),
-        (Compute, {"memory": f"{'9' * 400}GiB"}, f"invalid memory size '{'9' * 76}...; try 8GiB or 500MB"),
-        (Compute, {"memory": "much"}, "invalid memory size 'much'; try 8GiB or 500MB"),
+        (Compute, {"max_memory": 0}, "max_memory must be 1 or more; got 0"),
+        (Compute, {"max_memory": 1.5}, "max_memory must be a whole number, text or None; got 1.5"),
+        (Compute, {"max_memory": f"{'9' * 400}GiB"}, f"invalid memory size '{'9' * 76}...; try 8GiB or 500MB"),
+        (Compute, {"max_memory": "much"}, "invalid memory size 'much'; try 8GiB or 500MB"),
     ],
 )
 def test_what_is_not_valid(kind: Any, wrong: dict[str, Any], said: str) -> None:
@@ -64,8 +64,8 @@ def test_what_is_not_valid(kind: Any, wrong: dict[str, Any], said: str) -> None:
 
 def test_what_is_not_used_is_not_taken() -> None:
     Compute(device="cpu", dtype="float32").only("shrink", "device", "dtype")
-    said = message(lambda: Compute(memory=5).only("shrink", "device", "dtype"))
-    assert said == "shrink does not use memory; got memory=5"
+    said = message(lambda: Compute(max_memory=5).only("shrink", "device", "dtype"))
+    assert said == "shrink does not use max_memory; got max_memory=5"
     assert "one text at a time; got 2" in message(lambda: Measurement(["a", "b"]).only_text("evaluate"))
     assert "one text at a time; got 0" in message(lambda: Measurement(()).only_text("evaluate"))
 

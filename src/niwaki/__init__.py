@@ -8,7 +8,7 @@ from niwaki._version import __version__ as __version__
 _PUBLIC = {
     "niwaki.options": ("Calibration", "Compute", "Measurement"),
     "niwaki.errors": ("NiwakiError",),
-    "niwaki.effort": ("Effort", "Fitting", "Planning"),
+    "niwaki.effort": ("EFFORTS", "Effort", "Fitting", "Planning"),
     "niwaki.recipes": ("heal", "prune", "run", "shrink"),
     "niwaki.healing.heal": ("Heal",),
     "niwaki.pruning.prune": ("Prune", "Quantize"),
@@ -28,15 +28,21 @@ _PUBLIC = {
     "niwaki.records.record": ("Perplexity", "Record"),
     "niwaki.records.progress": ("Progress",),
     "niwaki.windows": ("Windows",),
-    "niwaki.layer.problem": ("Gram", "LayerProblem", "Solution"),
-    "niwaki.layer.solvers": ("Solver", "make_solver"),
-    "niwaki.layer.patterns": ("NM", "Pattern", "PerRow", "Unstructured"),
+    "niwaki.layer.problem": ("Gram", "LayerProblem", "Monitor", "Solution"),
+    "niwaki.layer.solvers": (
+        *("SOLVERS", "Solver", "make_solver", "MaskThenUpdate", "Magnitude", "Wanda", "RIA", "OBSSaliency", "DSnoT"),
+        *("Swaps", "SparseGPT", "OBC", "ALPS", "ADMM", "Continuation", "Descent", "ConjugateGradients", "Exact"),
+    ),
+    "niwaki.layer.patterns": (
+        *("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "TransposableNM", "Quota", "Block", "Fixed"),
+    ),
+    "niwaki.layer.grid": ("Grid",),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from niwaki.effort import Effort as Effort, Fitting as Fitting, Planning as Planning
+    from niwaki.effort import EFFORTS as EFFORTS, Effort as Effort, Fitting as Fitting, Planning as Planning
     from niwaki.errors import NiwakiError as NiwakiError
     from niwaki.evaluation.bench import bench as bench
     from niwaki.evaluation.compare import compare as compare
@@ -46,9 +52,44 @@ if TYPE_CHECKING:
     from niwaki.evaluation.tasks import evaluate_tasks as evaluate_tasks
     from niwaki.exports.export import Export as Export, Pack as Pack, export as export
     from niwaki.healing.heal import Heal as Heal
-    from niwaki.layer.patterns import NM as NM, Pattern as Pattern, PerRow as PerRow, Unstructured as Unstructured
-    from niwaki.layer.problem import Gram as Gram, LayerProblem as LayerProblem, Solution as Solution
-    from niwaki.layer.solvers import Solver as Solver, make_solver as make_solver
+    from niwaki.layer.grid import Grid as Grid
+    from niwaki.layer.patterns import (
+        NM as NM,
+        Block as Block,
+        Fixed as Fixed,
+        MixedNM as MixedNM,
+        Pattern as Pattern,
+        PerRow as PerRow,
+        Quota as Quota,
+        TransposableNM as TransposableNM,
+        Unstructured as Unstructured,
+    )
+    from niwaki.layer.problem import (
+        Gram as Gram,
+        LayerProblem as LayerProblem,
+        Monitor as Monitor,
+        Solution as Solution,
+    )
+    from niwaki.layer.solvers import (
+        ADMM as ADMM,
+        ALPS as ALPS,
+        OBC as OBC,
+        RIA as RIA,
+        SOLVERS as SOLVERS,
+        ConjugateGradients as ConjugateGradients,
+        Continuation as Continuation,
+        Descent as Descent,
+        DSnoT as DSnoT,
+        Exact as Exact,
+        Magnitude as Magnitude,
+        MaskThenUpdate as MaskThenUpdate,
+        OBSSaliency as OBSSaliency,
+        Solver as Solver,
+        SparseGPT as SparseGPT,
+        Swaps as Swaps,
+        Wanda as Wanda,
+        make_solver as make_solver,
+    )
     from niwaki.options import Calibration as Calibration, Compute as Compute, Measurement as Measurement
     from niwaki.packed.load import load as load
     from niwaki.packed.pack import pack as pack

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from niwaki.errors import UsageError, either, shown
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -45,11 +46,7 @@ def checked(call: Call) -> Call:
 
     @functools.wraps(call)
     def run(*arguments: Any, **named: Any) -> Any:
-        try:
-            bound = signature().bind(*arguments, **named)
-        except TypeError:
-            _check_names(call.__name__, list(signature().parameters), named)
-            raise
+        bound = _bound(call.__name__, signature(), arguments, named)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(name, value, signature().parameters[name].annotation)
         return call(*bound.args, **bound.kwargs)
@@ -57,18 +54,64 @@ def checked(call: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
-#: What other tools, or the command line, call an argument.
-_ALSO_CALLED = {"sparsity": "pattern", "seqlen": "calibration", "samples": "calibration", "grid": "quantize"}
+def checked_names(kind: Kind) -> Kind:
+    """A dataclass ``kind``, of which a field that it does not have is a UsageError; its types are for check_fields."""
+    init: Any = vars(kind)["__init__"]
+
+    @functools.wraps(init)
+    def run(self: Any, *arguments: Any, **named: Any) -> None:
+        _bound(kind.__name__, inspect.signature(kind), arguments, named)
+        init(self, *arguments, **named)
+
+    setattr(kind, "__init__", run)  # noqa: B010
+    return kind
 
 
-def _check_names(name: str, known: list[str], named: dict[str, Any]) -> None:
-    """UsageError where the function called ``name`` has no argument of one of the names in ``named``."""
-    for given in named:
-        if given not in known:
-            meant = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-            meant = [each for each in [_ALSO_CALLED.get(given)] if each in known] or meant
-            hint = f"did you mean {meant[0]!r}? It has " if meant else "it has "
-            raise UsageError(f"{name}() has no argument {given!r}; {hint}{', '.join(known)}")
+#: What other tools, the command line or earlier versions call an argument.
+_ALSO_CALLED = {
+    "sparsity": "pattern",
+    "sparsities": "patterns",
+    "grid": "quantize",
+    "quantization": "quantize",
+    "mask": "mask_from",
+    "revive_zeros": "revive",
+    "seqlen": "length",
+    "windows": "order",
+    "text": "measurement",
+    "dataset": "calibration",
+    "time": "max_time",
+    "budget": "max_time",
+    "memory": "max_memory",
+    "output": "out",
+}
+
+
+def _bound(
+    name: str, signature: inspect.Signature, arguments: Sequence[Any], named: dict[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments by name; UsageError where the function or class called ``name`` does not take them."""
+    try:
+        return signature.bind(*arguments, **named)
+    except TypeError as error:
+        known = signature.parameters
+        for given in named:
+            if given not in known:
+                raise UsageError(f"{name}() has no argument {given!r}; {_meant(given, known)}") from None
+        places = [each.name for each in known.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        raise UsageError(f"{name}(): {error}; without names it takes {', '.join(places) or 'nothing'}") from None
+
+
+def _meant(given: str, known: Mapping[str, inspect.Parameter]) -> str:
+    """What may be meant by the argument ``given``: one of the ``known`` ones, or a field of what one of them takes."""
+    given = given if given in known else _ALSO_CALLED.get(given, given)
+    for name, parameter in known.items():
+        for kind in get_args(parameter.annotation):
+            fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+            if given not in known and given in [field.name for field in fields]:
+                return f"give {name}={_in_words(kind).split()[-1]}({given}=...)"
+    meant = [given] if given in known else difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    hint = f"did you mean {meant[0]!r}? It has " if meant else "it has "
+    return f"{hint}{', '.join(known)}"
 
 
 def check_fields(instance: Any) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from niwaki.arguments import check_fields
+from niwaki.arguments import check_fields, checked_names
 from niwaki.errors import UsageError
 from niwaki.options import changed, check_known, find, name_of, parameters, parse_name
 from niwaki.records.wording import in_words
@@ -17,6 +17,7 @@ def _check(name: str, value: float, is_accepted: bool, range_: str) -> None:
         raise UsageError(f"{name} must be {range_}; got {value!r}")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Planning:
     """What the dense model is asked before anything is pruned.
@@ -51,6 +52,7 @@ class Planning:
         return replace(self, allocation="error" if self.allocation == "loss" else self.allocation, importance=0.0)
 
 
+@checked_names
 @dataclass(frozen=True)
 class Fitting:
     """How the remaining weights of a block are fitted to the outputs of the dense block: :mod:`niwaki.models.fit`.
@@ -83,6 +85,7 @@ class Fitting:
         return max(1, self.batch // processes)
 
 
+@checked_names
 @dataclass(frozen=True)
 class Effort:
     """How matrices and blocks are made to fit together. The default is the plain layer-wise method.

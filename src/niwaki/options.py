@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_origin, get_type_hints
 
-from niwaki.arguments import check_fields
+from niwaki.arguments import check_fields, checked_names
 from niwaki.choices import TF32, Order
 from niwaki.errors import UnknownNameError, UsageError, shown
 
@@ -57,6 +57,7 @@ class _Options:
                 raise UsageError(f"{caller} does not use {field.name}; got {field.name}={getattr(self, field.name)!r}")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Calibration(_Options):
     """The text that matrices and blocks are fitted on; a text alone will do, as in ``calibration="text.txt"``.
@@ -115,6 +116,7 @@ class Calibration(_Options):
         ]
 
 
+@checked_names
 @dataclass(frozen=True)
 class Measurement(_Options):
     """The text that perplexity is measured on; a text alone will do, as in ``measurement="wikitext2"``.
@@ -163,6 +165,7 @@ class Measurement(_Options):
             raise UsageError("samples must be 1 or more; got 0")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Compute(_Options):
     """Where and in what a model runs; a device alone will do, as in ``compute="cuda"``.
@@ -174,14 +177,14 @@ class Compute(_Options):
         tf32: Where GPUs may round the factors of float32 products to TF32: "auto" for Gram matrices of half-precision
             activations, where that changes no factor; "always" for all products; "never". Factorisations and inverses
             never use it.
-        memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a file
-            in the system's temporary directory. None for no limit.
+        max_memory: Bytes that the process may use, or text such as "8GiB": hidden states that do not fit are kept in a
+            file in the system's temporary directory. None for no limit.
     """
 
     device: str = "auto"
     dtype: str = "auto"
     tf32: TF32 = "auto"
-    memory: int | str | None = None
+    max_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype"):
@@ -189,15 +192,15 @@ class Compute(_Options):
             if type(given).__module__ == "torch" and type(given).__name__ == name:  # without torch
                 object.__setattr__(self, name, str(given).removeprefix("torch."))
         check_fields(self)
-        if isinstance(self.memory, str):
-            object.__setattr__(self, "memory", parse_size(self.memory))
-        check_count("memory", self.budget, 1)
+        if isinstance(self.max_memory, str):
+            object.__setattr__(self, "max_memory", parse_size(self.max_memory))
+        check_count("max_memory", self.budget, 1)
 
     @property
     def budget(self) -> int | None:
-        """``memory`` in bytes."""
-        assert not isinstance(self.memory, str)
-        return self.memory
+        """``max_memory`` in bytes."""
+        assert not isinstance(self.max_memory, str)
+        return self.max_memory
 
 
 def choose(kind: str, text: str, known: Mapping[str, T], settings: Mapping[str, Any] | None = None) -> T:
@@ -347,11 +350,29 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def _name_of(text: Any) -> Any:
-    """A path as text; several texts as a tuple, in which no name comes twice; everything else as it is."""
+    """A path as text; several texts as a tuple, in which no name comes twice; everything else as it is.
+
+    UsageError where a text is not given by its name.
+    """
     if isinstance(text, list | tuple):
         names = [_name_of(each) for each in text]
         return tuple(name for i, name in enumerate(names) if not isinstance(name, str) or name not in names[:i])
+    if isinstance(text, str) and _is_prose(text):
+        raise UsageError(
+            f"{shown(text)} is neither a file nor a known data set; to use it as text, write it to a file and give the "
+            "file's name, or from Python its tokens, (samples, length)"
+        )
     return os.fspath(text) if isinstance(text, os.PathLike) else text
+
+
+def _is_prose(name: str) -> bool:
+    """Whether what should be the name of a text is text itself."""
+    if len(name.split()) < 3 or name.startswith((".", "/", "~")) or re.search(r"\.\w{1,8}$", name):
+        return "\n" in name.strip()
+    try:
+        return not os.path.exists(name)
+    except ValueError:  # what no file can be called
+        return True
 
 
 def _one_or_several(text: Any) -> Any:

@@ -43,7 +43,7 @@ def run(
 ) -> Record:
     """Does several things to a model, one after the other: shrink, prune, put on a grid, heal, export.
 
-    For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(time="30m")], calibration="text.txt")``.
+    For example ``run(model, out, [Shrink(neurons=0.25), Prune("2:4"), Heal(max_time="30m")], calibration="text.txt")``.
     Everything is checked before the first stage begins. Each stage reads what the one before it wrote; an interrupted
     run resumes in the stage that was at work, and the result has the same bytes as one that was not interrupted.
 
@@ -70,13 +70,9 @@ def run(
         UsageError: a stage cannot follow those before it, or has a parameter that is not valid; nothing is written.
         NiwakiError: see :mod:`niwaki.errors`. What is done is kept, and the same call resumes.
     """
-    measurement = Measurement.of(measurement)
-    measurement.only_text("run")
     chosen = [make_stage(stage) if isinstance(stage, str) else stage for stage in stages]
     check_order(chosen)
-    return _execute(
-        model, out, chosen, Calibration.of(calibration), measurement, Compute.of(compute), restart, progress
-    )
+    return _execute("run", model, out, chosen, calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -138,12 +134,8 @@ def prune(
         NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
             resumes after the last block that is done, as it does after an interruption.
     """
-    measurement = Measurement.of(measurement)
-    measurement.only_text("prune")
     stage = Prune(pattern, solver, effort, mask_from, quantize, keep_format, revive, blocks)
-    return _execute(
-        model, out, [stage], Calibration.of(calibration), measurement, Compute.of(compute), restart, progress
-    )
+    return _execute("prune", model, out, [stage], calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -185,7 +177,7 @@ def shrink(
             healing. "fast" fits only the matrices that lose columns.
         calibration: As in :func:`niwaki.prune`, and so are all arguments that follow.
         measurement: What to measure perplexity on.
-        compute: Where blocks run; ``tf32`` and ``memory`` are not used.
+        compute: Where blocks run; ``tf32`` and ``max_memory`` are not used.
         restart: Discard what an interrupted run has left for ``out``, instead of resuming it.
         progress: Receives how it goes.
 
@@ -196,11 +188,9 @@ def shrink(
         NiwakiError: see :mod:`niwaki.errors`. Before the first block is done nothing is left; later the same call
             resumes after the last block that is done.
     """
-    measurement, compute = Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text("shrink")
-    compute.only("shrink", "device", "dtype")
+    Compute.of(compute).only("shrink", "device", "dtype")
     stage = Shrink(blocks, neurons, heads, experts, expert_neurons, effort)
-    return _execute(model, out, [stage], Calibration.of(calibration), measurement, compute, restart, progress)
+    return _execute("shrink", model, out, [stage], calibration, measurement, compute, restart, progress)
 
 
 @checked
@@ -211,7 +201,7 @@ def heal(
     *,
     method: HealingMethod = "auto",
     tokens: int | str = HEALING_TOKENS,
-    time: float | str | None = None,
+    max_time: float | str | None = None,
     rate: float | None = None,
     batch: int | str = HEALING_BATCH,
     own_text: float | str = OWN_TEXT,
@@ -237,8 +227,8 @@ def heal(
             "blocks" trains one block after the other towards the dense model's, with one of each in memory. "auto" is
             the first of "full", "lora" and "blocks" that memory is enough for.
         tokens: How many to train on, such as "2M". Where the text has fewer, it is used again.
-        time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the same
-            bytes, the same time does not.
+        max_time: Seconds, or text such as "1h", that it may take in all; None for no limit. The same tokens give the
+            same bytes, the same time does not.
         rate: The learning rate, relative to the root mean square of each parameter's weights; None for 0.0007, or 0.01
             with the method "blocks".
         batch: Tokens in a step, at least one window; such as "1k".
@@ -257,25 +247,26 @@ def heal(
     Raises:
         NiwakiError: see :mod:`niwaki.errors`. After the first point the same call resumes at the last one.
     """
-    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
-    measurement.only_text("heal")
-    calibration.only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
-    compute.only("heal", "device", "dtype", "memory")
-    stage = Heal(method, tokens, time, rate, batch, own_text, teacher)
-    return _execute(pruned, out, [stage], calibration, measurement, compute, restart, progress)
+    Calibration.of(calibration).only("heal", "text", "length", "order", "seed", "answers", "bos", "field")
+    Compute.of(compute).only("heal", "device", "dtype", "max_memory")
+    stage = Heal(method, tokens, max_time, rate, batch, own_text, teacher)
+    return _execute("heal", pruned, out, [stage], calibration, measurement, compute, restart, progress)
 
 
 def _execute(
+    caller: str,
     model: str | Path,
     out: str | Path,
     stages: Sequence[Stage],
-    calibration: Calibration,
-    measurement: Measurement,
-    compute: Compute,
+    calibration: Calibration | Text,
+    measurement: Measurement | Text | None,
+    compute: Compute | str,
     restart: bool,
     progress: Progress | None,
 ) -> Record:
-    """Does ``stages``, with the healing that their efforts ask for as stages too."""
+    """Does ``stages``, with the healing that their efforts ask for as stages too; errors name the ``caller``."""
+    calibration, measurement, compute = Calibration.of(calibration), Measurement.of(measurement), Compute.of(compute)
+    measurement.only_text(caller)
     whole = list(_with_healing(model, stages, calibration, compute))
     reads = [locate_model(str(path)) for stage in whole for path in _other_models(stage)]
     return execute(

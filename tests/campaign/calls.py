@@ -50,7 +50,7 @@ _ODD: tuple[Any, ...] = (
     *(torch.tensor(1), torch.tensor(0.5), torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.int64), torch.ones(1, 9, 2)),
     *(torch.float32, torch.float16, torch.int8, torch.device("cpu"), torch.device("meta"), torch.nn.Linear(2, 2)),
     *(_TEXT, niwaki.Calibration, _MEASURED, niwaki.Measurement(samples=0), niwaki.Measurement(()), niwaki.Compute()),
-    *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(memory="1GiB"), niwaki.Effort()),
+    *(niwaki.Compute("cpu", "bfloat16"), niwaki.Compute(max_memory="1GiB"), niwaki.Effort()),
     *(niwaki.Effort(fit=niwaki.Fitting(epochs=0.1)), niwaki.Effort(niwaki.Planning("owl")), niwaki.Fitting()),
     *(niwaki.Effort, Wanda(), Wanda),
     *(niwaki.NM(2, 4), niwaki.NM, niwaki.PerRow(0.5), MixedNM(2, 4), Grid(4), Grid(8, 16), niwaki.Progress()),
@@ -79,9 +79,9 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     texts: dict[str, Any] = {"calibration": _TEXT, "measurement": _MEASURED, "compute": niwaki.Compute()}
     pruning = {"solver": "wanda", "effort": None, "mask_from": None, "quantize": None, "blocks": None}
     common: dict[str, Any] = {"restart": False, "progress": None}
-    training: dict[str, Any] = {"tokens": 200, "time": None, "rate": 0.01, "batch": 32}
+    training: dict[str, Any] = {"tokens": 200, "max_time": None, "rate": 0.01, "batch": 32}
     lesson = niwaki.Calibration("demo", length=32)
-    comparing = {"effort": "fast", "keep": False, "budget": None, "progress": None}
+    comparing = {"effort": "fast", "keep": False, "max_time": None, "progress": None}
     held = {"measurement": niwaki.Measurement("demo-held", samples=1, length=32)}
     options = {"compute": "cpu", "progress": None}
     writing = {"tokens": 2, "temperature": 0.0, "seed": 0, "compute": "cpu", "say": None}

@@ -113,7 +113,7 @@ def test_some_blocks_only(model: Path, tmp_path: Path, niwaki_: Command) -> None
 
 @pytest.mark.slow
 def test_a_budget_of_memory(model: Path, tmp_path: Path, niwaki_: Command) -> None:
-    for name, options in {"a": [], "b": ["--memory", "1MB"], "c": ["--memory", "1 TiB"]}.items():
+    for name, options in {"a": [], "b": ["--max-memory", "1MB"], "c": ["--max-memory", "1 TiB"]}.items():
         effort = ("--effort", "balanced:synthetic=0")  # without the whole model in memory
         ran = niwaki_("prune", model, tmp_path / name, "--sparsity", "0.5", *effort, *SMALL, *options)
         assert (ran.code, ran.err) == (0, "")
@@ -288,7 +288,7 @@ def test_version_and_help(niwaki_: Command) -> None:
         "--calibration",
         "--record",
         "--blocks",
-        "--memory",
+        "--max-memory",
         "--restart",
     ):
         assert option in options

@@ -397,10 +397,10 @@ def test_compare(tmp_path: Path, model: Path, niwaki_: Command, monkeypatch: pyt
 
 def test_compare_that_makes_no_sense(tmp_path: Path, model: Path, niwaki_: Command) -> None:
     for arguments, said in (
-        (["--budget", "soon"], "invalid time 'soon'; try 2h"),
+        (["--max-time", "soon"], "invalid time 'soon'; try 2h"),
         (["--solvers", ","], "which solvers"),
         (["--sparsity", "0.5,2:"], "'2:' is not a valid pattern"),
-        (["--memory", "much"], "invalid memory size"),
+        (["--max-memory", "much"], "invalid memory size"),
     ):
         ran = niwaki_("compare", model, "-o", tmp_path / "out", *SMALL, *arguments)
         assert (ran.code, ran.out) == (2, "")

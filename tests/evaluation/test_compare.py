@@ -227,7 +227,7 @@ def test_memory_changes_nothing(model: Path, whole: Comparison, monkeypatch: pyt
         return real(budget, tensor)
 
     monkeypatch.setattr(MemoryBudget, "spill", spill)
-    assert values(run(model, None, ["wanda"], memory=1)).items() <= values(whole).items()
+    assert values(run(model, None, ["wanda"], max_memory=1)).items() <= values(whole).items()
     # All hidden states, 32 numbers of 4 bytes: of the dense model, of the calibration text, of the pruned model.
     assert sum(sizes) == (3 + 4 + 3) * 32 * (32 * 4)
 
@@ -396,7 +396,7 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(comparison, "prune", pruned)
     monkeypatch.setattr("niwaki.evaluation.compare.time.monotonic", lambda: now[0])
     out, asked = tmp_path / "out", (["magnitude", "wanda"], [0.5, 0.6, 0.7])
-    found = run(model, out, *asked, budget=2150.0, progress=Told())
+    found = run(model, out, *asked, max_time=2150.0, progress=Told())
     # magnitude 100, wanda 1100, magnitude 1200; wanda would end at 2200; magnitude 1300; and again.
     assert keys(found)[1:] == [
         ("magnitude", "50 %"),
@@ -409,8 +409,8 @@ def test_budget(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert Comparison.load(out).missing == found.missing
     assert "Not done yet: wanda at 60 %, 70 %." in (out / "compare.md").read_text()
     # Of ria nothing is known: it may be as slow as the slowest.
-    assert keys(run(model, out, ["ria"], budget=999.0)) == keys(found)
-    assert keys(run(model, out, ["ria"], budget=1001.0))[5:] == [("ria", "50 %")]
+    assert keys(run(model, out, ["ria"], max_time=999.0)) == keys(found)
+    assert keys(run(model, out, ["ria"], max_time=1001.0))[5:] == [("ria", "50 %")]
     whole = run(model, out, *asked)
     assert keys(whole)[6:] == [("wanda", "60 %"), ("wanda", "70 %")]
     assert whole.missing == []
@@ -468,7 +468,7 @@ def test_one_alone_is_a_list_of_one(
         ({"solvers": [Flipped(), Flipped(2.0)]}, "two solvers are called 'flipped'"),
         ({"samples": 0}, "got 0"),
         ({"text_samples": 0}, "got 0"),
-        ({"budget": 0.0}, "above 0"),
+        ({"max_time": 0.0}, "above 0"),
         ({"solvers": [type("Dense", (Flipped,), {})()]}, "'dense'"),
         ({"measure": "after"}, "compare does not use before"),
         ({"length": 100_000}, "100,000"),

@@ -647,7 +647,7 @@ def test_pruned_and_stopped(tmp_path: Path, stop_at: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"compute": Compute("cpu", "float32", memory=1000)}, "of memory"),
+        ({"compute": Compute("cpu", "float32", max_memory=1000)}, "of memory"),
         ({"blocks": "0:1"}, "only some blocks are pruned"),
         ({"calibration": Calibration(TOKENS[:1])}, "only one window"),
     ],
@@ -744,7 +744,7 @@ def test_perplexities(tmp_path: Path) -> None:
 def test_a_time(tmp_path: Path) -> None:
     """It ends, whatever the tokens."""
     dense, pruned = pruned_model(tmp_path, "llama")
-    record = heal(pruned, tmp_path / "out", dense, tokens="1M", time="2s")
+    record = heal(pruned, tmp_path / "out", dense, tokens="1M", max_time="2s")
     assert record.healing
     assert record.healing.limit == 2
     assert record.healing.points[-1].tokens < 1_000_000
@@ -859,7 +859,7 @@ def test_a_grid_without_zeros(tmp_path: Path) -> None:
 
 def test_too_little_memory(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
-    compute = niwaki.Compute("cpu", memory="1KB")
+    compute = niwaki.Compute("cpu", max_memory="1KB")
     for method in ("auto", "full", "norms"):
         asked = {"compute": compute, "method": method}
         text = message(lambda: heal(pruned, tmp_path / "out", dense, **asked), UnsupportedModelError)  # noqa: B023
@@ -871,7 +871,7 @@ def test_memory_for_low_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dense, pruned = pruned_model(tmp_path, "llama", torch.bfloat16)
     model = StreamedModel(Checkpoint(pruned), "cpu", "float32")
     enough = model.size + 16 * sum(matrix.size for matrix in model.matrices())
-    record = heal(pruned, tmp_path / "out", dense, compute=niwaki.Compute("cpu", memory=str(enough - 1)))
+    record = heal(pruned, tmp_path / "out", dense, compute=niwaki.Compute("cpu", max_memory=str(enough - 1)))
     assert record.healing
     assert record.healing.method == "lora"
     assert any("lora instead" in note for note in record.notes)

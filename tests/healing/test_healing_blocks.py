@@ -198,7 +198,7 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
     dense, pruned = pruned_model(tmp_path, "llama")
     model, other = (StreamedModel(Checkpoint(path), "cpu") for path in (pruned, dense))
     enough = block_memory(model, other, False)
-    record = heal(pruned, tmp_path / "out", dense, method="auto", compute=Compute("cpu", "float32", memory=enough))
+    record = heal(pruned, tmp_path / "out", dense, method="auto", compute=Compute("cpu", "float32", max_memory=enough))
     assert record.healing
     assert record.healing.method == "blocks"
     assert any("(lora), and there are" in note and "blocks instead" in note for note in record.notes)
@@ -206,7 +206,7 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
     heal(pruned, tmp_path / "spacious", dense)
     assert same_tensors(tmp_path / "out", tmp_path / "spacious")
     for method in ("auto", "blocks"):
-        asked = {"method": method, "compute": Compute("cpu", "float32", memory=enough - 1)}
+        asked = {"method": method, "compute": Compute("cpu", "float32", max_memory=enough - 1)}
         text = message(lambda: heal(pruned, tmp_path / "none", dense, **asked), UnsupportedModelError)  # noqa: B023
         assert "(blocks) of memory, and there are" in text
 
@@ -214,14 +214,14 @@ def test_where_memory_is_for_nothing_else(tmp_path: Path) -> None:
 def test_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, and says how much there was time for; fits keep to it where that was wrong."""
     dense, pruned = pruned_model(tmp_path, "llama")
-    record = heal(pruned, tmp_path / "out", dense, tokens="100M", time="2s")
+    record = heal(pruned, tmp_path / "out", dense, tokens="100M", max_time="2s")
     assert record.healing
     assert record.healing.limit == 2
     assert record.healing.tokens < 100_000_000
     assert any(f"the time is enough to train on {record.healing.tokens:,} tokens" in note for note in record.notes)
     assert record.seconds["total"] < 8
     monkeypatch.setattr(BlockRun, "_enough", lambda *_: 1 << 40)
-    record = heal(pruned, tmp_path / "wrong", dense, tokens="100M", time="2s")
+    record = heal(pruned, tmp_path / "wrong", dense, tokens="100M", max_time="2s")
     assert record.seconds["total"] < 8
     assert all(0 < fit.epochs <= fit.steps for fit in record.fits if fit.after < fit.before)
 

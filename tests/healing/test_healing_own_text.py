@@ -82,7 +82,7 @@ def test_where_the_dense_model_cannot_write(tmp_path: Path) -> None:
     """It is said, and real text is all that is trained on."""
     dense, pruned = pruned_model(tmp_path, "llama")
     heal(pruned, tmp_path / "without", dense, method="blocks")
-    few = Compute("cpu", "float32", memory=2**20)
+    few = Compute("cpu", "float32", max_memory=2**20)
     record = heal(pruned, tmp_path / "out", dense, method="blocks", own_text=SHARE, compute=few)
     assert any("wrote no text to train on: its 0.0 GiB do not fit in memory" in note for note in record.notes)
     assert record.calibration["synthetic"] == 0
@@ -95,7 +95,7 @@ def test_where_there_is_no_time_to_write(tmp_path: Path, monkeypatch: pytest.Mon
     heal(pruned, tmp_path / "without", dense)
     monkeypatch.setattr(own_text, "written", lambda *_: random_tokens(1, LENGTH))
     record = heal(pruned, tmp_path / "out", dense, own_text=SHARE)
-    note = "there was no time for the dense model to write text to train on; give more --time"
+    note = "there was no time for the dense model to write text to train on; give more --max-time"
     assert record.notes.count(note) == 1
     assert record.calibration["synthetic"] == 0
     assert same_tensors(tmp_path / "without", tmp_path / "out")

@@ -108,7 +108,7 @@ def test_interrupted_runs_and_little_memory_give_the_same(tmp_path: Path, case: 
     run(model, wanted)
     for name, stop, compute in (
         ("stopped", 24, Compute("cpu")),  # in the third block, which uses keys of the first
-        ("small", 0, Compute("cpu", memory=1)),  # all in a file
+        ("small", 0, Compute("cpu", max_memory=1)),  # all in a file
     ):
         out = tmp_path / name
         if stop:

@@ -253,7 +253,7 @@ class Failing(Progress):
 @pytest.mark.slow
 def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, model: Path, dtype: str) -> None:
     one = run(model, tmp_path / "a", dtype=dtype)
-    other = run(model, tmp_path / "b", dtype=dtype, memory=1)
+    other = run(model, tmp_path / "b", dtype=dtype, max_memory=1)
     # Three times: for the inputs, and for the text with the dense and the pruned weights.
     size = (5 + 3 + 3) * 24 * 32 * (4 if dtype == "float32" else 2)
     note = f"{size / 2**20:,.1f} MiB of hidden states are in a file, for want of memory"
@@ -268,18 +268,18 @@ def test_hidden_states_on_disk_make_no_difference(tmp_path: Path, model: Path, d
 
 
 def test_memory_enough(tmp_path: Path, model: Path) -> None:
-    assert not any("in a file" in note for note in run(model, tmp_path / "out", memory=2**40).notes)
+    assert not any("in a file" in note for note in run(model, tmp_path / "out", max_memory=2**40).notes)
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on(tmp_path: Path, model: Path) -> None:
-    run(model, tmp_path / "whole", memory=1)
+    run(model, tmp_path / "whole", max_memory=1)
     # The budget is no part of what was asked for, and may be another one.
     for number, memory in enumerate((1, None)):
         out = tmp_path / f"{number}"
         with pytest.raises(KeyboardInterrupt):
-            run(model, out, memory=1, progress=Failing())
-        record = run(model, out, memory=memory)
+            run(model, out, max_memory=1, progress=Failing())
+        record = run(model, out, max_memory=memory)
         assert record.resumed == [1]
         for name in ("model.safetensors", "README.md"):
             assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -288,7 +288,7 @@ def test_a_run_that_goes_on(tmp_path: Path, model: Path) -> None:
 
 def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, model: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "out", memory=1, progress=Failing(), blocks=(1, 2))
+        run(model, tmp_path / "out", max_memory=1, progress=Failing(), blocks=(1, 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "temporary"]
 
 
@@ -315,9 +315,9 @@ def test_a_full_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(OutputError) as caught:
-        run(model, tmp_path / "out", memory=1)
+        run(model, tmp_path / "out", max_memory=1)
     assert "no space left on disk for " in str(caught.value)
-    assert "hidden states go there; give more --memory, or another place as TMPDIR" in str(caught.value)
+    assert "hidden states go there; give more --max-memory, or another place as TMPDIR" in str(caught.value)
     assert "as large as the model" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "temporary"]
 

@@ -206,7 +206,7 @@ def test_the_result_is_that_of_one_process(
     assert files(tmp_path / "b") == files(tmp_path / "a")
     assert [m.error for m in again.matrices] == [m.error for m in record.matrices]
     assert again.perplexity == record.perplexity
-    prune(start, size, command(model, tmp_path / "c", text, "--memory", "1B"))
+    prune(start, size, command(model, tmp_path / "c", text, "--max-memory", "1B"))
     assert matrices(tmp_path / "c").keys() == matrices(tmp_path / "a").keys()
     for key, value in matrices(tmp_path / "c").items():
         assert torch.equal(value, matrices(tmp_path / "a")[key])
@@ -303,7 +303,7 @@ def test_more_effort_in_two_processes(start: Team, tmp_path: Path, case: str, ef
         if ".layers.0." in key:  # behind it rounding may send a token to another expert
             assert (value - alone[key]).norm() < 0.01 * alone[key].norm(), key
     # The same bytes again, with little memory, and resumed after the first block.
-    prune(start, 2, asked("two", "little", "--memory", "1B"))
+    prune(start, 2, asked("two", "little", "--max-memory", "1B"))
     again = load_file(tmp_path / "little" / "model.safetensors")
     assert all(torch.equal(value, found[key]) for key, value in again.items())
     if "allocation" in effort:  # the hook would end it in block 1 of the look at the dense model

@@ -280,7 +280,7 @@ def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str)
     run(model, tmp_path / "again", effort=effort)
     assert files(tmp_path / "again") == expected
     assert all(fit.epochs for fit in record.fits)  # or their weights would stay as they are
-    little = run(model, tmp_path / "little", effort=effort, memory=1)
+    little = run(model, tmp_path / "little", effort=effort, max_memory=1)
     assert any("hidden states are in a file" in note for note in little.notes)
     weights = {name: value for name, value in expected.items() if name.endswith(".safetensors")}
     found = files(tmp_path / "little")
@@ -290,7 +290,7 @@ def test_nothing_else_makes_a_difference(tmp_path: Path, case: str, effort: str)
     for done in range(1, record.matrices[-1].block + 1):
         for memory in (None, 1):
             out = tmp_path / f"{done} {memory}"
-            options: dict[str, Any] = {"effort": effort, "memory": memory}
+            options: dict[str, Any] = {"effort": effort, "max_memory": memory}
             with pytest.raises(KeyboardInterrupt):
                 run(model, out, progress=StopAt(per_block * done + 1), **options)
             resumed = run(model, out, **options)

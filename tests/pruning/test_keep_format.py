@@ -161,7 +161,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, make: Any) -> None:
     assert "keep_format (True there, False here)" in said
     assert run(source, out, effort=BEST).resumed == [1]
     assert files(out) == files(tmp_path / "whole")
-    run(source, tmp_path / "little", effort=BEST, memory=1)
+    run(source, tmp_path / "little", effort=BEST, max_memory=1)
     for path in source.glob("*.safetensors"):
         assert (tmp_path / "little" / path.name).read_bytes() == (out / path.name).read_bytes()
 

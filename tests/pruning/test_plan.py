@@ -227,7 +227,7 @@ def test_a_run_that_was_stopped_keeps_its_plan(tmp_path: Path, effort: str, monk
     assert not any("plan" in name for name in expected)
     run(model, tmp_path / "again", effort)
     assert files(tmp_path / "again") == expected
-    little = run(model, tmp_path / "little", effort, memory=1)
+    little = run(model, tmp_path / "little", effort, max_memory=1)
     weights = {name: value for name, value in expected.items() if name.endswith(".safetensors")}
     assert {name: files(tmp_path / "little")[name] for name in weights} == weights
     assert little.sparsity == pytest.approx(0.5, abs=1e-4)

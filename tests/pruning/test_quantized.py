@@ -198,7 +198,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 def test_with_little_memory(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     for memory in (None, 1):
-        run(model, tmp_path / f"{memory}", effort=BEST, memory=memory)
+        run(model, tmp_path / f"{memory}", effort=BEST, max_memory=memory)
     assert tensors(tmp_path / "None").keys() == tensors(tmp_path / "1").keys()
     for path in ("model.safetensors", FILE):
         assert (tmp_path / "None" / path).read_bytes() == (tmp_path / "1" / path).read_bytes()

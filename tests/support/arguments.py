@@ -8,7 +8,7 @@ from niwaki import Calibration, Compute, Measurement
 
 _CALIBRATION = {"calibration": "text", "samples": "samples", "length": "length", "order": "order", "seed": "seed"}
 _MEASUREMENT = {"text": "text", "text_samples": "samples", "before": "before"}
-_COMPUTE = {"device": "device", "dtype": "dtype", "tf32": "tf32", "memory": "memory"}
+_COMPUTE = {"device": "device", "dtype": "dtype", "tf32": "tf32", "max_memory": "max_memory"}
 
 
 def arguments(**flat: Any) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def test_little_memory_changes_nothing(tmp_path: Path, processor: None) -> None:
     model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
     run(model, tmp_path / "out", file)
     niwaki.prune(
-        model, tmp_path / "little", 0.5, effort="fast", calibration=str(file), compute=Compute("cpu", memory=1)
+        model, tmp_path / "little", 0.5, effort="fast", calibration=str(file), compute=Compute("cpu", max_memory=1)
     )
     assert weights(tmp_path / "out") == weights(tmp_path / "little")
 

@@ -195,7 +195,7 @@ def test_a_run_that_was_stopped_keeps_its_text(tmp_path: Path, monkeypatch: pyte
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model")
-    record = run(directory, tmp_path / "out", memory=1)
+    record = run(directory, tmp_path / "out", max_memory=1)
     assert record.calibration["synthetic"] == 0
     said = [note for note in record.notes if "wrote no text" in note]
     assert len(said) == 1

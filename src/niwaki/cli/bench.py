@@ -11,7 +11,7 @@ from niwaki.options import Compute
 from niwaki.records.record import SPEED_NAME
 
 
-@options(without=("tf32", "memory"))
+@options(without=("tf32", "max_memory"))
 def bench(
     model: Model,
     prompt: Annotated[int, "N", "--prompt-tokens"] = 128,

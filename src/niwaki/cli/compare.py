@@ -1,5 +1,6 @@
 """``niwaki compare`` and ``niwaki demo``."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from niwaki.cli.common import in_session, names, record_file, written
@@ -7,10 +8,30 @@ from niwaki.cli.display import TableDisplay
 from niwaki.cli.options import Model, RecordFile, options
 from niwaki.effort import PLAIN_EFFORT
 from niwaki.files import write_json
-from niwaki.options import Calibration, Compute, Measurement, parse_time
+from niwaki.options import Calibration, Compute, Measurement
 from niwaki.records.comparison import METHODS
 
 _USUAL = ",".join(METHODS)
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """How all methods are compared: arguments of :func:`niwaki.compare`.
+
+    Options:
+        effort: For solvers that have none of their own: {efforts}.
+        text: What to measure perplexity on; may be given several times. [default: {usual_text}]
+        text_samples: Windows of each. [default: all, or 256 of the calibration text]
+        keep: Keep the pruned models, in DIR/models.
+        max_time: Such as 90m or 2h: start no run that would end later.
+    """
+
+    effort: Annotated[str, "NAME"] = PLAIN_EFFORT
+    calibration: Calibration = Calibration()
+    measurement: Measurement = Measurement()
+    compute: Compute = Compute()
+    keep: bool = False
+    max_time: Annotated[str | None, "TIME"] = None
 
 
 @options(without=("tf32",), text=Annotated[list[str] | None, "TEXT"])
@@ -19,12 +40,7 @@ def compare(
     output: Annotated[str, "DIR", "-o", "--out"],
     solvers: Annotated[str, "NAMES"] = _USUAL,
     sparsity: Annotated[str, "PATTERNS"] = "0.5,0.6,0.7,0.8,2:4",
-    effort: Annotated[str, "NAME"] = PLAIN_EFFORT,
-    calibration: Calibration = Calibration(),
-    measurement: Measurement = Measurement(),
-    compute: Compute = Compute(),
-    keep: bool = False,
-    budget: Annotated[str | None, "TIME"] = None,
+    comparing: Comparing = Comparing(),
 ) -> None:
     """Prune MODEL by several methods to several sparsities; table, JSON, CSV and all records go to DIR.
 
@@ -35,29 +51,12 @@ def compare(
         output: For the table and all records; what is there is resumed.
         solvers: Names as for prune --solver, each with an effort after an @ if you like.
         sparsity: Fractions, and patterns such as 2:4 or per-row:0.6.
-        effort: For solvers that have none of their own: {efforts}.
-        text: What to measure perplexity on; may be given several times. [default: {usual_text}]
-        text_samples: Windows of each. [default: all, or 256 of the calibration text]
-        keep: Keep the pruned models, in DIR/models.
-        budget: Such as 90m or 2h: start no run that would end later.
     """
-    seconds = parse_time(budget) if budget is not None else None
     with TableDisplay(f"comparing methods on {model}") as display, in_session():
         from niwaki.evaluation.compare import compare as run
 
-        run(
-            model,
-            output,
-            solvers=names(solvers),
-            patterns=names(sparsity),
-            effort=effort,
-            calibration=calibration,
-            measurement=measurement,
-            compute=compute,
-            keep=keep,
-            budget=seconds,
-            progress=display,
-        )
+        asked = {"solvers": names(solvers), "patterns": names(sparsity), **vars(comparing)}
+        run(model, output, **asked, progress=display)
         written(output)
 
 

@@ -271,7 +271,7 @@ class TableDisplay(Screen):
                 self._console.print(table)
         if left_out:
             which = f"left out, for want of time: {listed(left_out)}"
-            self.line(f"{which}; the same command without a budget does them", style="yellow")
+            self.line(f"{which}; the same command without --max-time does them", style="yellow")
 
     def describe(self) -> str:
         left = ""

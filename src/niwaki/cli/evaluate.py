@@ -14,7 +14,7 @@ from niwaki.files import write_json
 from niwaki.options import USUAL_TEXT, Compute, Measurement
 
 
-@options(without=("tf32", "memory"))
+@options(without=("tf32", "max_memory"))
 def evaluate(
     model: Model,
     text: Annotated[str | None, "TEXT"] = None,

@@ -11,7 +11,7 @@ from niwaki.options import Compute
 from niwaki.records.wording import printable
 
 
-@options(without=("tf32", "memory"))
+@options(without=("tf32", "max_memory"))
 def generate(
     model: Model,
     prompt: Annotated[str, "PROMPT"],

@@ -18,7 +18,7 @@ class Training:
             after the other, in the memory of one (blocks). auto is the first of full, lora and blocks that fits in
             memory.
         tokens: How many tokens to train on, such as 500k or 2M.
-        time: A limit for all of it, such as 90m or 2h.
+        max_time: A limit for all of it, such as 90m or 2h.
         rate: The learning rate, relative to the size of the weights. [default: {healing_rate}, or {blocks_rate} for
             blocks]
         batch: Tokens in a step, such as 512 or 1k.
@@ -27,7 +27,7 @@ class Training:
 
     method: HealingMethod = "auto"
     tokens: Annotated[str, "N"] = HEALING_TOKENS
-    time: Annotated[str | None, "TIME"] = None
+    max_time: Annotated[str | None, "TIME"] = None
     rate: Annotated[float | None, "RATE"] = None
     batch: Annotated[str, "TOKENS"] = str(HEALING_BATCH)
     own_text: Annotated[str, "SHARE"] = str(OWN_TEXT)

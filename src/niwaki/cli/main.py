@@ -30,7 +30,14 @@ _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EPIPE)
 #: Options that people write as commands: ``niwaki help prune``.
 _AS_COMMANDS = {"help": "--help", "version": "--version"}
 #: What options were called before, which the help does not say.
-_BEFORE = {"--seqlen": "--length", "--windows": "--order", "--revive-zeros": "--revive"}
+_BEFORE = {
+    "--seqlen": "--length",
+    "--windows": "--order",
+    "--revive-zeros": "--revive",
+    "--memory": "--max-memory",
+    "--time": "--max-time",
+    "--budget": "--max-time",
+}
 
 
 class _Stop:

@@ -108,13 +108,13 @@ class _Compute:
         dtype: Numbers to compute in: float32, bfloat16, float16 or auto.
         tf32: TF32 in products on a GPU: auto for Gram matrices of half-precision activations, where no factor changes;
             always for all products of float32; never.
-        memory: Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.
+        max_memory: Memory to use, such as 8GiB; hidden states beyond it go to a temporary file.
     """
 
     device: Annotated[str, "DEVICE"]
     dtype: Annotated[str, "DTYPE"]
     tf32: TF32
-    memory: Annotated[str | None, "SIZE"]
+    max_memory: Annotated[str | None, "SIZE"]
 
 
 #: Groups whose options are written here, because the class itself is for Python; and options that do not have the name

@@ -21,7 +21,7 @@ def run(
 
     Options:
         stages: What to do next, in quotes: its name and its parameters, such as 'shrink neurons=0.25', 'prune 2:4',
-            'quantize int4:128', 'heal time=30m', 'pack' or 'export gguf-q8_0'. May be given several times: they are
+            'quantize int4:128', 'heal max_time=30m', 'pack' or 'export gguf-q8_0'. May be given several times: they are
             done in this order.
         recipe: A TOML file that lists the stages instead, in tables called [[stages]].
     """

@@ -30,7 +30,7 @@ class Removal:
     effort: Annotated[str, "NAME"] = "fast"
 
 
-@options(without=("tf32", "memory"))
+@options(without=("tf32", "max_memory"))
 def shrink(model: Model, output: Output, removal: Removal = Removal(), work: Work = Work()) -> None:
     """Remove blocks, attention heads, neurons or experts of MODEL; write a smaller dense model to OUT.
 

@@ -22,7 +22,7 @@ from niwaki.layer.patterns import Pattern
 from niwaki.layer.solvers import Solver
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
-from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text
+from niwaki.options import USUAL_TEXT, Calibration, Compute, Measurement, Text, parse_time
 from niwaki.pruning.request import patterns_of
 from niwaki.recipes import prune
 from niwaki.records.comparison import METHODS, PATTERNS, Cell, Comparison, Identity
@@ -52,7 +52,7 @@ def compare(
     measurement: Measurement | Text | Sequence[str] = USUAL_TEXT,
     compute: Compute | str = Compute(),
     keep: bool = False,
-    budget: float | None = None,
+    max_time: float | str | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Prunes ``model`` by every method to every pattern and measures the perplexity of each result.
@@ -76,8 +76,9 @@ def compare(
             One that is also the calibration text is measured on after the calibration windows.
         compute: As in :func:`niwaki.prune`.
         keep: Whether the pruned models of the cells that this call does stay, in ``models``.
-        budget: Seconds. A cell is started only if it will end in time, should it take as long as the slowest of its
-            method, or of all where its method has none yet; the very first one always. ``missing`` has the others.
+        max_time: Seconds, or text such as "2h". A cell is started only if it will end in time, should it take as long
+            as the slowest of its method, or of all where its method has none yet; the very first one always.
+            ``missing`` has the others.
         progress: Receives how it goes.
 
     Returns:
@@ -96,8 +97,9 @@ def compare(
     measurement.some()
     if not measurement.texts or not all(isinstance(text, str) for text in (*calibration.texts, *measurement.texts)):
         raise UsageError("a comparison calibrates and measures on texts by their names; give one or more of each")
+    budget = parse_time(max_time) if isinstance(max_time, str) else max_time
     if budget is not None and not budget > 0:
-        raise UsageError(f"a budget is a time above 0; got {budget:g} seconds")
+        raise UsageError(f"max_time must be above 0; got {budget:g} seconds")
     if keep and out is None:
         raise UsageError("pruned models are kept in a directory; give one")
     solvers = [solvers] if isinstance(solvers, str | Solver) else solvers

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.choices import HealingMethod
 from niwaki.errors import CalibrationError, UnsupportedModelError, UsageError
@@ -54,6 +55,7 @@ _LEAST_HELD, _MOST_HELD, _SHARE_HELD = 2048, 8192, 1 / 50
 _LIMIT = 1 << 50
 
 
+@checked_names
 @dataclass(frozen=True)
 class Heal:
     """Trains the weights that are not zero: see :func:`niwaki.heal` for its arguments.
@@ -63,7 +65,7 @@ class Heal:
 
     method: HealingMethod = "auto"
     tokens: int | str = HEALING_TOKENS
-    time: float | str | None = None
+    max_time: float | str | None = None
     rate: float | None = None
     batch: int | str = HEALING_BATCH
     own_text: float | str = OWN_TEXT
@@ -75,7 +77,13 @@ class Heal:
     is_format: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        numbers = {"tokens": self.tokens_asked, "time": self.limit, "rate": self.rate, "batch": self.tokens_in_a_step}
+        check_fields(self)
+        numbers = {
+            "tokens": self.tokens_asked,
+            "max_time": self.limit,
+            "rate": self.rate,
+            "batch": self.tokens_in_a_step,
+        }
         for name, value in numbers.items():
             if value is not None and not 0 < value < _LIMIT:
                 raise UsageError(f"{name} must be above 0 and below 2^50; got {value}")
@@ -89,7 +97,7 @@ class Heal:
     @property
     def limit(self) -> float | None:
         """Seconds that it may take."""
-        return parse_time(self.time) if isinstance(self.time, str) else self.time
+        return parse_time(self.max_time) if isinstance(self.max_time, str) else self.max_time
 
     @property
     def tokens_in_a_step(self) -> int:
@@ -109,7 +117,7 @@ class Heal:
 
     def __str__(self) -> str:
         tokens = f"tokens {self.tokens}" if self.times is None else f"{self.times:g} times the tokens calibrated on"
-        given = {"time": self.time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
+        given = {"time": self.max_time, "method": None if self.method == "auto" else self.method, "rate": self.rate}
         return ", ".join([tokens, *(f"{name} {value}" for name, value in given.items() if value is not None)])
 
 

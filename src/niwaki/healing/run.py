@@ -126,7 +126,7 @@ class HealingRun(ABC):
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
         if len(own) <= self.held:
             if 0 < len(own) < count + self.held:  # where it cannot write, that is said
-                self.note(["there was no time for the dense model to write text to train on; give more --time"])
+                self.note(["there was no time for the dense model to write text to train on; give more --max-time"])
             return tokens
         own, held = own.split([len(own) - self.held, self.held])
         return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])

@@ -76,7 +76,7 @@ class MemoryBudget:
 
 def _file_errors() -> contextlib.AbstractContextManager[None]:
     directory = Path(tempfile.gettempdir())
-    return output_errors(directory, "hidden states go there; give more --memory, or another place as TMPDIR")
+    return output_errors(directory, "hidden states go there; give more --max-memory, or another place as TMPDIR")
 
 
 class SpillList:

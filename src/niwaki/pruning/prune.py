@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.checkpoints.writing import CheckpointWriter, verify
 from niwaki.effort import Effort, describe as describe_effort, described, make_effort, usual_effort
@@ -31,6 +32,7 @@ from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
 
+@checked_names
 @dataclass(frozen=True)
 class Prune:
     """Makes weights of the linear matrices zero, and updates the others: see :func:`niwaki.prune` for its arguments."""
@@ -48,6 +50,9 @@ class Prune:
 
     name: ClassVar[str] = "prune"
     is_format: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def settled_effort(self) -> Effort:
@@ -101,6 +106,7 @@ def _said(value: object) -> str:
 _SAID = ("solver", "effort", "mask_from", "quantize", "keep_format", "revive", "blocks")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Quantize:
     """Puts the weights that are left on a ``grid``, and fits them to what rounding changes; zeros stay.
@@ -117,6 +123,9 @@ class Quantize:
 
     name: ClassVar[str] = "quantize"
     is_format: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def _as_prune(self) -> Prune:

@@ -80,4 +80,4 @@ class Progress:
         """The comparison ends early with ``done`` runs on disk; the same call does those that are missing."""
 
     def finished(self, comparison: Comparison, left_out: Sequence[tuple[str, str]]) -> None:
-        """All is done but what the budget ``left_out``."""
+        """All is done but what the limit of time ``left_out``."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.effort import Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
@@ -29,6 +30,7 @@ from niwaki.windows import Windows
 _SHARES = ("neurons", "heads", "experts", "expert_neurons")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Shrink:
     """Removes blocks, heads, neurons or experts: see :func:`niwaki.shrink` for its arguments."""
@@ -46,6 +48,7 @@ class Shrink:
     is_format: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         shares = self.shares
         if not (self.blocks or any(shares.values())):
             raise UsageError("there is nothing to remove; give blocks, neurons, heads, experts or expert_neurons")
