@@ -655,7 +655,7 @@ def test_several_texts_take_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = Texts.read(model, Calibration(["demo", "demo-held"], 5, 32), Measurement(samples=3))
     one, two = (read_windows(name, tokenizer, 32, 8).tokens for name in ("demo", "demo-held"))
     assert texts.windows.tokens.tolist() == torch.stack([one[0], two[0], one[1], two[1], one[2]]).tolist()
-    assert (texts.calibration.source, texts.calibration.origin.count("excerpt")) == ("demo + demo-held", 2)
+    assert (texts.windows.source, texts.windows.origin.count("excerpt")) == ("demo + demo-held", 2)
     assert texts.only is not None
     assert texts.only.tokens.tolist() == torch.stack([one[3], two[2], one[4]]).tolist()
     after = Texts.read(model, Calibration(("demo", "demo-held"), 5, 32), Measurement("demo-held", samples=3)).only

@@ -7,7 +7,7 @@ but for the limits on the header as a whole, which are far above what models nee
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,45 +81,38 @@ def read_header(path: Path, sizes: Mapping[int, tuple[int, int]]) -> Header:
                 alignment = fields[key]
                 if kind != _UINT32 or alignment < 1 or alignment & (alignment - 1):
                     raise ValueError(f"its alignment is {alignment!r}, no power of two")
-        described = [_described(reader) for _ in range(tensor_count)]
-        return Header(fields, _placed(described, reader.at + -reader.at % alignment, alignment, reader.size, sizes))
+        tensors: dict[str, GgufTensor] = {}
+        free = 0  # tensors lie one after the other
+        for _ in range(tensor_count):
+            tensor = _tensor(reader, sizes)
+            if tensor.name in tensors:
+                raise ValueError(f"it has the tensor {tensor.name!r} twice")
+            if tensor.offset != free:
+                raise ValueError(f"the tensor {tensor.name!r}, {tensor.shape}, is not in its place")
+            tensors[tensor.name] = tensor
+            free += tensor.size + -tensor.size % alignment
+        start = reader.at + -reader.at % alignment
+        placed = [replace(each, offset=start + each.offset) for each in tensors.values()]
+        for each in placed:
+            if each.offset + each.size > reader.size:
+                where = f"is not in the file, which ends at byte {reader.size:,}"
+                raise CutOffError(f"the tensor {each.name!r}, {each.shape}, {where}")
+        return Header(fields, tuple(placed))
 
 
-def _described(reader: "_Reader") -> tuple[str, int, tuple[int, ...], int]:
-    """(name, type, shape, offset behind the header) of the next tensor."""
+def _tensor(reader: "_Reader", sizes: Mapping[int, tuple[int, int]]) -> GgufTensor:
+    """The next tensor, with its offset behind the header."""
     name, dimensions = reader.text("the name of a tensor"), reader.number("I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
     shape = tuple(reversed([reader.number("Q") for _ in range(dimensions)]))
-    return name, reader.number("I"), shape, reader.number("Q")
-
-
-def _placed(
-    described: list[tuple[str, int, tuple[int, ...], int]],
-    start: int,
-    alignment: int,
-    end: int,
-    sizes: Mapping[int, tuple[int, int]],
-) -> tuple[GgufTensor, ...]:
-    """The tensors of a file of ``end`` bytes, which lie one after the other from ``start`` on."""
-    tensors: dict[str, GgufTensor] = {}
-    free = 0
-    for name, kind, shape, offset in described:
-        if name in tensors:
-            raise ValueError(f"it has the tensor {name!r} twice")
-        if kind not in sizes:
-            raise ValueError(f"the tensor {name!r} has the unknown type {kind}")
-        elements, size = sizes[kind]
-        if 0 in shape or shape[-1] % elements:
-            raise ValueError(f"the tensor {name!r} cannot have the shape {shape}")
-        size = math.prod(shape) // elements * size
-        if offset != free:
-            raise ValueError(f"the tensor {name!r}, {shape}, is not in its place")
-        if start + offset + size > end:
-            raise CutOffError(f"the tensor {name!r}, {shape}, is not in the file, which ends at byte {end:,}")
-        tensors[name] = GgufTensor(name, kind, shape, start + offset, size)
-        free += size + -size % alignment
-    return tuple(tensors.values())
+    kind, offset = reader.number("I"), reader.number("Q")
+    if kind not in sizes:
+        raise ValueError(f"the tensor {name!r} has the unknown type {kind}")
+    elements, size = sizes[kind]
+    if 0 in shape or shape[-1] % elements:
+        raise ValueError(f"the tensor {name!r} cannot have the shape {shape}")
+    return GgufTensor(name, kind, shape, offset, math.prod(shape) // elements * size)
 
 
 class _Reader:

@@ -8,12 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from niwaki.checkpoints.reading import INDEX_NAME
-from niwaki.checkpoints.tensors import DTYPES, framed, raw_bytes
+from niwaki.checkpoints.tensors import NAMES, framed, raw_bytes
 from niwaki.files import output_errors, reserve, write_json
 
-#: In the order of safetensors' own writer, which has the widest numbers first, so that all are aligned.
-_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
-_NAMES = {DTYPES[name]: name for name in _ORDER}
+_ORDER = [*NAMES]
 
 
 class Shards:
@@ -43,7 +41,7 @@ def write_file(path: Path, like: Mapping[str, Tensor], read: Callable[[str], Ten
     key, once each. Disk space is reserved first, so that a full disk shows before the work. OutputError where the file
     cannot be written: what is there then is not whole.
     """
-    keys = sorted(like, key=lambda key: (_ORDER.index(_NAMES[like[key].dtype]), key))
+    keys = sorted(like, key=lambda key: (_ORDER.index(like[key].dtype), key))
     header = _header({key: like[key] for key in keys})
     with output_errors(path.parent), path.open("wb") as file:
         reserve(file, len(header) + sum(value.nbytes for value in like.values()))
@@ -67,7 +65,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     end = 0
     for key, value in tensors.items():
         start, end = end, end + value.nbytes
-        values[key] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+        values[key] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
     return framed(json.dumps(values, ensure_ascii=False, separators=(",", ":")))
 
 

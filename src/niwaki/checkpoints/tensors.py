@@ -16,21 +16,22 @@ from niwaki.errors import CheckpointError, first_line, raised_as
 from niwaki.files import input_errors
 from niwaki.layer.linalg import is_finite
 
-#: By safetensors' names.
+#: By safetensors' names, in the order of its own writer: the widest numbers first, so that all are aligned.
 DTYPES = {
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
+    "I32": torch.int32,
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE = 1 << 18  # numbers, which stay in the cache
 CHUNK = 1 << 24  # bytes that are read at a time
 
@@ -55,10 +56,9 @@ class Entry:
 
 def new_shard(shard: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
     """Places for ``tensors`` (dtype and shape by key) in a file of this name, for :class:`CheckpointWriter`."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     return placed(
         {
-            key: Entry(shard, names[dtype], shape, 0, math.prod(shape) * dtype.itemsize)
+            key: Entry(shard, NAMES[dtype], shape, 0, math.prod(shape) * dtype.itemsize)
             for key, (dtype, shape) in tensors.items()
         }
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from niwaki.checkpoints.reading import INDEX_NAME, Checkpoint
 from niwaki.checkpoints.shards import write_index
 from niwaki.checkpoints.tensors import CHUNK, DTYPES, Entry, header_of, pieces_of, raw_bytes, read_tensor
-from niwaki.errors import CheckpointError, OutputError, first_line
+from niwaki.errors import CheckpointError, OutputError, raised_as
 from niwaki.files import input_errors, output_errors, reserve
 from niwaki.layer.linalg import is_finite
 
@@ -160,20 +160,17 @@ def _copy(read: BinaryIO, write: BinaryIO, stored: Entry, entry: Entry) -> None:
 def verify(directory: Path, source: Checkpoint, zeros: dict[str, int]) -> None:
     """Raises OutputError unless ``directory`` has the tensors of ``source``, finite and with these ``zeros``."""
     for shard in source.shards:
-        path = directory / shard
-        expected = source.tensors(shard)
-        try:
-            with safe_open(path, framework="pt") as file:
-                if set(file.keys()) != set(expected):
-                    raise OutputError(f"{path} does not have the tensors of the source; was the disk full?")
-                for key, entry in expected.items():
-                    view = file.get_slice(key)
-                    if tuple(view.get_shape()) != entry.shape or view.get_dtype() != entry.dtype:
-                        raise OutputError(f"{path}: {key!r} is no longer {entry.dtype} {entry.shape}")
-                    if key in zeros:
-                        check_zeros(path, key, file.get_tensor(key), zeros[key])
-        except (OSError, SafetensorError, RuntimeError) as error:  # which torch raises for too many open files
-            raise OutputError(f"{path} cannot be read back: {first_line(error)}") from error
+        path, expected = directory / shard, source.tensors(shard)
+        kinds = OSError, SafetensorError, RuntimeError  # which torch raises for too many open files
+        with raised_as(OutputError, f"{path} cannot be read back", kinds), safe_open(path, framework="pt") as file:
+            if set(file.keys()) != set(expected):
+                raise OutputError(f"{path} does not have the tensors of the source; was the disk full?")
+            for key, entry in expected.items():
+                view = file.get_slice(key)
+                if tuple(view.get_shape()) != entry.shape or view.get_dtype() != entry.dtype:
+                    raise OutputError(f"{path}: {key!r} is no longer {entry.dtype} {entry.shape}")
+                if key in zeros:
+                    check_zeros(path, key, file.get_tensor(key), zeros[key])
 
 
 def check_zeros(path: Path, key: str, tensor: Tensor, zeros: int) -> None:

@@ -1,5 +1,6 @@
 """Tensors that files have and transformers' model has not: draft layers, blocks too many, and what is unknown."""
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -58,8 +59,7 @@ def find_extra(model: StreamedModel) -> list[ExtraTensors]:
 
 
 def _prefixes(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return [*itertools.accumulate(key.split("."), lambda start, part: f"{start}.{part}")]
 
 
 def _described(model: StreamedModel, name: str, keys: list[str], size: int) -> ExtraTensors:

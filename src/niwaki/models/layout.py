@@ -214,42 +214,35 @@ class Layout:
             if choice(path) or is_cross_attention(path):
                 continue
             if isinstance(module, nn.Linear | Conv1D):
-                matrices += self._linear(index, prefix, path, module)
+                is_transposed = isinstance(module, Conv1D)
+                matrices += self._within(index, prefix, f"{path}.weight", module.weight, is_transposed)
             for own, value in module.named_parameters(recurse=False):
-                if value.ndim != 3 or own in OF_HEADS:
-                    continue
-                if 1 not in value.shape[1:] and not isinstance(module, nn.Conv1d):
-                    transposed = getattr(module, "is_transposed", self._experts_transposed)
-                    matrices += self._experts(index, prefix, f"{path}.{own}", value, transposed)
+                is_of_experts = value.ndim == 3 and own not in OF_HEADS and 1 not in value.shape[1:]
+                if is_of_experts and not isinstance(module, nn.Conv1d):
+                    is_transposed = getattr(module, "is_transposed", self._experts_transposed)
+                    matrices += self._within(index, prefix, f"{path}.{own}", value, is_transposed)
         return matrices
 
-    def _linear(self, index: int, prefix: str, path: str, module: nn.Linear | Conv1D) -> Iterable[Matrix]:
-        name, transposed = f"{path}.weight", isinstance(module, Conv1D)
-        if self._is_whole(prefix + name):
-            (key,) = self.keys(prefix + name)
-            rows, columns = module.weight.T.shape if transposed else module.weight.shape
-            yield Matrix(index, path, key, (rows, columns), name, transposed=transposed)
+    def _within(self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool) -> Iterator[Matrix]:
+        """The matrices in a parameter of a block: one or, of experts, one for each; several if the files have them."""
+        pieces, path = self._pieces[prefix + parameter], parameter.removesuffix(".weight")
+        first, *others = pieces
+        rows, columns = value.shape[:-3:-1] if transposed else value.shape[-2:]
+        if value.ndim == 2 and self._is_whole(prefix + parameter):
+            yield Matrix(index, path, first.key, (rows, columns), parameter, transposed=transposed)
             return
-        for piece in self._pieces[prefix + name]:  # matrices of the files that run as one
-            own = f"{path.rpartition('.')[0]}.{piece.key.split('.')[-2]}"
-            rows, columns = self.checkpoint.entries[piece.key].shape
-            yield Matrix(index, own, piece.key, (rows, columns), name, start=piece.start)
-
-    def _experts(self, index: int, prefix: str, parameter: str, value: Tensor, transposed: bool) -> Iterable[Matrix]:
-        pieces = self._pieces[prefix + parameter]
-        if pieces[0].expert is None:  # the checkpoint has them in one tensor too
-            rows, columns = value.shape[:0:-1] if transposed else value.shape[1:]
-            piece, *others = pieces
+        if value.ndim == 3 and first.expert is None:  # the checkpoint has them in one tensor too
             if others:
                 raise UnsupportedModelError(f"{parameter!r} is made of {len(pieces)} tensors, each of several experts")
             for expert in range(len(value)):
-                name = f"{parameter}.{expert}"
-                at = expert, 0, expert, transposed, piece.flipped
-                yield Matrix(index, name, piece.key, (rows, columns), parameter, *at)
+                at = expert, 0, expert, transposed, first.flipped
+                yield Matrix(index, f"{parameter}.{expert}", first.key, (rows, columns), parameter, *at)
             return
         for piece in pieces:
-            # The name in the files, which is what people know: experts.3.w1, not some rows of gate_up_proj.
-            name = re.sub(r"^.*?(?=[^.]+\.experts\.)", "", piece.key).removesuffix(".weight")
+            if piece.expert is None:  # matrices of the files that run as one
+                name = f"{path.rpartition('.')[0]}.{piece.key.split('.')[-2]}"
+            else:  # the name in the files, which is what people know: experts.3.w1, not some rows of gate_up_proj
+                name = re.sub(r"^.*?(?=[^.]+\.experts\.)", "", piece.key).removesuffix(".weight")
             rows, columns = self.checkpoint.entries[piece.key].shape
             yield Matrix(index, name, piece.key, (rows, columns), parameter, piece.expert, piece.start)
 

@@ -57,6 +57,7 @@ class MemoryBudget:
                 self._file = tempfile.TemporaryFile()  # noqa: SIM115
             self._file.seek(start)
             self._file.write(raw)
+            self._file.flush()  # so that a full disk shows here
 
     def read(self, start: int, like: Tensor) -> Tensor:
         """The tensor at byte ``start`` of the file, with the shape and dtype of ``like``."""

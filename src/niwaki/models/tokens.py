@@ -1,19 +1,14 @@
 """A model's tokenizer: texts to tokens, the token before a text, and windows."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from niwaki.errors import CalibrationError, UsageError, first_line, panics_as_errors, raised_as
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 #: Characters that become tokens at once, which takes about 300 bytes for each, and by how many two such parts overlap.
 _AT_ONCE, _OVERLAP = 1 << 18, 1 << 12
@@ -25,8 +20,6 @@ _SAMPLE = "A text of 7 words, and no more."
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; CalibrationError where there is none, or it needs code from there."""
-    from transformers import AutoTokenizer
-
     try:
         # Texts are longer than any context; without this each one would be warned about.
         with panics_as_errors():
@@ -102,7 +95,7 @@ def check_known(ids: list[int], tokenizer: PreTrainedTokenizerBase, text: str) -
         raise CalibrationError(f"the model's tokenizer knows nothing of {text}")
 
 
-def check_tokens(tokens: Tensor, config: PretrainedConfig) -> None:
+def check_tokens(tokens: Tensor, config: PreTrainedConfig) -> None:
     """Raises UsageError where a model with this configuration has no embedding for one of the tokens."""
     known = config.get_text_config().vocab_size
     if tokens.numel() and (tokens.min() < 0 or tokens.max() >= known):

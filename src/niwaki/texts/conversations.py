@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from torch import Tensor
 from niwaki.checkpoints.tensors import raw_bytes
 from niwaki.errors import CalibrationError, UsageError, first_line, named, panics_as_errors, raised_as
 from niwaki.models.interface import Inputs
+from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration
+from niwaki.records.record import CalibrationRecord
 from niwaki.texts.chat_templates import verbatim
 from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import Conversation, read_conversations
-
-if TYPE_CHECKING:
-    from niwaki.models.streamed import StreamedModel
-    from niwaki.records.record import CalibrationRecord
 
 _TOKENS = "input_ids"
 _EXTRA = "pip install '.[images]' in niwaki's checkout"
@@ -35,12 +33,10 @@ class Conversations(Sequence[Inputs]):
 
     Attributes:
         source: The file's name, as it was given.
-        origin: What they are, in words.
         notes: What else a record should say of them.
     """
 
     source: str
-    origin: str
     notes: tuple[str, ...]
     _conversations: list[Conversation]
     _processor: Any
@@ -119,8 +115,7 @@ def find_conversations(model: StreamedModel, calibration: Calibration) -> Conver
     notes = [f"the conversations of {source} have {min(lengths):,} to {max(lengths):,} tokens, each on its own"]
     if len(conversations) < calibration.samples:
         notes.append(f"{source} has {len(conversations):,} conversations, fewer than {calibration.samples:,} samples")
-    origin = f"{source}, in the model's chat template, with its images"
-    return Conversations(source, origin, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
+    return Conversations(source, tuple(notes), conversations, processor, max(lengths), digest.hexdigest())
 
 
 def has_images(calibration: Calibration) -> bool:

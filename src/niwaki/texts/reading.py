@@ -7,13 +7,11 @@ are cut from the running text, without padding or special tokens, but for the on
 before a text (BOS): each window begins with it, as texts did that the model was trained on.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from niwaki.choices import Order
 from niwaki.errors import CalibrationError, UsageError
@@ -21,9 +19,6 @@ from niwaki.models.tokens import check_known, encode, find_bos, in_windows
 from niwaki.texts.rows import ChatTemplate
 from niwaki.texts.sources import find_data_set, find_file, read_text
 from niwaki.windows import Windows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 #: First guess at the number of characters that hold a token; more are read where it is too low.
 _CHARACTERS_PER_TOKEN = 8
@@ -66,16 +61,7 @@ def read_windows(
     opened = read_text(source, field, template)
     notes = opened.notes
     if count is None:
-        text = _characters(opened.pieces, _LONGEST + 1)
-        if len(text) > _LONGEST:
-            raise CalibrationError(
-                f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take"
-            )
-        ids = encode(tokenizer, text)
-        whole = len(ids) // step
-        wanted = min(whole, (None if file else find_data_set(source).windows) or whole)
-        chosen, left = "all" if wanted == whole else "first", len(ids) - wanted * step
-        which = f"{chosen} windows, {left:,} tokens behind them left out"
+        ids, which = _all_tokens(opened.pieces, tokenizer, step, source)
     elif order == "random":
         pool = _LONGEST if file else min(_LONGEST, _RANDOM_POOL * wanted * length * _CHARACTERS_PER_TOKEN)
         text = _characters(opened.pieces, pool)
@@ -88,7 +74,7 @@ def read_windows(
     piece = "" if ids or not file else next(read_text(source, field, template).pieces, "")
     if piece.strip() and not encode(tokenizer, piece.strip()):
         raise CalibrationError(f"the model's tokenizer makes no tokens of {source}; is its vocabulary there?")
-    available = min(wanted, len(ids) // step)
+    available = len(ids) // step
     if available < needed and order == "random":
         raise CalibrationError(f"{source} has only {available} random windows of {length} tokens, {needed} are needed")
     if available < needed:
@@ -111,6 +97,24 @@ def _characters(pieces: Iterator[str], count: float) -> str:
         parts.append(piece)
         count -= len(piece)
     return "".join(parts)
+
+
+def _all_tokens(
+    pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, length: int, source: str
+) -> tuple[list[int], str]:
+    """(the tokens of all windows of a text, or of those of a data set that are measured on, which windows these are).
+
+    Of a text that is shorter than a window all tokens.
+    """
+    text = _characters(pieces, _LONGEST + 1)
+    if len(text) > _LONGEST:
+        raise CalibrationError(f"{source} has more than {_LONGEST:,} characters; say how many samples of it to take")
+    ids = encode(tokenizer, text)
+    whole = len(ids) // length
+    count = min(whole, (None if find_file(source) else find_data_set(source).windows) or whole)
+    left = len(ids) - count * length
+    which = f"{'all' if count == whole else 'first'} windows, {left:,} tokens behind them left out"
+    return ids[: max(1, count) * length], which
 
 
 def _first_tokens(pieces: Iterator[str], tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:

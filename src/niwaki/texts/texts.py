@@ -5,23 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from niwaki.choices import Order
 from niwaki.errors import UsageError
+from niwaki.models.processes import World
+from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Measurement
+from niwaki.records.record import CalibrationRecord
 from niwaki.texts.conversations import Conversations, Samples, find_conversations
 from niwaki.texts.reading import read_windows
 from niwaki.texts.sources import check_field, find_file
 from niwaki.windows import Windows
-
-if TYPE_CHECKING:
-    from niwaki.models.processes import World
-    from niwaki.models.streamed import StreamedModel
-    from niwaki.records.record import CalibrationRecord
 
 #: Windows after those of the calibration, where the same text is measured on and nobody says how many.
 WINDOWS_AFTER = 256
