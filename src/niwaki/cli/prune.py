@@ -49,7 +49,7 @@ REVIVE = Option(
     help="Let weights that are 0 in MODEL become others again: prune as if they were not 0. Without it they stay 0.",
 )
 SPARSITY = Option(metavar="FRACTION", help="Fraction of zeros in the matrices, such as 0.6 or 60%.")
-PATTERN = Option(metavar="PATTERN", help="A pattern instead: 2:4, per-row:0.6, block-4x4:0.5, 2:4+per-row:0.6 ...")
+PATTERN = Option(metavar="PATTERN", help="A pattern instead: 2:4, 4:8, per-row:0.6, 2:4+per-row:0.6 ...")
 BLOCKS = Option(metavar="FROM:TO", help="Prune only these blocks, such as 0:2 for the first two.")
 
 
