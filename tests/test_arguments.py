@@ -16,7 +16,7 @@ import niwaki
 from niwaki import Calibration, Effort, Fitting
 from niwaki.arguments import check_fields, checked
 from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import Block, Fixed
+from niwaki.layer.patterns import Fixed
 from niwaki.layer.solvers import ADMM, MaskThenUpdate, Wanda
 from support.models import message, random_model
 from support.runs import listing
@@ -71,7 +71,6 @@ def test_checks_are_those_of_annotations() -> None:
         (lambda: Grid("4"), "bits must be a whole number; got '4'"),  # type: ignore[arg-type]
         (lambda: niwaki.NM(2.0, 4), "n must be a whole number; got 2.0"),  # type: ignore[arg-type]
         (lambda: niwaki.PerRow("half"), "sparsity must be a number; got 'half'"),  # type: ignore[arg-type]
-        (lambda: Block(0.5, (4,)), "shape must be (a whole number, a whole number); got (4,)"),  # type: ignore[arg-type]
         (lambda: Fixed(torch.ones(2, 2)), "a mask is (out, in) bool; got (2, 2) torch.float32"),
         (lambda: niwaki.Windows([1, 2], "given"), "tokens must be a Tensor; got [1, 2]"),  # type: ignore[arg-type]
         (lambda: niwaki.make_solver("admm1", {"rho": True}), "rho must be a number; got True"),

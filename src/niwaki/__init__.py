@@ -33,9 +33,7 @@ _PUBLIC = {
         *("SOLVERS", "Solver", "make_solver", "MaskThenUpdate", "Magnitude", "Wanda", "RIA", "OBSSaliency", "DSnoT"),
         *("Swaps", "SparseGPT", "OBC", "ALPS", "ADMM", "Continuation", "Descent", "ConjugateGradients", "Exact"),
     ),
-    "niwaki.layer.patterns": (
-        *("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "TransposableNM", "Quota", "Block", "Fixed"),
-    ),
+    "niwaki.layer.patterns": (*("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "Quota", "Fixed"),),
     "niwaki.layer.grid": ("Grid",),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -55,13 +53,11 @@ if TYPE_CHECKING:
     from niwaki.layer.grid import Grid as Grid
     from niwaki.layer.patterns import (
         NM as NM,
-        Block as Block,
         Fixed as Fixed,
         MixedNM as MixedNM,
         Pattern as Pattern,
         PerRow as PerRow,
         Quota as Quota,
-        TransposableNM as TransposableNM,
         Unstructured as Unstructured,
     )
     from niwaki.layer.problem import (

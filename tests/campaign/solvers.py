@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NiwakiError
-from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured, make_pattern
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Quota, Unstructured, make_pattern
 from niwaki.layer.problem import Gram, LayerProblem, Solution
 from niwaki.layer.solvers import SOLVERS, MaskThenUpdate, Solver
 
@@ -192,8 +192,6 @@ def _pattern(chance: random.Random, rows: int, columns: int) -> tuple[Any, bool]
         (str(nm), columns % m == 0),
         (Fixed(values), True),
         (Fixed(values.T.contiguous().T, within=Unstructured(0.5)), True),
-        (Block(sparsity, (chance.choice((1, 2, 4)), 4)), False),
-        (TransposableNM(2, 4), False),
         (Quota(nm, PerRow(max(sparsity, nm.sparsity))), False),
         (Quota(nm, Unstructured(max(sparsity, nm.sparsity))), False),
     ]
@@ -238,11 +236,8 @@ def _check(W: Tensor, H: Tensor, pattern: Pattern, solver: Solver, solution: Sol
     zeros = ~mask
     if isinstance(pattern, Fixed):
         assert pattern.within is not None or (mask == pattern.values.numpy()).all()
-    elif isinstance(pattern, NM | TransposableNM):
+    elif isinstance(pattern, NM):
         assert (zeros.reshape(-1, pattern.m).sum(axis=1) == pattern.m - pattern.n).all()
-    elif isinstance(pattern, Block):
-        size = pattern.shape[0] * pattern.shape[1]
-        assert zeros.sum() == size * round(pattern.sparsity * (mask.size // size))
     else:
         assert zeros.sum() == round(pattern.sparsity * mask.size), f"{zeros.sum()} zeros for {pattern}"
     if isinstance(pattern, Quota):

@@ -11,13 +11,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from niwaki.errors import PatternError
-from niwaki.layer.patterns import NM, Among, Block, Fixed, MixedNM, Pattern, PerRow, Quota, TransposableNM, Unstructured
+from niwaki.layer.patterns import NM, Among, Fixed, MixedNM, Pattern, PerRow, Quota, Unstructured
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import DSnoT, Exact, MaskThenUpdate, Solver, Swaps, Wanda
 from support.contract import CONTRACT, Promises, same_bytes
 from support.covering import covering
 from support.problems import generator, make_problem, normal, relative_error
-from support.scores import PATTERNS, TILED, Scores, random_scores, tied_scores, zeros_of
+from support.scores import PATTERNS, Scores, random_scores, tied_scores, zeros_of
 from support.supports import SMALL, supports
 
 ROWS, COLUMNS = 24, 32
@@ -50,9 +50,9 @@ def test_of_all_masks_there_are_it_is_the_best(
     squares = scores.double().flatten().square()
     assert (possible == mask.flatten()).all(dim=1).any()
     assert float(squares[mask.flatten()].sum()) == float((possible @ squares).max())
-    if pattern.single:  # and of these one with the most weights: zeros go before weights without a score
-        best = possible @ squares == (possible @ squares).max()
-        assert int(mask.count_nonzero()) == int(possible[best].sum(dim=1).max())
+    # And of these one with the most weights: zeros go before weights without a score.
+    best = possible @ squares == (possible @ squares).max()
+    assert int(mask.count_nonzero()) == int(possible[best].sum(dim=1).max())
 
 
 @pytest.mark.parametrize("make", [random_scores, tied_scores])
@@ -75,7 +75,7 @@ def test_counts(make: Scores, zeros: float) -> None:
 
 
 def all_among(zeros: float = 0.4) -> list[Among]:
-    return [Among(pattern, drawn(12, 96, zeros)) for pattern in (*PATTERNS, *TILED)]
+    return [Among(pattern, drawn(12, 96, zeros)) for pattern in PATTERNS]
 
 
 @pytest.mark.parametrize("pattern", all_among(), ids=str)
@@ -124,18 +124,12 @@ def test_runs_of_columns(width: int, pattern: Among) -> None:
         parts.append(part)
     mask, whole = torch.cat(parts, dim=1), pattern.mask(scores)
     assert mask.shape == (12, 96)
-    if isinstance(inner, Unstructured | NM | TransposableNM):
+    if isinstance(inner, Unstructured | NM):
         assert zeros_of(mask) == zeros_of(whole)
     if isinstance(inner, Quota):
         assert (mask.view(-1, inner.group).sum(dim=1) <= inner.within.n).all()
     if isinstance(inner, Quota) and isinstance(inner.quota, Unstructured):
         assert zeros_of(mask) == zeros_of(whole)
-    if isinstance(inner, Block):
-        height, across = inner.shape
-        kept = [
-            values.unflatten(1, (-1, across)).unflatten(0, (-1, height)).amax(dim=(1, 3)) for values in (mask, places)
-        ]
-        assert int(kept[0].sum()) == min(int(kept[1].sum()), kept[0].numel() - round(inner.sparsity * kept[0].numel()))
 
 
 def test_places_are_checked() -> None:
@@ -153,9 +147,6 @@ def test_places_are_checked() -> None:
     with pytest.raises(PatternError, match="divides"):
         Among(NM(2, 3), places).mask(torch.ones(4, 8))
     assert str(Among(NM(2, 4), places)) == "2:4"
-    assert Among(Block(0.5), places).for_rows(Among(Block(0.5), places).rows) is None
-    assert not Among(Block(0.5), places).single
-    assert not Block(0.5).single
     assert Among(MixedNM(2, 4), places).at(0.75) is not None
 
 
@@ -163,7 +154,7 @@ def test_places_are_checked() -> None:
 
 
 OVER: list[Pattern] = [
-    *(Unstructured(0.0), Unstructured(0.5), PerRow(0.6), NM(2, 4), Block(0.5, (4, 4)), TransposableNM(2, 4)),
+    *(Unstructured(0.0), Unstructured(0.5), PerRow(0.6), NM(2, 4)),
     *(Quota(NM(2, 4), PerRow(0.6)), Quota(NM(2, 4), Unstructured(0.7))),
     Fixed(normal(ROWS, COLUMNS, seed=78).abs() < 0.6, within=PerRow(0.55)),
 ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.errors import PatternError, UsageError
+from niwaki.errors import UsageError
 from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers.exact import Exact
@@ -217,17 +217,6 @@ def test_a_monitor_counts_removals() -> None:
     errors = [error for _, _, error in calls]
     assert errors == sorted(errors)
     assert errors[-1] == pytest.approx(solution.error, rel=1e-9)
-
-
-class Together(PerRow):
-    single = False
-
-
-def test_weights_that_stand_or_fall_together() -> None:
-    with pytest.raises(PatternError, match=r"obc removes single weights.*wanda\+obc"):
-        OBC()(make_problem(), Together(0.5))
-    mask = Together(0.5).mask(make_problem().W.abs())
-    assert torch.equal(OBC()(make_problem(), Fixed(mask, within=Together(0.5))).mask, mask)
 
 
 def test_memory() -> None:

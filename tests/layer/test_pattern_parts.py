@@ -11,56 +11,47 @@ from hypothesis import given, strategies as st
 from niwaki.errors import PatternError
 from niwaki.layer.patterns import (
     NM,
-    Block,
     Fixed,
     Pattern,
     PerRow,
     Quota,
-    TransposableNM,
     Unstructured,
     parse_pattern,
 )
-from support.scores import PATTERNS, TILED, Scores, naive_blocks, random_scores, tied_scores, zeros_of
+from support.scores import PATTERNS, Scores, random_scores, tied_scores, zeros_of
 
-
-def rows_for(pattern: Pattern) -> int:
-    return 12 if pattern in TILED else 13
+ROWS = 13
 
 
 class TestPartial:
     """Gradual solvers rely on partial masks being on the way to the final one."""
 
-    @pytest.mark.parametrize("pattern", [*PATTERNS, *TILED], ids=str)
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     @pytest.mark.parametrize("make", [random_scores, tied_scores])
     def test_masks_are_nested(self, make: Scores, pattern: Pattern) -> None:
-        scores = make(rows_for(pattern), 96)
+        scores = make(ROWS, 96)
         masks = [pattern.partial(fraction).mask(scores) for fraction in (0, 0.1, 0.37, 0.5, 0.9, 1)]
         for earlier, later in itertools.pairwise([*masks, pattern.mask(scores)]):
             assert (earlier | ~later).all()
         assert masks[0].all()
         assert torch.equal(masks[-1], pattern.mask(scores))
 
-    @pytest.mark.parametrize("pattern", [*PATTERNS, *(p for p in TILED if not isinstance(p, Block))], ids=str)
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     @pytest.mark.parametrize("fraction", [0.1, 0.37, 0.5, 0.9])
     def test_count(self, fraction: float, pattern: Pattern) -> None:
-        scores = random_scores(rows_for(pattern), 96)
+        scores = random_scores(ROWS, 96)
         partial = pattern.partial(fraction)
         assert zeros_of(partial.mask(scores)) == round(fraction * pattern.sparsity * scores.numel())
         assert partial.sparsity == pytest.approx(fraction * pattern.sparsity)
 
-    def test_partial_block_is_whole_blocks(self) -> None:
-        scores = random_scores(12, 96)
-        assert Block(0.6).partial(0.5) == Block(0.3)
-        assert zeros_of(Block(0.6).partial(0.5).mask(scores)) == 16 * round(0.3 * 72)
-
     def test_partial_of_a_partial(self) -> None:
         scores = random_scores(12, 96)
-        for pattern in (NM(2, 4), TransposableNM(2, 4), Quota(NM(2, 4), PerRow(0.6))):
+        for pattern in (NM(2, 4), Quota(NM(2, 4), PerRow(0.6))):
             twice = pattern.partial(0.5).partial(0.5)
             assert torch.equal(twice.mask(scores), pattern.partial(0.25).mask(scores))
 
     def test_partial_checks_the_shape(self) -> None:
-        for pattern in (NM(2, 4), TransposableNM(2, 4), Quota(NM(2, 4), PerRow(0.6)), Block(0.5)):
+        for pattern in (NM(2, 4), Quota(NM(2, 4), PerRow(0.6))):
             with pytest.raises(PatternError):
                 pattern.partial(0.5).check((8, 42))
 
@@ -71,11 +62,11 @@ class TestPartial:
 
 
 class TestSlices:
-    @pytest.mark.parametrize("pattern", [*PATTERNS, *TILED, Fixed(tied_scores(13, 96) > 1)], ids=str)
+    @pytest.mark.parametrize("pattern", [*PATTERNS, Fixed(tied_scores(13, 96) > 1)], ids=str)
     @pytest.mark.parametrize("width", [1, 5, 32, 96, 128])
     @pytest.mark.slow
     def test_cover_the_columns_in_order_and_counts_add_up(self, width: int, pattern: Pattern) -> None:
-        rows = rows_for(pattern)
+        rows = ROWS
         scores = random_scores(rows, 96)
         end = total = 0
         for start, stop, part in pattern.slices((rows, 96), width):
@@ -88,12 +79,12 @@ class TestSlices:
         assert end == 96
         assert total == zeros_of(pattern.mask(scores))
 
-    @pytest.mark.parametrize("pattern", [*PATTERNS, *TILED], ids=str)
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     @pytest.mark.parametrize("width", [1, 5, 10, 12, 32, 200])
     @pytest.mark.slow
     def test_runs_stay_inside_blocks(self, width: int, pattern: Pattern) -> None:
         walls = set(range(0, 97, width)) & set(range(0, 97, pattern.group))
-        for start, stop, _ in pattern.slices((rows_for(pattern), 96), width):
+        for start, stop, _ in pattern.slices((ROWS, 96), width):
             assert start % pattern.group == stop % pattern.group == 0
             assert not walls & set(range(start + 1, stop))
 
@@ -114,13 +105,6 @@ class TestSlices:
         assert total.sum() == round(0.6 * 13 * 96)
         assert total.max() - total.min() <= runs
 
-    def test_blocks_are_cut_between(self) -> None:
-        for start, stop, part in Block(0.5).slices((8, 96), 20):
-            scores = random_scores(8, stop - start, seed=start)
-            zeros = zeros_of(part(scores))
-            assert abs(zeros / 16 - 0.5 * scores.numel() / 16) <= 1
-            assert torch.equal(part(scores), naive_blocks(scores, zeros / scores.numel(), (4, 4)))
-
     def test_fixed_is_cut_like_the_matrix(self) -> None:
         values = tied_scores(6, 9) > 1
         parts = [part(values[:, a:b].float()) for a, b, part in Fixed(values).slices((6, 9), 4)]
@@ -138,10 +122,6 @@ class TestParse:
             ("per-row:.25", PerRow(0.25)),
             ("per-row:60%", PerRow(0.6)),
             ("2:4+unstructured:60 %", Quota(NM(2, 4), Unstructured(0.6))),
-            ("block-4x4:50%", Block(0.5)),
-            ("transposable-2:4", TransposableNM(2, 4)),
-            ("block-4x4:0.5", Block(0.5)),
-            (" block-16x1:.5 ", Block(0.5, (16, 1))),
             ("2:4+per-row:0.6", Quota(NM(2, 4), PerRow(0.6))),
             ("2:4+unstructured:0.6", Quota(NM(2, 4), Unstructured(0.6))),
             (" 1:4 + unstructured:0.8", Quota(NM(1, 4), Unstructured(0.8))),
@@ -150,14 +130,14 @@ class TestParse:
     def test_good(self, text: str, pattern: Pattern) -> None:
         assert parse_pattern(text) == pattern
 
-    @pytest.mark.parametrize("pattern", [*PATTERNS, *TILED], ids=str)
+    @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
     def test_reads_what_it_writes(self, pattern: Pattern) -> None:
         assert parse_pattern(str(pattern)) == pattern
 
-    @given(st.floats(0, 1, exclude_max=True), st.integers(1, 9), st.integers(1, 9))
+    @given(st.floats(0, 1, exclude_max=True), st.integers(1, 9))
     @pytest.mark.slow
-    def test_reads_what_it_writes_to_the_last_digit(self, sparsity: float, r: int, c: int) -> None:
-        patterns: list[Pattern] = [Unstructured(sparsity), PerRow(sparsity), Block(sparsity, (r, c))]
+    def test_reads_what_it_writes_to_the_last_digit(self, sparsity: float, c: int) -> None:
+        patterns: list[Pattern] = [Unstructured(sparsity), PerRow(sparsity)]
         if sparsity >= 0.5:
             patterns += [Quota(NM(2, 4), PerRow(sparsity)), Quota(NM(c, c), Unstructured(sparsity))]
         for pattern in patterns:
@@ -168,8 +148,6 @@ class TestParse:
         [
             (Unstructured(0.5), "unstructured:0.5"),
             (PerRow(0.0), "per-row:0"),
-            (Block(0.25, (2, 8)), "block-2x8:0.25"),
-            (TransposableNM(1, 4), "transposable-1:4"),
             (Quota(NM(2, 4), PerRow(0.6)), "2:4+per-row:0.6"),
         ],
     )
@@ -194,33 +172,24 @@ class TestParse:
             *[
                 "transposable-2",
                 "transposable-0.5",
-                "block-4:0.5",
-                "block-4x4",
-                "block-4x4:x",
-                "block-x4:0.5",
+                "transposable-2:4",
+                "block-4x4:0.5",
             ],
             *["2:4+", "+per-row:0.6", "2:4+2:4", "per-row:0.6+2:4", "2:4+block-4x4:0.6", "2:4+per-row:x"],
             *["transposable-2:4+per-row:0.6", "2:4+per-row:0.6+per-row:0.7"],
         ],
     )
     def test_no_pattern(self, text: str) -> None:
-        examples = (
-            r"unstructured:0\.6 or per-row:0\.6, or transposable-2:4, mixed-2:4, block-4x4:0\.5 "
-            r"or 2:4\+per-row:0\.6"
-        )
+        examples = r"unstructured:0\.6 or per-row:0\.6, or mixed-2:4 or 2:4\+per-row:0\.6"
         with pytest.raises(PatternError, match=f"is not a valid pattern; try 2:4, {examples}"):
             parse_pattern(text)
 
     def test_good_form_with_bad_numbers(self) -> None:
         with pytest.raises(PatternError, match="raise the first to that or more"):
             parse_pattern("2:4+per-row:0.4")
-        with pytest.raises(PatternError, match="use m up to 4"):
-            parse_pattern("transposable-4:8")
-        with pytest.raises(PatternError, match="at least 1 row"):
-            parse_pattern("block-0x4:0.5")
 
     @pytest.mark.parametrize("sparsity", ["1", "1.5", "-0.1", "60", "nan", "inf"])
-    @pytest.mark.parametrize("kind", ["unstructured", "per-row", "block-2x2", "2:4+per-row"])
+    @pytest.mark.parametrize("kind", ["unstructured", "per-row", "2:4+per-row"])
     def test_sparsity_out_of_range(self, kind: str, sparsity: str) -> None:
         with pytest.raises(PatternError, match="sparsity is the fraction of zeros, from 0 to below 1; got"):
             parse_pattern(f"{kind}:{sparsity}")

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from niwaki.layer.patterns import (
     NM,
-    Block,
     Fixed,
     Pattern,
     PerRow,
     Quota,
-    TransposableNM,
     Unstructured,
 )
 from niwaki.layer.patterns.selection import middle_of_each
@@ -46,10 +44,6 @@ def test_supports_are_all_there() -> None:
     """Numbers that are known from elsewhere."""
     assert len(supports(Unstructured(0.5))) == 12870
     assert len(supports(NM(2, 4))) == 6**4
-    assert len(supports(TransposableNM(2, 4))) == 90
-    assert len(supports(TransposableNM(1, 4))) == len(supports(TransposableNM(3, 4))) == 24
-    assert len(supports(TransposableNM(1, 2))) == 2**4
-    assert len(supports(Block(0.5, (2, 2)))) == 6
     assert len(supports(Quota(NM(1, 2), Unstructured(0.5)))) == 2**8
 
 
@@ -116,7 +110,7 @@ class TestProperties:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.floats(0, 1, exclude_max=True))
 def test_counts_add_up_at_any_sparsity(rows: int, columns: int, width: int, sparsity: float) -> None:
     scores = random_scores(rows, columns)
-    for pattern in (Unstructured(sparsity), PerRow(sparsity), Block(sparsity, (1, 1))):
+    for pattern in (Unstructured(sparsity), PerRow(sparsity)):
         parts = pattern.slices((rows, columns), width)
         cut = sum(zeros_of(part(scores[:, start:stop])) for start, stop, part in parts)
         assert cut == zeros_of(pattern.mask(scores)) == round(sparsity * (rows * columns))
@@ -144,8 +138,6 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
         NM(2, 4),
         NM(1, 4),
         NM(4, 4),
-        TransposableNM(2, 4),
-        Block(0.5, (2, 4)),
         Quota(NM(2, 4), PerRow(0.75)),
         Fixed(torch.rand(8, 16, generator=torch.Generator().manual_seed(3)) > 0.4),
     ],
@@ -154,7 +146,7 @@ def test_quotas_add_up_at_any_sparsity(rows: int, groups: int, width: int, spars
 def test_thresholds_tell_what_the_mask_keeps(pattern: Pattern) -> None:
     scores = torch.rand(8, 16, generator=torch.Generator().manual_seed(1))
     threshold = pattern.threshold(scores)
-    if isinstance(pattern, TransposableNM | Block | Quota | Fixed) or pattern.sparsity == 0:
+    if isinstance(pattern, Quota | Fixed) or pattern.sparsity == 0:
         assert threshold is None
         return
     assert threshold is not None
@@ -178,7 +170,7 @@ def test_runs_of_columns_on_their_own() -> None:
             assert int((together != whole).sum()) <= 2
         else:
             assert torch.equal(together, whole)
-    for other in (PerRow(0.5), TransposableNM(2, 4), Block(0.5, (4, 4)), Quota(NM(2, 4), PerRow(0.75))):
+    for other in (PerRow(0.5), Quota(NM(2, 4), PerRow(0.75))):
         assert other.split(runs) is None
 
 

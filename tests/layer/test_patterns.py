@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,19 +9,14 @@ from torch import Tensor
 from niwaki.errors import PatternError
 from niwaki.layer.patterns import (
     NM,
-    Block,
     Fixed,
     Pattern,
     PerRow,
     Quota,
-    TransposableNM,
     Unstructured,
 )
-from niwaki.layer.problem import LayerProblem
-from niwaki.layer.solvers import SparseGPT, Wanda
-from support.covering import covered
-from support.problems import lowest_go, lowest_go_in_matrix, make_problem
-from support.scores import PATTERNS, TILED, Scores, naive_blocks, random_scores, tied_scores, zeros_of
+from support.problems import lowest_go, lowest_go_in_matrix
+from support.scores import PATTERNS, Scores, random_scores, tied_scores, zeros_of
 
 SPARSITIES = (0.0, 0.1, 1 / 3, 0.5, 0.6, 0.8, 0.99)
 
@@ -49,27 +41,6 @@ def naive_per_row(scores: Tensor, sparsity: float) -> Tensor:
 def naive_nm(scores: Tensor, n: int, m: int) -> Tensor:
     groups = [lowest_go(group.tolist(), m - n) for group in scores.reshape(-1, m)]
     return torch.tensor(groups).reshape(scores.shape)
-
-
-@functools.cache
-def naive_tiles(n: int, m: int) -> list[tuple[int, ...]]:
-    """All masks of one tile, read as binary numbers in rising order."""
-    tiles = []
-    for bits in itertools.product((0, 1), repeat=m * m):
-        rows = [sum(bits[i * m : i * m + m]) for i in range(m)]
-        if rows == [sum(bits[i::m]) for i in range(m)] == [n] * m:
-            tiles.append(bits)
-    return tiles
-
-
-def naive_tile(scores: Tensor, n: int) -> Tensor:
-    """The first of the best."""
-    m = scores.shape[0]
-    squares = [x * x for x in scores.flatten().tolist()]
-    best = max(  # the first one, says Python's documentation
-        naive_tiles(n, m), key=lambda bits: sum(x for x, bit in zip(squares, bits, strict=True) if bit)
-    )
-    return torch.tensor(best, dtype=torch.bool).reshape(m, m)
 
 
 class TestUnstructured:
@@ -156,44 +127,6 @@ class TestNM:
         assert NM(1, 4).sparsity == 0.75
 
 
-class TestBlock:
-    @covered
-    @pytest.mark.parametrize("sparsity", SPARSITIES)
-    @pytest.mark.parametrize("shape", [(4, 4), (1, 1), (1, 8), (2, 3), (12, 24), (12, 1)], ids=str)
-    @pytest.mark.parametrize("make", [random_scores, tied_scores])
-    def test_equals_a_sort_of_the_sums(self, make: Scores, shape: tuple[int, int], sparsity: float) -> None:
-        scores = make(12, 24)
-        assert torch.equal(Block(sparsity, shape).mask(scores), naive_blocks(scores, sparsity, shape))
-
-    @pytest.mark.parametrize("rows", [2**7 + 2, 3 * 2**7])
-    def test_more_rows_than_are_squared_at_once(self, rows: int) -> None:
-        for shape in ((2, 4), (rows, 2)):
-            scores = random_scores(rows, 8)
-            assert torch.equal(Block(0.6, shape).mask(scores), naive_blocks(scores, 0.6, shape))
-
-    def test_squares_are_added_up_not_magnitudes(self) -> None:
-        scores = torch.tensor([[2.0, 2.0, 3.0, 0.0]])  # sums 4 and 3, of squares 8 and 9
-        assert Block(0.5, (1, 2)).mask(scores).tolist() == [[False, False, True, True]]
-
-    def test_of_equal_sums_the_first_go(self) -> None:
-        scores = torch.tensor([[3.0, 4.0, 5.0, 0.0, 4.0, 3.0]])
-        assert Block(1 / 3, (1, 2)).mask(scores).tolist() == [[False, False, True, True, True, True]]
-
-    @pytest.mark.parametrize("shape", [(6, 8), (8, 6), (6, 6)])
-    def test_blocks_must_divide(self, shape: tuple[int, int]) -> None:
-        message = rf"block-4x4:0.5 .* tiles of 4 x 4, which must divide .* is {shape[0]} x {shape[1]}"
-        for call in (Block(0.5).check, lambda shape: Block(0.5).mask(random_scores(*shape))):
-            with pytest.raises(PatternError, match=message):
-                call(shape)
-        with pytest.raises(PatternError, match=message):
-            list(Block(0.5).slices(shape, 4))
-
-    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (-4, -4)])
-    def test_shape_is_checked_when_made(self, shape: tuple[int, int]) -> None:
-        with pytest.raises(PatternError, match="at least 1 row and 1 column"):
-            Block(0.5, shape)
-
-
 class TestQuota:
     @pytest.mark.parametrize("make", [random_scores, tied_scores])
     @pytest.mark.parametrize("sparsity", [0.5, 0.51, 0.6, 0.8, 0.99])
@@ -233,75 +166,6 @@ class TestQuota:
             of_each += (~mask).sum(dim=1)
             if isinstance(quota, PerRow):
                 assert of_each.max() - of_each.min() <= runs + 1
-
-
-class TestTransposableNM:
-    @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 4), (1, 2), (2, 3), (1, 1)])
-    @pytest.mark.parametrize("make", [random_scores, tied_scores])
-    @pytest.mark.slow
-    def test_each_tile_is_the_first_of_the_best(self, make: Scores, n: int, m: int) -> None:
-        scores = make(2 * m, 3 * m)
-        mask = TransposableNM(n, m).mask(scores)
-        for i, j in itertools.product(range(0, 2 * m, m), range(0, 3 * m, m)):
-            assert torch.equal(mask[i : i + m, j : j + m], naive_tile(scores[i : i + m, j : j + m], n))
-
-    def test_of_equal_choices_the_one_that_drops_the_earlier(self) -> None:
-        T, F = True, False
-        for score in (0.0, 0.1, 1.0):  # squares of 0.1 are rounded
-            mask = TransposableNM(2, 4).mask(torch.full((4, 4), score))
-            assert mask.tolist() == [[F, F, T, T], [F, F, T, T], [T, T, F, F], [T, T, F, F]]
-
-    def test_the_transpose_of_w_is_n_m_too(self) -> None:
-        mask = TransposableNM(1, 4).mask(random_scores(400, 1204))  # more than one strip
-        for either in (mask, mask.T):
-            assert (either.reshape(-1, 4).sum(dim=1) == 1).all()
-
-    def test_tiles_do_not_know_of_each_other(self) -> None:
-        scores = random_scores(400, 1204)
-        mask = TransposableNM(2, 4).mask(scores)
-        for i, j in ((0, 0), (52, 1200), (56, 0), (396, 1200)):
-            here = (slice(i, i + 4), slice(j, j + 4))
-            assert torch.equal(mask[here], TransposableNM(2, 4).mask(scores[here]))
-
-    def test_one_huge_weight_does_not_hide_the_others(self) -> None:
-        """In single precision 1e8 + 1 is 1e8, and such inputs are real."""
-        scores = 1 + random_scores(4, 4)
-        scores[1, 2] = 1e4
-        assert torch.equal(TransposableNM(2, 4).mask(scores), naive_tile(scores, 2))
-
-    @pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
-    def test_tiles_must_divide(self, shape: tuple[int, int]) -> None:
-        pattern = TransposableNM(2, 4)
-        with pytest.raises(PatternError, match=r"transposable-2:4 .* must divide its rows and columns"):
-            pattern.mask(random_scores(*shape))
-        with pytest.raises(PatternError, match=r"transposable-2:4 .* must divide its rows and columns"):
-            list(pattern.slices(shape, 8))
-
-    def test_large_tiles_are_refused(self) -> None:
-        with pytest.raises(PatternError, match=r"transposable-4:8 .* use m up to 4, .* or plain 4:8"):
-            TransposableNM(4, 8)
-
-    @pytest.mark.parametrize(("n", "m"), [(5, 4), (0, 4), (-1, 4), (0, 0)])
-    def test_n_is_checked_when_made(self, n: int, m: int) -> None:
-        with pytest.raises(PatternError, match="n must be 1 to m"):
-            TransposableNM(n, m)
-
-
-@pytest.mark.parametrize("pattern", [Block(0.5), TransposableNM(2, 4)], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "factor"),
-    [
-        (torch.float32, 2.0**126),
-        (torch.float32, 2.0**-120),
-        (torch.float64, 2.0**1021),
-        (torch.float64, 2.0**-1000),
-    ],
-    ids=str,
-)
-def test_squares_neither_overflow_nor_vanish(pattern: Pattern, dtype: torch.dtype, factor: float) -> None:
-    scores = random_scores(16, 16).to(dtype).clamp(max=2.0)
-    assert torch.isfinite(scores * factor).all()
-    assert torch.equal(pattern.mask(scores * factor), pattern.mask(scores))
 
 
 class TestFixed:
@@ -368,9 +232,9 @@ class TestBigMatrices:
         assert torch.equal(pattern.mask(scores), pattern.mask(scores.T.contiguous().T))
 
 
-@pytest.mark.parametrize("kind", [Unstructured, PerRow, Block])
+@pytest.mark.parametrize("kind", [Unstructured, PerRow])
 @pytest.mark.parametrize("sparsity", [1.0, -1e-9, 1.5, float("nan")])
-def test_sparsity_is_checked_when_made(kind: type[Unstructured] | type[PerRow] | type[Block], sparsity: float) -> None:
+def test_sparsity_is_checked_when_made(kind: type[Unstructured] | type[PerRow], sparsity: float) -> None:
     with pytest.raises(PatternError):
         kind(sparsity)
 
@@ -384,26 +248,15 @@ def test_nm_is_checked_when_made(n: int, m: int) -> None:
 def test_patterns_are_values() -> None:
     """They are dictionary keys and go into records: equal parameters, equal patterns."""
     different: list[Pattern] = [Unstructured(0.5), PerRow(0.5), Unstructured(0.6), NM(2, 4), NM(4, 8)]
-    different += [*TILED, Quota(NM(2, 4), PerRow(0.5)), Quota(NM(2, 4), Unstructured(0.5))]
+    different += [Quota(NM(2, 4), PerRow(0.5)), Quota(NM(2, 4), Unstructured(0.5))]
     assert len({*different, Unstructured(0.5), NM(2, 4)}) == len(different)
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, *TILED], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_group_and_exchange(pattern: Pattern) -> None:
     """Weights that may change places within a row, as DSnoT and swaps do it."""
     match pattern:
         case NM(_, m) | Quota(NM(_, m), _):
             assert (pattern.group, pattern.exchange(96)) == (m, m)
-        case TransposableNM(_, m) | Block(_, (_, m)):
-            assert (pattern.group, pattern.exchange(96)) == (m, 0)
         case _:
             assert (pattern.group, pattern.exchange(96)) == (1, 96)
-
-
-@pytest.mark.parametrize("pattern", TILED, ids=str)
-def test_sparsegpt_scores_are_magnitudes_too(pattern: Pattern) -> None:
-    """With inputs that are not correlated they are Wanda's; its paper's, which are squares, would be squared."""
-    problem = make_problem(rows=24, columns=48)
-    diagonal = LayerProblem(problem.W, problem.gram.H.diagonal().diag())
-    mask = SparseGPT(damping=0, block_size=48)(diagonal, pattern).mask
-    assert torch.equal(mask, Wanda()(diagonal, pattern).mask)

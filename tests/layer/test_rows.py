@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns import NM, Among, Block, Fixed, Pattern, PerRow, Quota, TransposableNM, Unstructured
+from niwaki.layer.patterns import NM, Among, Fixed, Pattern, PerRow, Quota, Unstructured
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import LayerProblem
 from niwaki.layer.solvers import ADMM, SOLVERS, Continuation, MaskThenUpdate, Solver, SparseGPT, continuation
@@ -157,11 +157,6 @@ def test_against_a_sort(size: int) -> None:
         pattern = Unstructured(zeros / scores.numel())
         masks = in_each(size, ROWS, lambda rows, p=pattern: among(p, rows).mask(rows.own(scores)))  # type: ignore[misc]
         assert torch.equal(torch.cat(masks), expected)
-
-
-@pytest.mark.parametrize("pattern", [TransposableNM(2, 4), Block(0.5, (2, 2))], ids=str)
-def test_patterns_whose_rows_stand_or_fall_together(pattern: Pattern) -> None:
-    assert pattern.for_rows(World(0, 2).rows(8)) is None
 
 
 def test_shares_of_rows() -> None:

@@ -239,7 +239,7 @@ def test_a_run_that_was_stopped(model: Path, tmp_path: Path) -> None:
     ("solver", "pattern"),
     [
         *(("continuation", "2:4"), ("swaps+exact", "2:4"), ("sparsegpt", "unstructured:0.6"), ("wanda", "per-row:0.6")),
-        *(("admm1", "block-4x4:0.5"), ("obc", "2:4+per-row:0.6")),
+        ("obc", "2:4+per-row:0.6"),
     ],
 )
 @pytest.mark.slow

@@ -446,7 +446,7 @@ def test_points_are_where_their_values_are(tmp_path: Path) -> None:
         assert len(re.findall(r'<path[^>]* d="M[^"]*L[^"]*" stroke="var\(--c\d\)"', svg)) == 3
 
 
-@pytest.mark.parametrize("patterns", [["2:4", "4:8"], ["2:4", "transposable-2:4", "2:4+per-row:0.6", "mixed-2:4"]])
+@pytest.mark.parametrize("patterns", [["2:4", "4:8"], ["2:4", "12:16+per-row:0.6", "2:4+per-row:0.6", "mixed-2:4"]])
 @pytest.mark.slow
 def test_names_of_patterns_are_not_over_each_other(patterns: list[str]) -> None:
     """Beside each other where there is room, otherwise turned, with a line's height between them."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from niwaki.layer.patterns import NM, Block, Fixed, Pattern, PerRow, TransposableNM, Unstructured
+from niwaki.layer.patterns import NM, Fixed, Pattern, PerRow, Unstructured
 from niwaki.layer.problem import Solution
 from niwaki.layer.solvers import (
     ADMM,
@@ -41,8 +41,6 @@ class Promises:
         runs: It cuts the columns into so many runs, in each of which PerRow's rows differ by one.
         refines: It makes a mask better by exchanges, so a mask that is given without the pattern that it
             is from (Fixed.within) leaves it nothing to do, and it says so.
-        one_by_one: It removes or exchanges single weights, and refuses patterns where several stand or
-            fall together.
         rounding: How far its weights may be from those of scaled inputs.
     """
 
@@ -50,13 +48,10 @@ class Promises:
     steps: int = 0
     runs: int = 1
     refines: bool = False
-    one_by_one: bool = False
     rounding: float = 1e-9
 
     def refuses(self, pattern: Pattern) -> bool:
-        if isinstance(pattern, Fixed):
-            return self.refines and pattern.within is None
-        return self.one_by_one and isinstance(pattern, Block | TransposableNM)
+        return self.refines and isinstance(pattern, Fixed) and pattern.within is None
 
 
 CONTRACT: list[tuple[Solver, Promises]] = [
@@ -64,8 +59,8 @@ CONTRACT: list[tuple[Solver, Promises]] = [
     (Wanda(), Promises(moves=False)),
     (RIA(), Promises(moves=False)),
     (OBSSaliency(), Promises(moves=False)),
-    (DSnoT(), Promises(moves=False, steps=51, refines=True, one_by_one=True)),
-    (Swaps(), Promises(moves=False, steps=100, refines=True, one_by_one=True)),
+    (DSnoT(), Promises(moves=False, steps=51, refines=True)),
+    (Swaps(), Promises(moves=False, steps=100, refines=True)),
     (SparseGPT(), Promises()),
     (SparseGPT(block_size=8), Promises(runs=4)),
     (ADMM(), Promises(steps=20)),
@@ -73,7 +68,7 @@ CONTRACT: list[tuple[Solver, Promises]] = [
     (ADMM(schedule="cubic"), Promises(steps=20)),
     (ADMM(schedule="printed"), Promises(steps=20)),
     (Continuation(), Promises(steps=15)),
-    (OBC(), Promises(steps=20, one_by_one=True)),
+    (OBC(), Promises(steps=20)),
     (ALPS(), Promises(steps=310)),
     (Descent(), Promises(steps=100)),
     (Descent("sgd", learning_rate=1.0), Promises(steps=100)),
@@ -84,7 +79,7 @@ CONTRACT: list[tuple[Solver, Promises]] = [
     (MaskThenUpdate(Wanda(), ADMM()), Promises(steps=20)),
     (
         MaskThenUpdate(MaskThenUpdate(Wanda(), Swaps()), Exact()),
-        Promises(steps=10, refines=True, one_by_one=True),
+        Promises(steps=10, refines=True),
     ),
 ]
 

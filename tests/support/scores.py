@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -10,14 +9,12 @@ from torch import Tensor
 
 from niwaki.layer.patterns import (
     NM,
-    Block,
     Pattern,
     PerRow,
     Quota,
-    TransposableNM,
     Unstructured,
 )
-from support.problems import generator, lowest_go, normal
+from support.problems import generator, normal
 
 Scores = Callable[[int, int], Tensor]
 
@@ -35,16 +32,6 @@ def zeros_of(mask: Tensor) -> int:
     return int((~mask).sum())
 
 
-def naive_blocks(scores: Tensor, sparsity: float, shape: tuple[int, int]) -> Tensor:
-    r, c = shape
-    corners = list(itertools.product(range(0, scores.shape[0], r), range(0, scores.shape[1], c)))
-    sums = [sum(x * x for x in scores[i : i + r, j : j + c].flatten().tolist()) for i, j in corners]
-    mask = torch.ones(scores.shape, dtype=torch.bool)
-    for (i, j), kept in zip(corners, lowest_go(sums, round(sparsity * len(corners))), strict=True):
-        mask[i : i + r, j : j + c] = kept
-    return mask
-
-
 PATTERNS: tuple[Pattern, ...] = (
     Unstructured(0.5),
     Unstructured(0.8),
@@ -57,15 +44,4 @@ PATTERNS: tuple[Pattern, ...] = (
     Quota(NM(2, 4), PerRow(0.6)),
     Quota(NM(2, 4), Unstructured(0.6)),
     Quota(NM(1, 3), Unstructured(0.9)),
-)
-
-
-#: These need a number of rows that tiles divide.
-TILED: tuple[Pattern, ...] = (
-    Block(0.5),
-    Block(0.7, (1, 8)),
-    Block(0.3, (2, 3)),
-    TransposableNM(2, 4),
-    TransposableNM(1, 4),
-    TransposableNM(2, 3),
 )

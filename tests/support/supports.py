@@ -9,11 +9,9 @@ from torch import Tensor
 
 from niwaki.layer.patterns import (
     NM,
-    Block,
     Pattern,
     PerRow,
     Quota,
-    TransposableNM,
     Unstructured,
 )
 
@@ -27,20 +25,11 @@ SMALL: tuple[Pattern, ...] = (
     NM(1, 2),
     NM(3, 4),
     NM(1, 1),
-    Block(0.5, (2, 2)),
-    Block(0.7, (1, 2)),
-    Block(0.3, (4, 1)),
-    Block(0.5, (4, 4)),
     Quota(NM(2, 4), PerRow(0.6)),
     Quota(NM(1, 2), PerRow(0.7)),
     Quota(NM(2, 4), Unstructured(0.6)),
     Quota(NM(1, 2), Unstructured(0.5)),
     Quota(NM(3, 4), Unstructured(0.7)),
-    TransposableNM(2, 4),
-    TransposableNM(1, 4),
-    TransposableNM(3, 4),
-    TransposableNM(1, 2),
-    TransposableNM(2, 2),
 )
 
 
@@ -62,12 +51,6 @@ def allowed(pattern: Pattern, masks: Tensor) -> Tensor:
             return every(masks.unflatten(2, (-1, m)).sum(dim=3) == n)
         case Quota(NM(n, m), quota):
             return every(masks.unflatten(2, (-1, m)).sum(dim=3) <= n) & allowed(quota, masks)
-        case Block(sparsity, (r, c)):
-            kept = masks.unflatten(2, (-1, c)).unflatten(1, (-1, r)).sum(dim=(2, 4))  # of each block
-            blocks = round(sparsity * 16 / (r * c))
-            return every((kept == 0) | (kept == r * c)) & (zeros == blocks * r * c)
-        case TransposableNM(n, m):
-            return allowed(NM(n, m), masks) & allowed(NM(n, m), masks.transpose(1, 2))
     raise AssertionError(pattern)
 
 

@@ -46,12 +46,7 @@ class _Cache(ctypes.Structure):
 
 
 class _Attention(ctypes.Structure):
-    _fields_ = [
-        ("keys", _Cache),
-        ("values", _Cache),
-        ("mask", ctypes.c_void_p),
-        ("length", ctypes.c_int64),
-    ]
+    _fields_ = [("keys", _Cache), ("values", _Cache), ("mask", ctypes.c_void_p), ("length", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
@@ -173,16 +168,9 @@ def prepare(modules: dict[str, Any], pointers: list[int], tensors: list[Tensor])
         or any(modules[name].mask.device.type != "cpu" for name in shapes)
     ):
         return None
-    native_norms = [_norm(modules.get(name)) for name in norms]
-    linears = [
-        _Linear(
-            kernels.native_matrix(modules[name].packed), None if (b := modules[name].bias) is None else b.data_ptr()
-        )
-        for name in shapes
-    ]
-    sizes = (width, heads, pairs, size, inner)
-    path = kernels.best_path()
-    native = _Block(path, dtype == torch.bfloat16, *sizes, modules["self_attn"].scaling, *native_norms, *linears)
+    numbers = (width, heads, pairs, size, inner, modules["self_attn"].scaling)
+    parts = [*(_norm(modules.get(name)) for name in norms), *(_linear(modules[name]) for name in shapes)]
+    native = _Block(kernels.best_path(), dtype == torch.bfloat16, *numbers, *parts)
     return Prepared(native, dtype, pointers, tensors)
 
 
@@ -199,11 +187,14 @@ def _has_tensors(module: nn.Module) -> bool:
 
 def _epsilon(norm: nn.Module) -> float | None:
     """That of an RMS norm; None for what is none."""
-    values = [getattr(norm, name, None) for name in ("variance_epsilon", "eps")]
-    tensors = {**dict(norm.named_parameters()), **dict(norm.named_buffers())}
-    return (
-        next((float(value) for value in values if isinstance(value, float)), None) if [*tensors] == ["weight"] else None
-    )
+    if [name for name, _ in (*norm.named_parameters(), *norm.named_buffers())] != ["weight"]:
+        return None
+    values = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
+    return next((value for value in values if isinstance(value, float)), None)
+
+
+def _linear(layer: SparseLinear) -> _Linear:
+    return _Linear(kernels.native_matrix(layer.packed), None if layer.bias is None else layer.bias.data_ptr())
 
 
 def _norm(norm: Any) -> _Norm:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from niwaki.files import write_json
 from niwaki.records.data import Amount, Fraction, JsonFile, Name, Seconds, Stages
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import LARGEST_TABLE, CalibrationRecord, Record
-from niwaki.records.wording import is_cut, markdown, number, text_in_words
+from niwaki.records.wording import markdown, text_in_words
 
 #: The methods of Boza 2024, table 1, with niwaki's solver, alone and as it is by default; and its columns.
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm1", "admm-grad", "continuation", "continuation@balanced")
@@ -140,45 +140,51 @@ class Comparison(JsonFile):
         A column for each pattern, sparsities in order and then others; nothing where a cell is missing. The last column
         has the seconds of pruning, the mean of the row.
         """
-        methods: dict[str, dict[str, Cell]] = {}
-        values: dict[str, list[float]] = {}
-        for (method, pattern), cell in self.done().items():
-            if text in cell.perplexity:
-                methods.setdefault(method, {})[pattern] = cell
-                values.setdefault(pattern, []).append(cell.perplexity[text].value)
-        dense = methods.pop("dense")[""].perplexity[text]
-        patterns = sorted((pattern for pattern in values if pattern), key=_column)
-        rows = [[Entry("dense"), Entry(shown(dense)), *[Entry("")] * len(patterns)]]
-        for method, cells in methods.items():
-            row = [Entry(method)]
-            for pattern in patterns:
-                measured = cells[pattern].perplexity[text] if pattern in cells else None
-                row.append(Entry(shown(measured), measured.value == min(values[pattern])) if measured else Entry(""))
-            rows.append([*row, Entry(f"{fmean(cell.seconds for cell in cells.values()):.1f}")])
-        return ["method", *patterns, "seconds"], rows
+        lowest = self._lowest(text)
+
+        def entry(cell: Cell) -> Entry:
+            measured = cell.perplexity[text]
+            return Entry(shown(measured), measured.value == lowest[cell.pattern].value)
+
+        patterns, rows = self._rows(entry)
+        for row in rows:
+            seconds = fmean(cell.seconds for cell in self.cells if cell.method == row[0].text)
+            row.append(Entry(f"{seconds:.1f}"))
+        dense = [Entry("dense"), Entry(shown(self.cells[0].perplexity[text])), *[Entry("")] * len(patterns)]
+        return ["method", *patterns, "seconds"], [dense, *rows]
 
     def gaps(self, text: str) -> tuple[list[str], list[list[Entry]]]:
         """As :meth:`grid`, how far each method's loss is above the dense model's, with the paired standard error.
 
         The best of a column are all that are not clearly above the lowest, see :class:`~.record.Difference`.
         """
-        header, rows = self.grid(text)
-        cells, patterns = self.done(), header[1:-1]
-        dense = cells.pop(("dense", "")).perplexity[text]
-        losses = {key: cell.perplexity[text] for key, cell in cells.items()}
+        dense, lowest = self.cells[0].perplexity[text], self._lowest(text)
+
+        def entry(cell: Cell) -> Entry:
+            measured = cell.perplexity[text]
+            return Entry(str(measured.above(dense)), not measured.above(lowest[cell.pattern]).clear)
+
+        patterns, rows = self._rows(entry)
+        return ["method", *patterns], rows
+
+    def _lowest(self, text: str) -> dict[str, Perplexity]:
+        """The lowest perplexity of each pattern."""
         lowest: dict[str, Perplexity] = {}
-        for (_, pattern), measured in losses.items():
-            lowest[pattern] = min(measured, lowest.get(pattern, measured), key=lambda each: each.value)
-        table = []
-        for method in (row[0].text for row in rows[1:]):
-            row = [Entry(method)]
-            for pattern in patterns:
-                found = losses.get((method, pattern))
-                row.append(
-                    Entry(str(found.above(dense)), not found.above(lowest[pattern]).clear) if found else Entry("")
-                )
-            table.append(row)
-        return header[:-1], table
+        for cell in self.cells[1:]:
+            measured = cell.perplexity[text]
+            lowest[cell.pattern] = min(measured, lowest.get(cell.pattern, measured), key=lambda each: each.value)
+        return lowest
+
+    def _rows(self, entry: Callable[[Cell], Entry]) -> tuple[list[str], list[list[Entry]]]:
+        """All patterns, and for each method a row with its name and the ``entry`` of each of its cells."""
+        done = self.done()
+        done.pop(("dense", ""), None)
+        patterns = sorted(dict.fromkeys(pattern for _, pattern in done), key=_column)
+        rows = []
+        for method in dict.fromkeys(method for method, _ in done):
+            cells = (done.get((method, pattern)) for pattern in patterns)
+            rows.append([Entry(method), *(entry(cell) if cell else Entry("") for cell in cells)])
+        return patterns, rows
 
     def to_csv(self) -> str:
         """:meth:`rows` as CSV, with all digits."""
@@ -235,12 +241,8 @@ CAPTION = (
 
 
 def shown(measured: Perplexity) -> str:
-    """A perplexity with its standard error."""
-    value, error = measured.value, measured.standard_error
-    if is_cut(value):
-        return number(value)
-    text, digits = (f"{value:.2f}", ".2f") if value < 1e6 else (f"{value:.3g}", ".2g")
-    return text if error is None else f"{text} ±{error:{digits}}"
+    """A perplexity with its standard error, in the little room of a table."""
+    return measured.figure.replace("± ", "±")
 
 
 def listed(cells: Iterable[tuple[str, str]]) -> str:

@@ -29,7 +29,7 @@ class Run(Cell):
 
     @property
     def grouped(self) -> bool:
-        """Whether its pattern is n:m, alone or with others; "block-4x4:0.5" is not."""
+        """Whether its pattern is n:m, alone or with others."""
         return re.search(r"(?<!\w)\d+:\d+(?![.\d])", self.pattern) is not None
 
 

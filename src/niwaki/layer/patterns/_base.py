@@ -38,7 +38,7 @@ class Pattern(abc.ABC):
         """(out, in) bool, True where a weight is kept: the allowed mask that keeps the greatest sum of squared scores.
 
         ``scores`` (out, in) are floating point, finite, at least 0, and stay unchanged. They are magnitudes such as |W|
-        and not squares: where weights are chosen together their sizes matter. PatternError if the shape does not fit.
+        and not squares, because thresholds are between them. PatternError if the shape does not fit.
         """
 
     def partial(self, fraction: float) -> Pattern:
@@ -58,18 +58,13 @@ class Pattern(abc.ABC):
         return None
 
     @property
-    def single(self) -> bool:
-        """Whether weights can be removed one by one on the way to an allowed set."""
-        return True
-
-    @property
     def group(self) -> int:
-        """The number of columns that are chosen together: m for n:m, a block's columns, otherwise 1."""
+        """The number of columns that are chosen together: m for n:m, otherwise 1."""
         return 1
 
     def exchange(self, columns: int) -> int:
         """The length of the runs of a row within which a kept and a pruned weight may change places; 0 if none may."""
-        return columns if self.single else 0
+        return columns
 
     @property
     def exchangeable(self) -> Tensor | None:
@@ -117,10 +112,6 @@ class _Partial(Pattern):
         return self.final.sparsity * self.fraction
 
     @property
-    def single(self) -> bool:
-        return self.final.single
-
-    @property
     def rows(self) -> Rows:
         return self.final.rows
 
@@ -148,23 +139,19 @@ class ByRows(Pattern):
         return replace(self, rows=rows)
 
 
-class Counted(Pattern):
-    """A pattern with a number of zeros (or of units of them), of which each run of columns has its share."""
+class Counted(ByRows):
+    """A pattern with a number of zeros, of which each run of columns has its share."""
 
     @abc.abstractmethod
     def keep(self, scores: Tensor, zeros: int) -> Tensor:
         """The mask with this number of zeros in all rows of the matrix."""
 
-    def units(self, weights: int) -> int:
-        """What is counted among so many weights: these themselves, or blocks of them."""
-        return weights
-
     def zeros(self, weights: int) -> int:
         """Of so many weights; the one formula, because s * rows * columns depends on the order of the products."""
-        return round(self.sparsity * self.units(weights))
+        return round(self.sparsity * weights)
 
     def room(self, places: Tensor) -> Tensor:
-        """(groups,): how many units each group of columns can keep where all but ``places`` (out, in) are zero."""
+        """(groups,): how many weights each group of columns can keep where all but ``places`` (out, in) are zero."""
         return places.sum(dim=0)
 
     def mask(self, scores: Tensor) -> Tensor:
@@ -185,8 +172,8 @@ class Counted(Pattern):
             return lambda column: self.zeros(rows * column)
         room = [0, *self.rows.sum(self.room(places)).cumsum(0).tolist()]
         weights = rows * places.shape[1]
-        kept = min(self.units(weights) - self.zeros(weights), room[-1])
-        return lambda column: self.units(rows * column) - kept * room[column // self.group] // max(1, room[-1])
+        kept = min(weights - self.zeros(weights), room[-1])
+        return lambda column: rows * column - kept * room[column // self.group] // max(1, room[-1])
 
 
 @dataclass(frozen=True)
@@ -207,27 +194,6 @@ class BySparsity(Counted):
 
     def partial(self, fraction: float) -> Pattern:
         return replace(self, sparsity=self.sparsity * fraction)
-
-
-class Tiled(Pattern):
-    """Weights of several rows and columns are chosen together, tile by tile."""
-
-    @property
-    def single(self) -> bool:
-        return False
-
-    @property
-    @abc.abstractmethod
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-
-    def check(self, shape: Sequence[int]) -> None:
-        height, width = self.tile
-        if shape[0] % height or shape[1] % width:
-            raise PatternError(
-                f"the pattern {self} cuts a matrix into tiles of {height} x {width}, which must divide its rows "
-                f"and columns; this matrix is {shape[0]} x {shape[1]}"
-            )
 
 
 def check_places(what: str, places: Tensor) -> None:

@@ -19,8 +19,7 @@ class Among(Pattern):
 
     Of the masks that ``pattern`` allows it is the best one for the scores at ``places``, and of that what is there.
     Zeros that were there are the first to go: a number of zeros is reached to the weight, or is that of the old ones
-    where these are more, in the matrix or in a row, and of n:m's groups none has more than n weights. Blocks and tiles
-    are those of the pattern, with the old zeros in what is kept.
+    where these are more, in the matrix or in a row, and of n:m's groups none has more than n weights.
 
     Solvers that refine masks do not bring back what is zero, unless it is ``refinable``: then ``places`` is where they
     start.
@@ -41,10 +40,6 @@ class Among(Pattern):
     def sparsity(self) -> float:
         there = self.rows.total(int(self.places.count_nonzero()))
         return max(self.pattern.sparsity, 1 - there / self.weights(self.places))
-
-    @property
-    def single(self) -> bool:
-        return self.pattern.single
 
     @property
     def group(self) -> int:
@@ -106,8 +101,8 @@ class Among(Pattern):
         return choose(self._lowered(scores, places)) & places.to(scores.device)
 
     def _lowered(self, scores: Tensor, places: Tensor) -> Tensor:
-        """``scores`` that are the lowest but at ``places``: below a kept weight's 0, unless they are summed."""
-        return scores.masked_fill(~places.to(scores.device), -math.inf if self.pattern.single else 0.0)
+        """``scores`` that are the lowest but at ``places``: below a kept weight's 0."""
+        return scores.masked_fill(~places.to(scores.device), -math.inf)
 
     def _with(self, pattern: Pattern | None, places: Tensor) -> Pattern | None:
         return None if pattern is None else replace(self, pattern=pattern, places=places)

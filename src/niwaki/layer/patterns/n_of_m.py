@@ -1,4 +1,4 @@
-"""n of every m weights in a row: as they are, some groups dense, transposable, and with a quota."""
+"""n of every m weights in a row: as they are, each matrix with its own n, and with a quota."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from niwaki.arguments import check_fields
 from niwaki.errors import PatternError
-from niwaki.layer.patterns._base import ByRows, Counted, Pattern, Slices, Tiled, runs, short_number
+from niwaki.layer.patterns._base import ByRows, Counted, Pattern, Slices, runs, short_number
 from niwaki.layer.patterns.rows import Rows
-from niwaki.layer.patterns.selection import keep_best_tiles, keep_highest_of_each, middle_of_each
+from niwaki.layer.patterns.selection import keep_highest_of_each, middle_of_each
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 
 
 @dataclass(frozen=True)
-class _NOfM(Pattern):
-    """``n`` of ``m`` weights are kept in each group."""
+class NM(ByRows):
+    """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
 
     prefix: ClassVar[str] = ""
     n: int
@@ -39,16 +39,6 @@ class _NOfM(Pattern):
     def group(self) -> int:
         return self.m
 
-    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
-        self.check(shape)
-        for start, stop in runs(shape[1], self.m):
-            yield start, stop, self.mask
-
-
-@dataclass(frozen=True)
-class NM(_NOfM, ByRows):
-    """At most ``n`` of every ``m`` consecutive weights of a row are non-zero, as in 2:4."""
-
     def exchange(self, columns: int) -> int:
         return self.m
 
@@ -61,6 +51,11 @@ class NM(_NOfM, ByRows):
     def mask(self, scores: Tensor) -> Tensor:
         self.check(scores.shape)
         return keep_highest_of_each(scores, self.n, self.m)
+
+    def slices(self, shape: Sequence[int], width: int, places: Tensor | None = None) -> Slices:
+        self.check(shape)
+        for start, stop in runs(shape[1], self.m):
+            yield start, stop, self.mask
 
     def threshold(self, scores: Tensor) -> Tensor | None:
         return middle_of_each(scores, self.n, self.m) if self.n < self.m else None
@@ -84,35 +79,7 @@ class MixedNM(NM):
 
 
 @dataclass(frozen=True)
-class TransposableNM(Tiled, _NOfM):
-    """Every m x m tile has ``n`` weights in each row and each column, so that W and W^T are both n:m.
-
-    A sparse product with W^T, as in training, is then as fast as one with W. The projection is exact: of all such tiles
-    (90 for 2:4, 24 for 1:4 and 3:4) the one with the greatest sum of squares.
-    Reference: Hubara et al. 2021, arXiv 2102.08124, with a minimum-cost flow for greater m; its N counts zeros.
-    """
-
-    prefix = "transposable-"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.m > 4:
-            raise PatternError(
-                f"the pattern {self} is not affordable: its exact projection tries all tiles, and of 6 x 6 with "
-                f"3 per row there are 297,200; use m up to 4, as in transposable-2:4, or plain {self.n}:{self.m}"
-            )
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return (self.m, self.m)
-
-    def mask(self, scores: Tensor) -> Tensor:
-        self.check(scores.shape)
-        return keep_best_tiles(scores, self.n, self.m)
-
-
-@dataclass(frozen=True)
-class Quota(Counted, ByRows):
+class Quota(Counted):
     """n:m with more zeros: at most n of every m, and a sparsity above 1 - n/m.
 
     The mask is that of ``within``, then the selection of ``quota`` (for each row, or the matrix) among the weights that

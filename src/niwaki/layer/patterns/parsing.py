@@ -6,8 +6,7 @@ from numbers import Real
 
 from niwaki.errors import PatternError, shown
 from niwaki.layer.patterns._base import Pattern
-from niwaki.layer.patterns.blocks import Block
-from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota, TransposableNM
+from niwaki.layer.patterns.n_of_m import NM, MixedNM, Quota
 from niwaki.layer.patterns.unstructured import PerRow, Unstructured
 from niwaki.options import fraction
 
@@ -34,19 +33,16 @@ def parse_pattern(text: str) -> Pattern:
             nm, rest = parse_pattern(within), None if "+" in quota else parse_pattern(quota)
             if isinstance(nm, NM) and isinstance(rest, PerRow | Unstructured):
                 return Quota(nm, rest)
-        elif match := re.fullmatch(r"(transposable-|mixed-|)(\d+):(\d+)", within):
-            kinds = {kind.prefix: kind for kind in (NM, MixedNM, TransposableNM)}
-            return kinds[match[1]](int(match[2]), int(match[3]))
-        elif match := re.fullmatch(r"block-(\d+)x(\d+)", kind):
-            return Block(_share(number), (int(match[1]), int(match[2])))
+        elif match := re.fullmatch(r"(mixed-|)(\d+):(\d+)", within):
+            return (MixedNM if match[1] else NM)(int(match[2]), int(match[3]))
         elif kind in ("unstructured", "per-row"):
             return (Unstructured if kind == "unstructured" else PerRow)(_share(number))
     except ValueError as error:
         if isinstance(error, PatternError):
             raise
     raise PatternError(
-        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, "
-        "or transposable-2:4, mixed-2:4, block-4x4:0.5 or 2:4+per-row:0.6"
+        f"{shown(text)} is not a valid pattern; try 2:4, unstructured:0.6 or per-row:0.6, or mixed-2:4 or "
+        "2:4+per-row:0.6"
     )
 
 

@@ -4,8 +4,6 @@ True means kept, counts are exact, and of equal scores the first are dropped. Wh
 matrix, counts are those of the whole matrix and the mask has these rows.
 """
 
-import functools
-import itertools
 import math
 
 import numpy as np
@@ -81,47 +79,6 @@ def middle_of_each(scores: Tensor, n: int, m: int) -> Tensor:
     return middle.repeat_interleave(m).view(scores.shape)
 
 
-def keep_highest_blocks(scores: Tensor, shape: tuple[int, int], zeros: int) -> Tensor:
-    """True except in the ``zeros`` blocks of ``shape`` whose sums of squared scores are the lowest."""
-    height, width = shape
-    scale = _scale(scores)
-    sums = []
-    # In strips, so that the squares stay in the cache: 6 times faster at 2,048 x 2,048.
-    for strip in scores.split(height * math.ceil(64 / height)):
-        of_columns = _squares(strip, scale).view(-1, height, strip.shape[1]).sum(dim=1)
-        sums.append(of_columns.view(of_columns.shape[0], -1, width).sum(dim=2))
-    blocks = keep_highest(torch.cat(sums), zeros)
-    return blocks[:, None, :, None].expand(-1, height, -1, width).reshape(scores.shape)
-
-
-def keep_best_tiles(scores: Tensor, n: int, m: int) -> Tensor:
-    """True at n weights of each row and each column of every m x m tile: the choice with the greatest sum of squares.
-
-    Of equal sums it is the first one in the order of :func:`tile_choices`.
-    """
-    rows, columns = scores.shape
-    scale = _scale(scores)
-    choices = tile_choices(n, m).to(scores.device)
-    weights = choices.T.double()  # (m * m, choices)
-    mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    # In strips, because the sums of all choices of all tiles take some 6 times the memory of the scores.
-    height = m * max(1, 4096 * m // columns)
-    for top in range(0, rows, height):
-        strip = scores[top : top + height]
-        tiles = _squares(strip, scale).view(-1, m, columns // m, m).transpose(1, 2).reshape(-1, m * m)
-        best = choices[(tiles @ weights).argmax(dim=1)]
-        mask[top : top + height] = best.view(-1, columns // m, m, m).transpose(1, 2).reshape(strip.shape)
-    return mask
-
-
-@functools.cache
-def tile_choices(n: int, m: int) -> Tensor:
-    """(choices, m * m) bool: all m x m tiles with n per row and column, read row by row, False before True."""
-    of_row = [row for row in itertools.product((False, True), repeat=m) if sum(row) == n]
-    tiles = itertools.product(of_row, repeat=m)
-    return torch.tensor([sum(t, ()) for t in tiles if all(sum(column) == n for column in zip(*t, strict=True))])
-
-
 def kth_smallest(values: Tensor, k: int, rows: Rows = ALL) -> Tensor:
     """The k-th smallest (from 1) of a flat tensor, exactly, over all processes with ``rows``.
 
@@ -171,19 +128,3 @@ def _middle_of_four(grouped: Tensor) -> tuple[Tensor, Tensor]:
     a, b, c, d = grouped.unbind(dim=1)
     least_of_highest = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))
     return least_of_highest, torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
-
-
-def _squares(scores: Tensor, scale: float) -> Tensor:
-    """The squares of scores times ``scale``, in float64.
-
-    In float32 sums would hide differences below 1 / 4,096 of the largest score, and a few inputs are that large.
-    """
-    return scores.double().mul(scale).square_()
-
-
-def _scale(scores: Tensor) -> float:
-    """A power of two, so that nothing is rounded, with which squares in float64 do not overflow."""
-    if scores.dtype != torch.float64:
-        return 1.0  # squares of all other numbers fit
-    _, exponent = math.frexp(float(scores.max()))
-    return 2.0 ** -max(-1000, min(exponent, 1000))

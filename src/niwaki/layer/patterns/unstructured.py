@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from niwaki.layer.patterns._base import ByRows, BySparsity, Pattern, short_number
+from niwaki.layer.patterns._base import BySparsity, Pattern, short_number
 from niwaki.layer.patterns.selection import keep_highest, keep_highest_per_row, kth_smallest, kth_smallest_per_row
 
 
 @dataclass(frozen=True)
-class Unstructured(BySparsity, ByRows):
+class Unstructured(BySparsity):
     """The lowest ``round(sparsity * out * in)`` scores of the whole matrix are zero."""
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Unstructured(BySparsity, ByRows):
 
 
 @dataclass(frozen=True)
-class PerRow(BySparsity, ByRows):
+class PerRow(BySparsity):
     """Every row (output) has the same number of zeros, to within one.
 
     The total is exactly ``round(sparsity * out * in)``: rows whose next weight has the lowest score have one more.

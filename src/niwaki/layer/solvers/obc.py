@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from niwaki.errors import NumericalError, PatternError, UsageError
+from niwaki.errors import NumericalError, UsageError
 from niwaki.layer.linalg import inverse_of_damped
 from niwaki.layer.patterns import Pattern
 from niwaki.layer.problem import LayerProblem, Monitor, Normalised, Solution
@@ -49,11 +49,6 @@ class OBC(Solver):
     memory: float = above_0(4.0)
 
     def __call__(self, problem: LayerProblem, pattern: Pattern, monitor: Monitor | None = None) -> Solution:
-        if not pattern.single:
-            raise PatternError(
-                f"obc removes single weights, and those of {pattern} stand or fall together; "
-                "take the mask of another solver, as in wanda+obc"
-            )
         scaled = Normalised(problem)
         key = ("obc", self.damping)
         inverse, used = scaled.gram.derived(key, lambda: inverse_of_damped(scaled.gram.live, self.damping))
