@@ -54,17 +54,18 @@ class Run:
     def resumed(self, record: Record, blocks: int) -> Record:
         """``record``, or that of an earlier run which has done some of the ``blocks``, and says that this one resumes.
 
-        For stages that go through all blocks again, for the outputs of those that are done.
+        What trains the model as a whole has points instead of blocks.
         """
         done = self.journal.blocks
         if not done:
             return record
         earlier = Record.from_json(self.journal.record)
         self.clock.add(earlier.seconds)
-        self.progress.note(
-            f"resuming after the first {done} of {blocks} blocks, where an earlier run was interrupted; these run "
-            "again for their outputs"
-        )
+        extent, again = f"the first {done} of {blocks} blocks", "; these run again for their outputs"
+        if earlier.healing and not earlier.healing.by_block:
+            point = earlier.healing.points[-1]
+            done, extent, again = point.steps, f"{point.tokens:,} tokens", ""
+        self.progress.note(f"resuming after {extent}, where an earlier run was interrupted{again}")
         return replace(earlier, command=record.command, device=record.device, resumed=[*earlier.resumed, done])
 
     def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "") -> CarriedFiles | None:
