@@ -15,7 +15,7 @@ from niwaki.records.progress import Progress
 from niwaki.records.record import CalibrationRecord, Clock, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
 from niwaki.runs.journal import Journal
-from niwaki.runs.workplace import Workplace, unfinished_size
+from niwaki.runs.workplace import Workplace, scratch_size, unfinished_size
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -68,15 +68,16 @@ class Run:
         self.progress.note(f"resuming after {extent}, where an earlier run was interrupted{again}")
         return replace(earlier, command=record.command, device=record.device, resumed=[*earlier.resumed, done])
 
-    def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "") -> CarriedFiles | None:
-        """The files beside the weights, in the first process, which checks that there is space for them and ``size``.
+    def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "", scratch: int = 0) -> CarriedFiles | None:
+        """The files beside the weights, in the first process, which checks that there is space for all of the output.
 
+        That is them, ``size`` bytes of weights, and the bytes of ``scratch`` that the stage keeps until it is done.
         Before the run begins a later stage takes the model for the one that it will read, which then is there too.
         Errors are those of :func:`niwaki.runs.carried.find_carried`.
         """
         if not self.world.first:
             return None
-        carried = find_carried(checkpoint, self.out, size, keep)
+        carried = find_carried(checkpoint, self.out, size + max(0, scratch - scratch_size(self.out)), keep)
         if not self.is_first and self.place is None:
             check_space(self.out, MARGIN + 2 * size - unfinished_size(self.out, with_source=True))
         return carried
