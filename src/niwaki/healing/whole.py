@@ -13,10 +13,12 @@ from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError
 from niwaki.files import check_space, digest, output_errors
 from niwaki.healing.objective import Logits
+from niwaki.healing.points import Points, point_file
 from niwaki.healing.run import HealingRun
+from niwaki.healing.schedule import Schedule
 from niwaki.healing.student import RANK, LowRankStudent, Student
 from niwaki.healing.teacher import Lessons, teach
-from niwaki.healing.training import Training, point_file
+from niwaki.healing.training import Training, optimizer
 from niwaki.records.wording import counted
 
 #: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
@@ -93,4 +95,6 @@ class WholeRun(HealingRun):
             others = sum(spent for stage, spent in run.clock.seconds.items() if stage not in ("heal", "teach"))
             limit = max(1.0, healing.limit - others - self.measuring)
         held = self.held if place else 0
-        return Training(student, lessons, held, healing, limit, ask, scratch, saved, run.progress, run.world)
+        adam, schedule, progress, world = optimizer(student), Schedule(healing.tokens, limit), run.progress, run.world
+        points = Points(student, adam, lessons, held, healing, schedule, scratch, saved, progress, world)
+        return Training(student, adam, lessons, healing, schedule, points, ask, progress, world)
