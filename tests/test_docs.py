@@ -13,7 +13,8 @@ import typer.main
 import niwaki
 from niwaki.cli.app import app
 from niwaki.records.healing import HealingRecord
-from niwaki.records.record import CalibrationRecord, StructureRecord
+from niwaki.records.record import CalibrationRecord
+from niwaki.records.structure import StructureRecord
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

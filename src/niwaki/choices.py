@@ -18,4 +18,4 @@ SOLVER_NAMES = ("continuation", "admm-grad", "alps", "sparsegpt", "obc")
 MASK_NAMES = ("magnitude", "wanda", "ria", "obs", "dsnot", "swaps")
 WEIGHT_NAMES = ("admm1", "adam", "sgd", "cg", "exact")
 #: Patterns of each kind, as they are written; the same test reads them.
-PATTERN_NAMES = (*("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6"),)
+PATTERN_NAMES = ("2:4", "mixed-2:4", "unstructured:0.6", "per-row:0.6", "2:4+per-row:0.6")

@@ -153,7 +153,7 @@ def test_a_block_that_is_damaged_is_healed_again(tmp_path: Path) -> None:
     file.write_bytes(content)
     notes = Blocks()
     heal(pruned, tmp_path / "out", dense, progress=notes)
-    assert "block 0 of the earlier run is damaged on disk and healed again" in notes.notes
+    assert "block 0 of the earlier run is damaged on disk and done again" in notes.notes
     assert same_tensors(tmp_path / "out", tmp_path / "whole")
 
 

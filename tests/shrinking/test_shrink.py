@@ -25,6 +25,7 @@ from niwaki.errors import CheckpointError, OutputError, UnsupportedModelError, U
 from niwaki.evaluation.evaluate import evaluate
 from niwaki.options import Measurement
 from niwaki.records.record import MatrixRecord, Record
+from niwaki.runs.carried import MARGIN
 from niwaki.runs.workplace import Workplace
 from niwaki.shrinking import walk as shrinking
 from niwaki.shrinking.units import UnitParameter
@@ -639,6 +640,36 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
     empty.mkdir()
     run(source, empty, neurons=0.5)
     assert all((empty / name).exists() for name in SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("llama grouped", {"neurons": 0.25, "heads": 0.5, "blocks": 1}),
+        ("llama grouped", {"neurons": 0.25, "effort": "fast:epochs=1"}),
+        ("mixtral", {"experts": 0.25}),
+    ],
+)
+def test_the_space_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, options: dict[str, Any]
+) -> None:
+    """The output, and until that is whole the matrices that change; what an earlier run kept of these counts."""
+    source, scratch = save_model(tmp_path / "model", case), [0]
+    save = shrinking._Changes.save
+
+    def saved(changes: Any, path: Path) -> str:
+        digest: str = save(changes, path)
+        scratch.append(sum(file.stat().st_size for file in path.parent.iterdir()))
+        return digest
+
+    monkeypatch.setattr(shrinking._Changes, "save", saved)
+    run(source, tmp_path / "first", **options)
+    needed = MARGIN + sum(file.stat().st_size for file in (tmp_path / "first").iterdir()) + scratch[-1]
+    headers = 1 << 15
+    monkeypatch.setattr("niwaki.files._free", lambda _: needed + headers)
+    run(source, tmp_path / "enough", **options)
+    monkeypatch.setattr("niwaki.files._free", lambda _: needed - 2 * headers)
+    assert "needs" in message(lambda: run(source, tmp_path / "less", **options), OutputError)
 
 
 @pytest.mark.parametrize("options", [{"heads": 0.5}, {"neurons": 0.5}, {"blocks": 1}])

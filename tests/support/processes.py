@@ -62,7 +62,7 @@ def install(hook: dict[str, Any] | None, rank: int) -> None:
         step = Training._step
 
         def before_step(self: Training, windows: Tensor, share: float) -> bool:
-            if self._steps == hook["step"]:
+            if self.schedule.steps == hook["step"]:
                 end(hook["how"])
             return step(self, windows, share)
 

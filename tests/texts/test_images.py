@@ -15,15 +15,14 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, CLIPImageProcesso
 import niwaki
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.errors import CalibrationError, NiwakiError, UnsupportedModelError, UsageError
-from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.interface import Inputs
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import Calibration, Compute
-from niwaki.pruning.walk import Walk
 from niwaki.records.record import Record
+from niwaki.runs.block_store import WeightStore
 from niwaki.texts import conversations
 from support.models import message, save_model_with_tokenizer, save_random
 
@@ -237,15 +236,15 @@ def test_other_pictures_give_other_weights(tmp_path: Path, processor: None) -> N
 def test_a_stopped_run_resumes(tmp_path: Path, processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = save(tmp_path / "model", "llava"), chats(tmp_path / "data")
     run(model, tmp_path / "whole", file, "balanced")
-    written = Walk._save
+    written = WeightStore.finish
 
-    def stop(walk: Walk, block: DecoderBlock) -> None:
-        written(walk, block)
-        if block.index == 1:
+    def stop(store: WeightStore, block: int, *others: Any) -> None:
+        written(store, block, *others)
+        if block == 1:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Walk, "_save", stop)
+        patch.setattr(WeightStore, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             run(model, tmp_path / "out", file, "balanced")
     record = run(model, tmp_path / "out", file, "balanced")

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
 
@@ -16,15 +16,16 @@ from niwaki.healing.method import block_memory
 from niwaki.healing.run import HealingRun
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import resident
-from niwaki.models.fit import Fit, OnGrid
+from niwaki.models.fit import Fit, Projection
 from niwaki.models.generation import device_memory
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.layout import Matrix
 from niwaki.models.scales import grid_of, read_scales
 from niwaki.models.sharing import NOT_FITTED
 from niwaki.models.spill import MemoryBudget
-from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.records.healing import HealingPoint, HealingRecord
+from niwaki.models.training import trained_matrices
+from niwaki.models.weight_format import OnGrid, WeightFormat
+from niwaki.records.healing import HealingPoint
+from niwaki.runs.block_store import WeightStore
 
 #: Forward passes that the text takes for each block: of the dense and of the healed one, and four of the fit, of which
 #: a backward pass is two and what is held out there less than one.
@@ -63,28 +64,24 @@ class BlockRun(HealingRun):
     not enough for them.
     """
 
-    _writer: CheckpointWriter | None = field(default=None, init=False)  # of the first process
-
     @property
     def _kept(self) -> list[str]:
         return list(self.model.checkpoint.shards)
 
-    def _resumed(self, earlier: HealingRecord) -> tuple[int, str]:
-        return self.journal.blocks, f"the first {self.journal.blocks} of {len(self.model.blocks)} blocks"
-
     def _train(self, tokens: Tensor) -> None:
         """The first process saves after each block."""
-        checkpoint, place, healing = self.model.checkpoint, self.place, self.healing
+        checkpoint, run, place, healing = self.model.checkpoint, self.run, self.run.place, self.healing
+        self._store = WeightStore(run, WeightFormat())  # of weights on a grid the scales stay
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._budget())
             if place:
-                writer = CheckpointWriter(checkpoint, place.directory, self.journal.blocks > 0)
-                self._writer = stack.enter_context(writer)
+                writer = CheckpointWriter(checkpoint, place.directory, run.journal.blocks > 0)
+                self._store.writer = stack.enter_context(writer)
             streams = self._embedded(self.share(tokens))
             self._walk(streams)
-            if self._writer:
-                self.write_signless_zeros(self._writer)
-            healing.points = self.world.received(self._points(streams.held) if streams.held else [])
+            if self._store.writer:
+                self.write_signless_zeros(self._store.writer)
+            healing.points = run.world.received(self._points(streams.held) if streams.held else [])
         healing.best = int(healing.points[1].error < healing.points[0].error)
         if healing.best == 0:
             self.note(["the weights are those of the pruned model: healed blocks were not better on what was held out"])
@@ -94,37 +91,39 @@ class BlockRun(HealingRun):
 
     def _budget(self) -> contextlib.closing[MemoryBudget]:
         """For the hidden states of both models: what the blocks leave."""
-        there = device_memory(self.model.device) if self.memory is None else self.memory
+        there = self.run.compute.budget
+        if there is None:
+            there = device_memory(self.model.device)
         taken = resident() + block_memory(self.model, self.dense, grid_of(self.model.checkpoint) is not None)
         self.model.budget = self.dense.budget = MemoryBudget(max(0, there - taken))
         return contextlib.closing(self.model.budget)
 
     def _embedded(self, tokens: Tensor) -> Streams:
         """The inputs of the first block, of ``tokens`` of which those that are held out are the first."""
-        held, rest = tokens.split([count := self.held if self.world.first else 0, len(tokens) - count])
-        healing, length, together = self.healing, tokens.shape[1], None
-        if self.world.first:
+        held, rest = tokens.split([count := self.held if self.run.world.first else 0, len(tokens) - count])
+        healing, world, length, together = self.healing, self.run.world, tokens.shape[1], None
+        if world.first:
             together = Held(self.dense.embed(held), self.model.embed(held), self.model.embed(held))
-        if healing.limit is not None and not self.journal.blocks:
+        if healing.limit is not None and not self.run.journal.blocks:
             self._limit_tokens(together, length)
-        rest = rest[: math.ceil(healing.tokens / (length * self.world.size))]
-        there = sum(self.world.collected(rest.numel()))
+        rest = rest[: math.ceil(healing.tokens / (length * world.size))]
+        there = sum(world.collected(rest.numel()))
         if there < healing.tokens:
             self.note_reuse(there)
         self._fitting = Fitting(epochs=healing.tokens / there, rate=healing.rate, batch=healing.batch)
-        part = self._fitting.tokens_per_part(self.world.size)
-        self._step = max(1, part // length) * length * self.world.size  # tokens
+        part = self._fitting.tokens_per_part(world.size)
+        self._step = max(1, part // length) * length * world.size  # tokens
         streams = Streams(self.model.embed(rest, part), self.dense.embed(rest, part), together)
         if any(matrix.blocks for matrix in self.model.matrices()):
             self.note([NOT_FITTED])
         if self.model.budget.spilled:
             self.note(["hidden states are in a file too, for want of memory"])
-        self.clock.lap("prepare")
+        self.run.clock.lap("prepare")
         return streams
 
     def _limit_tokens(self, held: Held | None, length: int) -> None:
         """Trains on no more tokens than there is time for."""
-        enough = self.world.received(self._enough(held, length) if held else 0)
+        enough = self.run.world.received(self._enough(held, length) if held else 0)
         if enough < self.healing.tokens:
             self.healing.tokens = enough
             self.note([f"the time is enough to train on {enough:,} tokens"])
@@ -138,56 +137,55 @@ class BlockRun(HealingRun):
                 block.forward(hidden, held.pruned, i)
         pace = (monotonic() - began) / sum(map(Tensor.numel, held.pruned.tokens))
         stream.close()
-        return max(length, int(self._left / (_PASSES * pace * len(self.model.blocks))) * self.world.size)
+        return max(length, int(self._left / (_PASSES * pace * len(self.model.blocks))) * self.run.world.size)
 
     @property
     def _left(self) -> float:
         """Seconds that are left for the walk over the blocks, at least 1."""
         assert self.healing.limit is not None
-        return max(1.0, _WALK_TIME * (self.healing.limit - self.measuring) - self.clock.total())
+        return max(1.0, _WALK_TIME * (self.healing.limit - self.measuring) - self.run.clock.total())
 
     def _walk(self, streams: Streams) -> None:
-        held, progress = streams.held, self.progress
+        held, clock, progress = streams.held, self.run.clock, self.run.progress
         last = len(self.model.blocks) - 1
         for block, dense in zip(self.model.stream(), self.dense.stream(), strict=True):
-            self.clock.lap("read")
+            clock.lap("read")
             began = monotonic()
             progress.stage(block.index, "advance", len(streams.targets.hidden))
             dense.advance(streams.targets, progress.step)
             if held:
                 dense.advance(held.dense)
                 block.advance(held.pruned)
-            self.clock.lap("advance")
-            if trained_matrices(block) and not self._is_done(block):
+            clock.lap("advance")
+            trained = trained_matrices(block)
+            if trained and not self._store.is_done(block.index, trained):
                 self._fit(block, streams, began)
-                self._save(block)
+                self._store.finish(block.index, trained, self.record)
             else:
-                self._restore(block)
+                self._store.restore(block, trained)
             if held:
                 block.advance(held.healed)
             if block.index < last:
                 block.advance(streams.inputs)
-            self.clock.lap("advance")
+            clock.lap("advance")
 
     def _fit(self, block: DecoderBlock, streams: Streams, began: float) -> None:
         """Fits ``block``, whose turn ``began`` at this time, and writes its weights."""
-        seconds = math.inf
+        run, seconds = self.run, math.inf
         if self.healing.limit is not None:
             # The outputs of the healed block take about as long as what was done so far.
             share = self._left / (len(self.model.blocks) - block.index)
             seconds = max(_LEAST_TIME, share - (monotonic() - began))
         inputs, targets, on_grid = streams.inputs, streams.targets, self._on_grid(block)
-        fit = Fit(block, inputs, targets, self._fitting, self.world, self.progress.step, on_grid, seconds)
-        self.progress.stage(block.index, "fit", fit.batches)
-        self.record.fits = [each for each in self.record.fits if each.block != block.index]
+        fit = Fit(block, inputs, targets, self._fitting, run.world, run.progress.step, on_grid, seconds)
+        run.progress.stage(block.index, "fit", fit.batches)
+        self._store.begin(block.index, self.record)
         self.record.fits.append(fit.run())
-        self.progress.fitted(self.record.fits[-1])
-        for matrix, stored in trained_weights(block):
-            if self._writer:
-                self._writer.write(matrix.key, stored, matrix.index)
-        self.clock.lap("fit")
+        run.progress.fitted(self.record.fits[-1])
+        self._store.write_trained(block)
+        run.clock.lap("fit")
 
-    def _on_grid(self, block: DecoderBlock) -> OnGrid | None:
+    def _on_grid(self, block: DecoderBlock) -> Projection | None:
         """What rounds the weights of ``block`` to their grid, if they are on one."""
         checkpoint = self.model.checkpoint
         grid = grid_of(checkpoint)
@@ -197,52 +195,18 @@ class BlockRun(HealingRun):
             matrix.name: read_scales(checkpoint, matrix, grid).to(block.device) for matrix in trained_matrices(block)
         }
 
-        def on_grid(matrix: Matrix, W: Tensor) -> Tensor:
-            own = scales[matrix.name]
-            return grid.project(W, own.float(), own.dtype, same_zeros=True)
-
-        return on_grid
-
-    def _is_done(self, block: DecoderBlock) -> bool:
-        """Whether an earlier run has healed ``block``, and what it wrote is still there."""
-        if block.index >= self.journal.blocks:
-            return False
-        done = not self._writer or self._writer.digest(_places(block)) == self.journal.digests[block.index]
-        if not (done := self.world.received(done)):
-            self.progress.note(f"block {block.index} of the earlier run is damaged on disk and healed again")
-        return done
-
-    def _restore(self, block: DecoderBlock) -> None:
-        """Puts the weights into ``block`` that an earlier run wrote for it."""
-        for matrix in trained_matrices(block):
-            stored = block.empty(matrix)
-            if self._writer:
-                stored.copy_(self._writer.read(matrix.key, matrix.index))
-            block.put(matrix, self.world.send(stored, 0))
-
-    def _save(self, block: DecoderBlock) -> None:
-        """Makes sure that a stopped run can be resumed after ``block``."""
-        if self._writer and self.place:
-            self._writer.sync()
-            self.record.seconds = dict(self.clock.seconds)
-            self.place.save_block(block.index, self._writer.digest(_places(block)), self.record)
-        self.clock.lap("write")
+        return lambda matrix, W: OnGrid(grid).project(matrix, W, scales[matrix.name])
 
     def _points(self, held: Held) -> list[HealingPoint]:
         """How far the model is from the dense one as it came, and as it is now."""
         steps = sum(fit.steps for fit in self.record.fits)
         tokens = round(steps / max(1, len(self.record.fits)) * self._step)
-        spent = self.clock.total()
+        spent = self.run.clock.total()
         points = [
             HealingPoint(0, 0, 0.0, divergence(self.dense, self.model, held.dense, held.pruned), None),
             HealingPoint(tokens, steps, spent, divergence(self.dense, self.model, held.dense, held.healed), None),
         ]
         for last in (1, 2):
-            self.progress.healing(replace(self.healing, points=points[:last]), 1.0, spent)
-        self.clock.lap("heal")
+            self.run.progress.healing(replace(self.healing, points=points[:last]), 1.0, spent)
+        self.run.clock.lap("heal")
         return points
-
-
-def _places(block: DecoderBlock) -> list[tuple[str, int | None]]:
-    """Key and index of all that is written for ``block``."""
-    return [matrix.entry for matrix in trained_matrices(block)]

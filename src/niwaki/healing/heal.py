@@ -208,10 +208,7 @@ class Healing:
         begun = Record.from_json(run.journal.record).healing if run.journal.blocks else None
         if not run.is_first or (begun and begun.method != self.method):
             self._open(run, begun.method if begun else self.stage.method)  # type: ignore[arg-type]
-        healing = self._make_run(
-            *(self.dense, self.student, self.held, self._record(run), run.clock, run.progress),
-            *(run.world, run.journal, run.place, run.compute.budget, run.earlier),
-        )
+        healing = self._make_run(self.dense, self.student, self.held, self._record(run), run)
         with products(tf32=False):
             if self.carried:
                 healing.write(self.texts, run.measurement.before, self.carried)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
@@ -11,24 +11,22 @@ import torch
 from torch import Tensor
 
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.writing import CheckpointWriter, verify
+from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import UnsupportedModelError
 from niwaki.files import output_errors
 from niwaki.healing import own_text
 from niwaki.healing.checks import BASE, zeros_of
 from niwaki.models.device import peak_memory
-from niwaki.models.processes import World
-from niwaki.models.scales import grid_of, verify_grid
+from niwaki.models.scales import grid_of
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
-from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.clock import Clock
-from niwaki.runs.journal import Journal
 from niwaki.runs.kept import load_tensors, save_tensors
-from niwaki.runs.workplace import Workplace, write_config
+from niwaki.runs.stage import Run
+from niwaki.runs.workplace import write_config
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -44,18 +42,13 @@ class HealingRun(ABC):
     model: StreamedModel
     held: int  # windows
     record: Record
-    clock: Clock
-    progress: Progress
-    world: World
-    journal: Journal
-    place: Workplace | None  # of the first process
-    memory: int | None  # bytes that it may take, by default the device's
-    earlier: Record | None  # of the stages before it in the same run, if there are any
+    run: Run
     measuring: float = 0.0  # seconds that a perplexity takes, which is measured in the end
 
     def __post_init__(self) -> None:
-        if self.journal.blocks:
-            self._resume()
+        limit = self.healing.limit
+        self.record = self.run.resumed(self.record, len(self.model.blocks))
+        self.healing.limit = limit  # another one may be given
 
     def train(self, windows: Windows) -> None:
         """Trains on ``windows``, of which the last are held out; the first process writes the weights."""
@@ -65,10 +58,6 @@ class HealingRun(ABC):
     def _train(self, tokens: Tensor) -> None:
         """Likewise, on these windows alone (windows, length)."""
 
-    @abstractmethod
-    def _resumed(self, earlier: HealingRecord) -> tuple[int, str]:
-        """How far an earlier run came, as a number for the record and in words."""
-
     @property
     def healing(self) -> HealingRecord:
         """That of the record."""
@@ -77,26 +66,26 @@ class HealingRun(ABC):
 
     def write(self, texts: Texts, measure_before: bool, carried: CarriedFiles) -> None:
         """Trains, writes the model and checks it."""
-        place, heldout = self.place, texts.only
+        run, place, heldout = self.run, self.run.place, texts.only
         assert place
-        self.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
-        if heldout and not self.journal.blocks and not self.earlier:
+        run.progress.begin(self.record, len(self.model.blocks), len(self.model.matrices()))
+        if heldout and not run.journal.blocks and not run.earlier:
             self._measure_first(heldout, measure_before)
         place.clear(self._kept)
         carried.copy(place.directory)
         self.train(texts.windows)
         self.note(carried.notes)
-        if self.earlier:
-            self.record = self.record.after(self.earlier)
+        if run.earlier:
+            self.record = self.record.after(run.earlier)
         self._check(place.directory)
-        self.clock.lap("write")
+        run.clock.lap("write")
         if heldout:
             self.record.perplexity["after"] = self._perplexity(self._opened(place.directory), heldout)
         for where, most in peak_memory(self.dense.device).items():
             self.record.peak_memory[where] = max(most, self.record.peak_memory.get(where, 0))
         own, base = place.directory / "niwaki.json", place.directory / BASE
         with output_errors(place.directory):
-            if own.exists() and not base.exists() and not self.earlier:
+            if own.exists() and not base.exists() and not run.earlier:
                 own.replace(base)
 
     @property
@@ -109,7 +98,7 @@ class HealingRun(ABC):
         for note in notes:
             if note not in self.record.notes:
                 self.record.notes.append(note)
-            self.progress.note(note)
+            self.run.progress.note(note)
 
     def _with_own_text(self, windows: Windows) -> Tensor:
         """Tokens of ``windows``, with text of the dense model's own among those to train on, and as what is held out.
@@ -133,9 +122,9 @@ class HealingRun(ABC):
 
     def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
-        place, limit = self.place, self.healing.limit
-        kept = load_tensors(place.plan, self.journal.plan) if place and self.journal.blocks else None
-        if (kept := self.world.received(kept)) is not None:
+        run, place, limit = self.run, self.run.place, self.healing.limit
+        kept = load_tensors(place.plan, run.journal.plan) if place and run.journal.blocks else None
+        if (kept := run.world.received(kept)) is not None:
             return kept[0]["text"]
         began, own = monotonic(), torch.empty(0, length, dtype=torch.int64)
         try:
@@ -143,17 +132,17 @@ class HealingRun(ABC):
                 self.dense,
                 count,
                 length,
-                self.memory,
-                self.world,
-                self.progress,
+                run.compute.budget,
+                run.world,
+                run.progress,
                 lambda: limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit,
                 bos,
             )
         except UnsupportedModelError as error:
             self.note([f"the dense model wrote no text to train on: {error}"])
         if place:
-            self.journal.plan = save_tensors(place.plan, {"text": own}, expected=self.journal.plan)
-        self.clock.lap("plan")
+            run.journal.plan = save_tensors(place.plan, {"text": own}, expected=run.journal.plan)
+        run.clock.lap("plan")
         return own
 
     def note_reuse(self, there: int) -> None:
@@ -163,7 +152,8 @@ class HealingRun(ABC):
 
     def share(self, tokens: Tensor) -> Tensor:
         """Those that are held out, for the first process, and this one's of the others, as many as each has."""
-        count, world = (len(tokens) - self.held) // self.world.size, self.world
+        world = self.run.world
+        count = (len(tokens) - self.held) // world.size
         own = tokens[: len(tokens) - self.held][world.rank :: world.size][:count]
         return torch.cat([tokens[-self.held :], own]) if world.first else own
 
@@ -183,19 +173,8 @@ class HealingRun(ABC):
             zeros[matrix.key] += zeros_of(matrix, checkpoint)
         self.record.sparsity = zeros.total() / sum(matrix.size for matrix in matrices)
         write_config(directory, checkpoint.config, self.record)
-        verify(directory, checkpoint, zeros)
-        if grid := grid_of(checkpoint):
-            verify_grid(directory, matrices, grid)
-
-    def _resume(self) -> None:
-        earlier, limit = Record.from_json(self.journal.record), self.healing.limit
-        assert earlier.healing
-        earlier.healing.limit = limit  # another one may be given
-        self.record = replace(earlier, command=self.record.command, device=self.record.device)
-        number, words = self._resumed(earlier.healing)
-        self.record.resumed.append(number)
-        self.clock.add(earlier.seconds)
-        self.progress.note(f"resuming after {words}, where an earlier run was interrupted")
+        grid = grid_of(checkpoint)
+        (OnGrid(grid) if grid else WeightFormat()).verify(directory, checkpoint, matrices, zeros)
 
     def _measure_first(self, heldout: Windows, dense_too: bool) -> None:
         """The perplexity of the pruned model as it came, and of the dense one."""
@@ -211,7 +190,7 @@ class HealingRun(ABC):
 
     def _perplexity(self, model: StreamedModel, heldout: Windows) -> Perplexity:
         began = monotonic()
-        measured = model.perplexity(heldout, lambda i, _: self.progress.stage(i - 1, "perplexity", 1))
+        measured = model.perplexity(heldout, lambda i, _: self.run.progress.stage(i - 1, "perplexity", 1))
         self.measuring = monotonic() - began
-        self.clock.lap("perplexity")
+        self.run.clock.lap("perplexity")
         return measured

@@ -13,11 +13,12 @@ from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.errors import OutputError
 from niwaki.files import check_space, digest, output_errors
 from niwaki.healing.objective import Logits
+from niwaki.healing.points import Points, point_file
 from niwaki.healing.run import HealingRun
+from niwaki.healing.schedule import Schedule
 from niwaki.healing.student import RANK, LowRankStudent, Student
 from niwaki.healing.teacher import Lessons, teach
-from niwaki.healing.training import Training, point_file
-from niwaki.records.healing import HealingRecord
+from niwaki.healing.training import Training, optimizer
 from niwaki.records.wording import counted
 
 #: Bytes on disk for each, in what a stopped run resumes from: it, two moments, and the best so far.
@@ -30,13 +31,9 @@ class WholeRun(HealingRun):
 
     logits: Logits = field(kw_only=True)  # of both models
 
-    def _resumed(self, earlier: HealingRecord) -> tuple[int, str]:
-        point = earlier.points[-1]
-        return point.steps, f"{point.tokens:,} tokens"
-
     def _train(self, tokens: Tensor) -> None:
         """What is saved meanwhile the first process saves."""
-        healing, place, length = self.healing, self.place, tokens.shape[1]
+        healing, place, length = self.healing, self.run.place, tokens.shape[1]
         if healing.method == "full":
             student = Student(self.model, self.logits, length, half=self.dense.dtype != torch.float32)
         else:
@@ -46,7 +43,7 @@ class WholeRun(HealingRun):
             self._check_scratch(scratch, tokens, student)
             training = self._training(student, tokens, scratch)
             trained = training.run()
-        self.clock.lap("heal")
+        self.run.clock.lap("heal")
         if healing.halved:
             how_often = counted(healing.halved, "time")
             self.record.notes.append(f"healing became NaN or infinite, and its learning rate was halved, {how_often}")
@@ -62,7 +59,7 @@ class WholeRun(HealingRun):
 
     def _check_scratch(self, scratch: Path, tokens: Tensor, student: Student) -> None:
         """OutputError where the first process has no space for what a stopped run resumes from, or that is damaged."""
-        healing, place = self.healing, self.place
+        healing, place = self.healing, self.run.place
         if not place:
             return
         if not healing.points:
@@ -77,25 +74,27 @@ class WholeRun(HealingRun):
             raise OutputError(f"{file} is missing or damaged; start over with --restart")
 
     def _training(self, student: Student, tokens: Tensor, scratch: Path) -> Training:
-        healing, place = self.healing, self.place
+        healing, run, place = self.healing, self.run, self.run.place
         lessons = Lessons(scratch, self.share(tokens), student.head)
 
         def ask(asked: range) -> None:
-            self.clock.lap("heal")
-            teach(self.dense, student.head, lessons, asked, self.progress)
-            self.clock.lap("teach")
+            run.clock.lap("heal")
+            teach(self.dense, student.head, lessons, asked, run.progress)
+            run.clock.lap("teach")
 
         def saved(file: Path) -> None:
             assert place
-            self.clock.lap("heal")
-            self.record.seconds = dict(self.clock.seconds)
+            run.clock.lap("heal")
+            self.record.seconds = dict(run.clock.seconds)
             with output_errors(place.directory):
                 place.save(digests=[digest(file)], record=self.record.to_json())
 
-        self.clock.lap("prepare")
+        run.clock.lap("prepare")
         limit = math.inf
         if healing.limit is not None:
-            others = sum(spent for stage, spent in self.clock.seconds.items() if stage not in ("heal", "teach"))
+            others = sum(spent for stage, spent in run.clock.seconds.items() if stage not in ("heal", "teach"))
             limit = max(1.0, healing.limit - others - self.measuring)
         held = self.held if place else 0
-        return Training(student, lessons, held, healing, limit, ask, scratch, saved, self.progress, self.world)
+        adam, schedule, progress, world = optimizer(student), Schedule(healing.tokens, limit), run.progress, run.world
+        points = Points(student, adam, lessons, held, healing, schedule, scratch, saved, progress, world)
+        return Training(student, adam, lessons, healing, schedule, points, ask, progress, world)

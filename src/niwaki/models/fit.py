@@ -24,7 +24,7 @@ _HELD = 16
 COPIES = 5
 
 #: (out, in), the weights of a matrix rounded to its grid, with the same zeros.
-OnGrid = Callable[[Matrix, Tensor], Tensor]
+Projection = Callable[[Matrix, Tensor], Tensor]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Fit:
     settings: Fitting
     world: World
     done: Callable[[], None]  # called after each of the ``batches`` that pass through the block
-    on_grid: OnGrid | None = None
+    on_grid: Projection | None = None
     seconds: float = math.inf  # that it may take; the rate then decreases with the share that is left of them
 
     def __post_init__(self) -> None:

@@ -12,11 +12,15 @@ from niwaki.checkpoints.tensors import read_tensor
 from niwaki.checkpoints.writing import CheckpointWriter, check_zeros, verify
 from niwaki.errors import OutputError, UsageError
 from niwaki.layer.floats import TiledFloats
+from niwaki.layer.patterns.rows import Rows
+from niwaki.layer.problem import LayerProblem, Solution
+from niwaki.layer.rounding import onto_floats
 from niwaki.models.layout import Matrix
+from niwaki.models.weight_format import Like, WeightFormat
 
 
 @dataclass(frozen=True)
-class KeptFormat:
+class KeptFormat(WeightFormat):
     """The format of each matrix of ``checkpoint`` that is in FP8 or MXFP4; UsageError where none is."""
 
     checkpoint: Checkpoint
@@ -44,17 +48,36 @@ class KeptFormat:
         tiles = encoded.tiles(read_tensor(self.checkpoint.path / place.shard, encoded.keys[1], place))
         return tiles.T if matrix.is_stored_transposed else tiles
 
-    def keys(self, matrix: Matrix) -> tuple[str, ...]:
-        """Of all tensors that are written for ``matrix``."""
+    def scales_like(self, matrix: Matrix, stored: torch.dtype) -> Like | None:
+        numbers = self.of(matrix)
+        return (numbers.tiles(matrix.shape), torch.float32) if numbers else None
+
+    def is_separable(self, matrix: Matrix) -> bool:
+        return self.of(matrix) is None  # rows share scales
+
+    def rounded(
+        self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
+    ) -> tuple[Solution, Tensor]:
+        numbers = self.of(matrix)
+        assert numbers
+        return onto_floats(problem, solution, numbers, self.scales(matrix).to(problem.W.device))
+
+    def project(self, matrix: Matrix, W: Tensor, scales: Tensor) -> Tensor:
+        numbers = self.of(matrix)
+        assert numbers
+        return numbers.project(W, numbers.factors(scales, W.shape), W != 0)
+
+    def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
         encoded = self.checkpoint.encoded.get(matrix.key)
-        return encoded.keys if encoded else (matrix.key,)
+        return [(key, matrix.index) for key in encoded.keys] if encoded else super().places(matrix)
 
-    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor) -> None:
-        """Writes ``stored``, as the checkpoint has ``matrix``, whose values its format has with these ``scales``.
-
-        OutputError unless the very values can be read again.
-        """
-        encoded = self.checkpoint.encoded[matrix.key]
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor | None) -> None:
+        """As of :class:`WeightFormat`; OutputError unless the very values can be read again."""
+        encoded = self.checkpoint.encoded.get(matrix.key)
+        if encoded is None:
+            super().write(writer, matrix, stored, scales)
+            return
+        assert scales is not None
         tiles, values = scales.cpu(), stored.cpu()
         parts = encoded.encode(values, tiles.T if matrix.is_stored_transposed else tiles)
         if not torch.equal(encoded.decode(*parts), values):
@@ -63,14 +86,12 @@ class KeptFormat:
             writer.write(key, part, matrix.index)
 
     def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:
-        """What :meth:`write` wrote for ``matrix``, or what was written for one that is stored as it is."""
-        parts = [writer.read(key, matrix.index) for key in self.keys(matrix)]
+        parts = [writer.read(*place) for place in self.places(matrix)]
         encoded = self.checkpoint.encoded.get(matrix.key)
         return encoded.decode(*parts) if encoded else parts[0]
 
-    def verify(self, directory: Path, zeros: Mapping[str, int]) -> None:
-        """Raises OutputError unless ``directory`` has the same tensors, of which those by key have these ``zeros``."""
-        verify(directory, self.checkpoint.stored, {})
+    def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:
+        verify(directory, checkpoint, {})
         written = Checkpoint(directory)
         for key, count in zeros.items():
             check_zeros(directory, key, written.read(key), count)

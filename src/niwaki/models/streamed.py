@@ -33,6 +33,7 @@ from niwaki.models.interface import (
 )
 from niwaki.models.layout import Layout, Matrix
 from niwaki.models.left_dense import coverage, left_dense
+from niwaki.models.processes import World
 from niwaki.models.sharing import by_first_use, only_in
 from niwaki.models.spill import MemoryBudget, SpillList
 from niwaki.models.structure import find_parts, refusals, structure
@@ -41,6 +42,7 @@ from niwaki.models.weights import Weights, holding
 from niwaki.records.perplexity import Perplexity
 from niwaki.windows import Windows
 
+_ALONE = World()
 #: The share of a decoder's weights that a pruned model without much of it still dense has in matrices to prune.
 _LEAST_COVERAGE = 0.9
 #: Tokens in one forward pass: enough to fill the cores, few enough for a block's activations.
@@ -226,14 +228,20 @@ class StreamedModel:
             raise NumericalError("the model's outputs are NaN or infinite on this text; try dtype float32")
         return joined
 
-    def perplexity(self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None) -> Perplexity:
-        """Of the model on ``windows``; ``done(blocks, of)`` is called after each block."""
+    def measured(self, states: HiddenStates, windows: Windows, world: World = _ALONE) -> Perplexity:
+        """The perplexity, by ``states`` after the last block, of each process's share of ``windows``."""
+        return Perplexity.of(torch.cat(world.collected(self.losses(states))), windows.source, windows.origin)
+
+    def perplexity(
+        self, windows: Windows, done: Callable[[int, int], None] = lambda *_: None, world: World = _ALONE
+    ) -> Perplexity:
+        """The perplexity on ``windows``, each process's share; ``done(blocks, of)`` is called after each block."""
         self.check_head()
         states = self.embed(windows.tokens)
         for block in self.stream():
             block.advance(states)
             done(block.index + 1, len(self.blocks))
-        return Perplexity.of(self.losses(states), windows.source, windows.origin)
+        return self.measured(states, windows, world)
 
     def check_head(self) -> None:
         """Raises UnsupportedModelError where the model makes no predictions."""

@@ -57,9 +57,10 @@ class Plan:
     importance: dict[Place, Tensor] = field(default_factory=dict)
     synthetic: Tensor | None = None  # (samples, length) int64, text that the dense model wrote, if any
 
-    def pattern(self, matrix: Matrix, usual: Pattern) -> Pattern:
-        zeros = self.zeros.get(matrix.place)
-        return usual if zeros is None else _at(usual, zeros / matrix.size)
+    def pattern(self, matrix: Matrix, usual: PatternOf) -> Pattern:
+        """That of ``matrix``, which without a plan would be its ``usual`` one."""
+        pattern, zeros = usual(matrix), self.zeros.get(matrix.place)
+        return pattern if zeros is None else _at(pattern, zeros / matrix.size)
 
     def save(self, path: Path, expected: str = "") -> str:
         """Writes it, in safetensors, and returns the file's SHA-256; OutputError if another one was ``expected``."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from niwaki.arguments import check_fields, checked_names
 from niwaki.checkpoints.reading import Checkpoint
-from niwaki.checkpoints.writing import CheckpointWriter, verify
+from niwaki.checkpoints.writing import CheckpointWriter
 from niwaki.effort import Effort, describe as describe_effort, described, make_effort, usual_effort
 from niwaki.errors import UsageError
 from niwaki.layer.grid import Grid, parse_grid
@@ -17,13 +17,15 @@ from niwaki.layer.solvers import DEFAULT_SOLVER, Solver, describe, make_solver
 from niwaki.models.device import resident
 from niwaki.models.fit import COPIES
 from niwaki.models.kept_format import KeptFormat
-from niwaki.models.scales import FILE, places, verify_grid
+from niwaki.models.scales import FILE
 from niwaki.models.streamed import StreamedModel
+from niwaki.models.weight_format import OnGrid, WeightFormat
 from niwaki.options import parse_range
 from niwaki.pruning.request import PatternOf, Request, patterns_of, take_masks
 from niwaki.pruning.walk import Walk
 from niwaki.records.record import Record
 from niwaki.records.wording import in_words
+from niwaki.runs.block_store import WeightStore
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.runs.workplace import Workplace, pruning_config, write_config
@@ -167,8 +169,8 @@ class Pruning:
         """Opens the model that is read, and checks that what is asked for can be done to it."""
         given, compute = self._given, self._given.compute
         checkpoint = Checkpoint(run.reading)
-        self.kept = KeptFormat(checkpoint) if given.keep_format else None
-        self.written = checkpoint.stored if self.kept else checkpoint
+        self.format = _format(given, checkpoint)
+        self.written = checkpoint.stored if given.keep_format else checkpoint
         self.carried = run.carried(self.written, self.written.size)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         self.request = given.settled(model)
@@ -201,10 +203,8 @@ class Pruning:
                 self.request, measurement=dataclasses.replace(self.request.measurement, before=False)
             )
         record = run.resumed(self.record, len(self.model.blocks))
-        walk = Walk(
-            *(self.model, self.request, self.pattern_of, run.world, record, run.progress, run.clock),
-            *(run.journal, run.place, self.kept),
-        )
+        store = WeightStore(run, self.format)
+        walk = Walk(self.model, self.request, self.pattern_of, record, run, store)
         with products(tf32=record.tf32 == "always"):
             if run.place and self.carried:
                 self._write(walk, run, run.place, self.carried)
@@ -214,26 +214,28 @@ class Pruning:
 
     def _write(self, walk: Walk, run: Run, place: Workplace, carried: CarriedFiles) -> None:
         """The walk over the blocks and all that is written."""
-        kept, matrices, grid, checkpoint = self.kept, self.model.matrices(), self.request.grid, self.written
-        added = places(checkpoint, matrices, grid) if grid else None
+        model, checkpoint = self.model, self.written
+        added = self.format.added(checkpoint, model.matrices())
         place.clear([*checkpoint.shards, FILE])
         carried.copy(place.directory)
-        with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.writer:
+        with CheckpointWriter(checkpoint, place.directory, place.journal.blocks > 0, added) as walk.store.writer:
             walk.blocks(self.texts)
-            if kept:
-                walk.check_written()
+            if self.request.keep_format:
+                walk.store.check_written(model.matrices)
         run.clock.lap("write")
         walk.record.notes += [note for note in carried.notes if note not in walk.record.notes]
         if run.earlier:
             walk.record = walk.record.after(run.earlier, only_rounds=run.stages[run.number].name == "quantize")
         write_config(place.directory, checkpoint.config, walk.record)
-        if kept:
-            kept.verify(place.directory, place.journal.zeros)
-        else:
-            verify(place.directory, checkpoint, place.journal.zeros)
-        if grid:
-            verify_grid(place.directory, matrices, grid)
+        self.format.verify(place.directory, checkpoint, model.matrices(), place.journal.zeros)
         run.clock.lap("check")
+
+
+def _format(request: Request, checkpoint: Checkpoint) -> WeightFormat:
+    """What the matrices of ``checkpoint`` are written in."""
+    if request.keep_format:
+        return KeptFormat(checkpoint)
+    return OnGrid(request.grid) if request.grid else WeightFormat()
 
 
 def _needed(model: StreamedModel, request: Request) -> int:

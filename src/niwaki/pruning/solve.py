@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from niwaki.errors import NumericalError, named
-from niwaki.layer.grid import scale_dtype
 from niwaki.layer.patterns import Among, Pattern
 from niwaki.layer.patterns.rows import ALL, Rows
 from niwaki.layer.problem import Gram, LayerProblem, Solution, relative
-from niwaki.layer.rounding import flops, onto_floats, onto_grid
 from niwaki.models.block import DecoderBlock
 from niwaki.models.gram_capture import InputGram
-from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix
 from niwaki.models.processes import World
+from niwaki.models.weight_format import WeightFormat
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.records.progress import Progress
 from niwaki.records.record import MatrixRecord
@@ -39,7 +37,7 @@ class BlockSolver:
     """Solves the matrices of one block after the other; all processes call it alike."""
 
     request: Request
-    kept: KeptFormat | None
+    format: WeightFormat
     pattern_of: PatternOf
     importance: Mapping[tuple[int, str], Tensor]
     world: World
@@ -86,31 +84,26 @@ class BlockSolver:
         assert record is not None
         stored = self.world.send(solved.stored if solved else block.empty(matrix), source)
         scales = solved.scales if solved else None
-        if scales is None and (place := self._scales_place(matrix, stored.dtype)):
-            scales = torch.empty(place[0], dtype=place[1], device=stored.device)
+        if scales is None and (like := self.format.scales_like(matrix, stored.dtype)):
+            scales = torch.empty(like[0], dtype=like[1], device=stored.device)
         if scales is not None:
             self.world.send(scales, source)
         return Solved(stored, scales, record)
 
-    def _scales_place(self, matrix: Matrix, stored: torch.dtype) -> tuple[tuple[int, int], torch.dtype] | None:
-        """Shape and dtype of the scales of ``matrix``; None where it has none."""
-        if grid := self.request.grid:
-            return (matrix.shape[0], grid.groups(matrix.shape[1])), scale_dtype(stored)
-        numbers = self.kept.of(matrix) if self.kept else None
-        return (numbers.tiles(matrix.shape), torch.float32) if numbers else None
-
     def _cost_together(self, matrix: Matrix) -> float | None:
         """What a matrix costs each process if all have some of its rows; None if its rows depend on each other."""
-        if self.kept and self.kept.of(matrix):  # rows share scales
-            return None
         rows, columns = matrix.shape
-        separable = rows >= self.world.size and self.request.solver.separable_rows
-        if separable and self.pattern_of(matrix).for_rows(self.world.rows(rows)) is not None:
+        separable = self.request.solver.separable_rows and self.format.is_separable(matrix)
+        if (
+            separable
+            and rows >= self.world.size
+            and self.pattern_of(matrix).for_rows(self.world.rows(rows)) is not None
+        ):
             return self._flops(math.ceil(rows / self.world.size), columns)
         return None
 
     def _flops(self, rows: int, columns: int) -> float:
-        return self.request.solver.flops(rows, columns) + (flops(rows, columns) if self.request.grid else 0.0)
+        return self.request.solver.flops(rows, columns) + self.format.round_flops(rows, columns)
 
     def _solve(self, block: DecoderBlock, matrix: Matrix, gram: Gram, inputs: InputGram, rows: Rows = ALL) -> Solved:
         """The whole matrix, also where this process has only some ``rows`` of it."""
@@ -118,34 +111,40 @@ class BlockSolver:
         with named(matrix.label):
             W = block.weight(matrix)
             places = W != 0 if int(W.count_nonzero()) < W.numel() else None
-            W = rows.own(W)
-            weights = self.importance.get(matrix.place)
-            if weights is not None:
-                weights = rows.own(weights).unsqueeze(1).to(W.device)
-                W = W.mul_(weights)
-            problem = LayerProblem(W, gram)
-            del W
-            # With a monitor solvers may ask the pattern more often, and only the first process has one.
-            watched = self.progress.wants_steps and rows is ALL
-            monitor = partial(self.progress.solving, matrix.name) if watched else None
-            solution = self.request.solver(problem, self._pattern(matrix, places, rows), monitor)
-            if weights is not None:
-                problem = LayerProblem(problem.W.div_(weights), gram)
-                solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
+            problem, solution = self._solution(matrix, rows.own(W), gram, self._pattern(matrix, places, rows), rows)
             if places is not None and (idle := rows.total(int((solution.mask & (solution.W == 0)).count_nonzero()))):
-                solution = replace(solution, stats={**solution.stats, "kept_at_zero": idle})
-            # The weights themselves are rounded, not what importance makes of them.
-            solution, scales, error = self._rounded(matrix, block.stored_dtype(matrix), problem, solution, rows)
+                solution = _with_stats(solution, kept_at_zero=idle)
+            error, scales, stored_as = _error(problem, solution, rows), None, block.stored_dtype(matrix)
+            if self.format.scales_like(matrix, stored_as):
+                solution = _with_stats(solution, error_before_rounding=error)
+                # The weights themselves are rounded, not what importance makes of them.
+                solution, scales = self.format.rounded(matrix, problem, solution, rows, stored_as)
+                error = _error(problem, solution, rows)
             stored = block.stored(matrix, rows.joined(solution.W))
-        stats = solution.stats
         if places is not None:
-            W = stored.T if matrix.is_stored_transposed else stored
-            revived = int(W.masked_fill(places, 0.0).count_nonzero())
-            stats = {**stats, "zeros_before": places.numel() - int(places.count_nonzero()), "revived": revived}
+            solution = _with_stats(solution, **_zeros(matrix, stored, places))
         sparsity = (stored.numel() - int(stored.count_nonzero())) / stored.numel()
-        seconds = time.perf_counter() - began
+        seconds, stats = time.perf_counter() - began, solution.stats
         record = MatrixRecord(block.index, matrix.name, matrix.shape, sparsity, error, seconds, inputs.tokens, stats)
         return Solved(stored, scales, record)
+
+    def _solution(
+        self, matrix: Matrix, W: Tensor, gram: Gram, pattern: Pattern, rows: Rows
+    ) -> tuple[LayerProblem, Solution]:
+        """(The problem of these ``rows`` of ``matrix``, its solution), which importance has no part in any more."""
+        weights = self.importance.get(matrix.place)
+        if weights is not None:
+            weights = rows.own(weights).unsqueeze(1).to(W.device)
+            W.mul_(weights)
+        problem = LayerProblem(W, gram)
+        # With a monitor solvers may ask the pattern more often, and only the first process has one.
+        watched = self.progress.wants_steps and rows is ALL
+        monitor = partial(self.progress.solving, matrix.name) if watched else None
+        solution = self.request.solver(problem, pattern, monitor)
+        if weights is not None:
+            problem = LayerProblem(problem.W.div_(weights), gram)
+            solution = problem.solution(solution.W.div_(weights), solution.mask, **solution.stats)
+        return problem, solution
 
     def _pattern(self, matrix: Matrix, places: Tensor | None, rows: Rows) -> Pattern:
         """That of these ``rows`` of ``matrix``, whose weights are not zero at ``places``, or nowhere."""
@@ -157,27 +156,16 @@ class BlockSolver:
         assert pattern is not None
         return pattern
 
-    def _rounded(
-        self, matrix: Matrix, stored_as: torch.dtype, problem: LayerProblem, solution: Solution, rows: Rows
-    ) -> tuple[Solution, Tensor | None, float]:
-        """(The solution on the grid or in the format that is kept, if any; its scales; the error of all rows)."""
-        error, scales = _error(problem, solution, rows), None
-        if self.request.grid:
-            before, stats = solution.W != 0, solution.stats
-            solution, scales = onto_grid(problem, solution, self.request.grid, scale_dtype(stored_as))
-            after = solution.W != 0
-            lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
-            stats = {**stats, "error_before_rounding": error, "rounded_to_zero": lost}
-            if raised:  # kept weights of 0
-                stats["revived_by_rounding"] = raised
-            solution = replace(solution, stats=stats)
-            scales = rows.joined(scales).to(scale_dtype(stored_as))
-            error = _error(problem, solution, rows)
-        elif self.kept and (numbers := self.kept.of(matrix)):
-            solution, scales = onto_floats(problem, solution, numbers, self.kept.scales(matrix).to(problem.W.device))
-            solution = replace(solution, stats={**solution.stats, "error_before_rounding": error})
-            error = solution.error
-        return solution, scales, error
+
+def _with_stats(solution: Solution, **stats: float | int | str) -> Solution:
+    return replace(solution, stats={**solution.stats, **stats})
+
+
+def _zeros(matrix: Matrix, stored: Tensor, places: Tensor) -> dict[str, int]:
+    """How many weights of a matrix were zero, those not at ``places``, and how many of these are not any more."""
+    W = stored.T if matrix.is_stored_transposed else stored
+    revived = int(W.masked_fill(places, 0.0).count_nonzero())
+    return {"zeros_before": places.numel() - int(places.count_nonzero()), "revived": revived}
 
 
 def _error(problem: LayerProblem, solution: Solution, rows: Rows) -> float:

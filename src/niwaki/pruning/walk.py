@@ -2,36 +2,30 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from niwaki.checkpoints.writing import CheckpointWriter
-from niwaki.errors import OutputError, UnsupportedModelError
+from niwaki.errors import UnsupportedModelError
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
 from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.gram_capture import InputGram
 from niwaki.models.hidden_states import HiddenStates
-from niwaki.models.kept_format import KeptFormat
 from niwaki.models.layout import Matrix
-from niwaki.models.processes import World
-from niwaki.models.scales import scale_key
 from niwaki.models.streamed import StreamedModel
-from niwaki.models.training import trained_matrices, trained_weights
+from niwaki.models.training import trained_matrices
 from niwaki.pruning.later_inputs import LaterInputs, later_inputs
 from niwaki.pruning.plan import Plan, plan
 from niwaki.pruning.request import PatternOf, Request
 from niwaki.pruning.solve import BlockSolver, Solved
-from niwaki.records.perplexity import Perplexity
-from niwaki.records.progress import Progress
 from niwaki.records.record import Record
 from niwaki.runs.begin import FEW_ZEROS
-from niwaki.runs.clock import Clock
-from niwaki.runs.journal import Journal
-from niwaki.runs.workplace import Workplace
+from niwaki.runs.block_store import WeightStore
+from niwaki.runs.stage import Run
 from niwaki.texts.conversations import Samples
 from niwaki.texts.synthesis import synthesize
 from niwaki.texts.texts import Texts
@@ -49,80 +43,66 @@ class Streams(NamedTuple):
 
 @dataclass
 class Walk:
-    """The walk over the blocks of ``model``, which keeps ``record`` and ``clock`` up to date."""
+    """The walk over the blocks of ``model``, which keeps ``record`` up to date."""
 
     model: StreamedModel
     request: Request
     pattern_of: PatternOf
-    world: World
     record: Record
-    progress: Progress
-    clock: Clock
-    journal: Journal  # what an earlier run has done; of the first process that in ``place``
-    place: Workplace | None  # of the first process, where the journal and the plan are kept
-    kept: KeptFormat | None = None  # in which matrices are written, if that is asked for
-    writer: CheckpointWriter | None = None  # of the first process, where weights go
-    _done: dict[int, bool] = field(default_factory=dict)  # by block, of those that an earlier run has done
-    _scales: dict[str, Tensor] = field(default_factory=dict)  # of the present block's matrices, by name
+    run: Run
+    store: WeightStore
 
     def blocks(self, texts: Texts) -> None:
         """Prunes all blocks and measures the result, on this process's share of ``texts``."""
-        model, world, progress, clock = self.model, self.world, self.progress, self.clock
-        texts = texts.shared(world)
+        model, run, store = self.model, self.run, self.store
+        texts = texts.shared(run.world)
         samples, heldout = texts.samples, texts.only
         stop = model.matrices()[-1].block + 1
-        progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
+        run.progress.begin(self.record, len(model.blocks) if heldout else stop, len(model.matrices()))
         planned = self._planned(samples, texts)
         if planned.synthetic is not None and isinstance(samples, Tensor):
-            samples = torch.cat([samples, world.share(planned.synthetic)])
-        self._solver = BlockSolver(
-            self.request,
-            self.kept,
-            lambda m: planned.pattern(m, self.pattern_of(m)),
-            planned.importance,
-            world,
-            progress,
-        )
+            samples = torch.cat([samples, run.world.share(planned.synthetic)])
+        pattern_of = partial(planned.pattern, usual=self.pattern_of)
+        self._solver = BlockSolver(self.request, store.format, pattern_of, planned.importance, run.world, run.progress)
         self._later = self._later_inputs(samples)
-        clock.lap("plan")
+        run.clock.lap("plan")
         streams = self._embedded(samples, heldout)
-        clock.lap("capture")
+        run.clock.lap("capture")
         if model.budget.spilled:
             self._note(f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break
-            clock.lap("read")
-            last = block.index >= stop - 1
+            run.clock.lap("read")
             for dense in (streams.heldout_dense, streams.calibration_dense):
                 if dense:  # the block is still as it was
                     block.advance(dense)
-            clock.lap("advance")
-            if block.matrices and not self._is_done(block.index):
+            run.clock.lap("advance")
+            if block.matrices and not store.is_done(block.index, block.matrices):
                 self._prune(block, streams)
-                self._save(block)
+                store.finish(block.index, block.matrices, self.record)
             else:
-                self._restore(block, [*block.matrices, *block.shared])
-            progress.stage(block.index, "advance", len(streams.calibration.hidden))
+                store.restore(block, [*block.matrices, *block.shared])
+            run.progress.stage(block.index, "advance", len(streams.calibration.hidden))
             if streams.heldout:
                 block.advance(streams.heldout)
-            if not last:
-                block.advance(streams.calibration, progress.step)
-            clock.lap("advance")
+            if block.index < stop - 1:
+                block.advance(streams.calibration, run.progress.step)
+            run.clock.lap("advance")
         self._measure(streams, heldout)
 
     def _note(self, text: str) -> None:
         """Adds a note to the record, unless it has it from an earlier run that this one resumes."""
         if text not in self.record.notes:
             self.record.notes.append(text)
-        self.progress.note(text)
+        self.run.progress.note(text)
 
     def _embedded(self, samples: Samples, heldout: Windows | None) -> Streams:
         """The inputs of the first block, as far as they are needed."""
         fitting, before, embed = self.request.effort.fit, self.request.measurement.before, self.model.embed
         part, dense = None, None
         if fitting.epochs:
-            part = fitting.tokens_per_part(self.world.size)
+            part = fitting.tokens_per_part(self.run.world.size)
             order, count = samples_to_fit(len(samples), fitting.epochs)
             samples = samples[order]
             dense = embed(samples[:count], part)
@@ -135,107 +115,85 @@ class Walk:
 
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
-        planning, synthetic, place, world = (
-            self.request.effort.plan,
-            self.request.effort.synthetic,
-            self.place,
-            self.world,
-        )
-        if not (planning.is_needed or synthetic):
+        request, run, place = self.request, self.run, self.run.place
+        if not (request.effort.plan.is_needed or request.effort.synthetic):
             return Plan()
-        kept = Plan.load(place.plan, self.journal.plan) if place and self.journal.blocks else None
-        if (kept := world.received(kept)) is not None:
+        kept = Plan.load(place.plan, run.journal.plan) if place and run.journal.blocks else None
+        if (kept := run.world.received(kept)) is not None:
             return kept
-        if self.journal.blocks:
-            self.progress.note("the plan of the earlier run is damaged and made again")
+        if run.journal.blocks:
+            run.progress.note("the plan of the earlier run is damaged and made again")
         made = plan(
-            self.model, planning, self.pattern_of, samples, self.record.tf32, world, self.progress, self.request.revive
+            *(self.model, request.effort.plan, self.pattern_of, samples, self.record.tf32, run.world, run.progress),
+            request.revive,
         )
-        if synthetic and isinstance(samples, Tensor):
-            count = max(world.size, round(synthetic * sum(world.collected(len(samples)))))
-            length, budget = samples.shape[1], self.request.compute.budget
-            try:
-                bos = texts.windows.bos
-                text = synthesize(self.model, count, length, budget, world, self.progress, bos=bos)
-                made = dataclasses.replace(made, synthetic=text)
-            except UnsupportedModelError as error:
-                count = 0
-                self._note(
-                    f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
-                )
-            self.record.calibration["synthetic"] = count
+        if request.effort.synthetic and isinstance(samples, Tensor):
+            made = dataclasses.replace(made, synthetic=self._written(samples, texts.windows.bos))
         if place:
-            self.journal.plan = made.save(place.plan, self.journal.plan)
+            run.journal.plan = made.save(place.plan, run.journal.plan)
         return made
+
+    def _written(self, samples: Tensor, bos: int | None) -> Tensor | None:
+        """Text of the dense model, for all processes; None, with a note, where it cannot write."""
+        world, progress, budget = self.run.world, self.run.progress, self.request.compute.budget
+        count = max(world.size, round(self.request.effort.synthetic * sum(world.collected(len(samples)))))
+        self.record.calibration["synthetic"] = count
+        try:
+            return synthesize(self.model, count, samples.shape[1], budget, world, progress, bos=bos)
+        except UnsupportedModelError as error:
+            self.record.calibration["synthetic"] = 0
+            self._note(
+                f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
+            )
+            return None
 
     def _later_inputs(self, samples: Samples) -> LaterInputs:
         """The inputs of matrices that blocks share, unless an earlier run has pruned all of these."""
         sharing = dict.fromkeys(matrix.block for matrix in self.model.matrices() if matrix.blocks)
-        if all(map(self._is_done, sharing)):
+        if all(self.store.is_done(block, self.model.matrices(block)) for block in sharing):
             return LaterInputs()
-        return later_inputs(self.model, samples, self.record.tf32, self.world, self.progress)
-
-    def _is_done(self, block: int) -> bool:
-        """Whether an earlier run has done a block, and what it wrote is still there."""
-        if block >= self.journal.blocks:
-            return False
-        if block not in self._done:
-            places = self._places(self.model.matrices(block))
-            done = not self.writer or self.writer.digest(places) == self.journal.digests[block]
-            self._done[block] = self.world.received(done)
-            if not self._done[block]:
-                self.progress.note(f"block {block} of the earlier run is damaged on disk and done again")
-        return self._done[block]
-
-    def _places(self, matrices: list[Matrix]) -> list[tuple[str, int | None]]:
-        """Key and index of all that is written for the ``matrices`` of a block."""
-        if self.kept:
-            return [(key, matrix.index) for matrix in matrices for key in self.kept.keys(matrix)]
-        keys = [matrix.entry for matrix in matrices]
-        return keys + [(scale_key(matrix), matrix.index) for matrix in matrices if self.request.grid]
+        return later_inputs(self.model, samples, self.record.tf32, self.run.world, self.run.progress)
 
     def _prune(self, block: DecoderBlock, streams: Streams) -> None:
         """Prunes the matrices of a block, and fits it if asked to."""
-        world, progress, clock = self.world, self.progress, self.clock
-        states, dense = streams.calibration, streams.calibration_dense
-        self._forget(block.index)
-        self._scales.clear()
-        self._restore(block, block.shared)
-        progress.stage(block.index, "capture", len(states.hidden))
-        grams = block.input_grams(states, progress.step, world, self.record.tf32)
+        run, store, states = self.run, self.store, streams.calibration
+        store.begin(block.index, self.record)
+        for matrix in block.matrices:
+            run.journal.zeros.pop(matrix.key, None)
+        store.restore(block, block.shared)
+        run.progress.stage(block.index, "capture", len(states.hidden))
+        grams = block.input_grams(states, run.progress.step, run.world, self.record.tf32)
         grams = self._later.joined(block, grams)
-        clock.lap("capture")
+        run.clock.lap("capture")
         borrowed = _borrowed(block, grams)
-        progress.stage(block.index, "solve", len(block.matrices))
+        run.progress.stage(block.index, "solve", len(block.matrices))
         self._solver.solve(block, grams, lambda matrix, solved: self._keep(block, matrix, solved))
-        clock.lap("solve")
+        run.clock.lap("solve")
         if block.released:
-            self._restore(block, block.matrices)
-        clock.lap("write")
+            store.restore(block, block.matrices)
+        run.clock.lap("write")
         if borrowed:
             self._note(borrowed)
-        if dense and trained_matrices(block):
-            on_grid = self._on_grid if self.request.grid or self.kept else None
-            fit = Fit(block, states, dense, self.request.effort.fit, world, progress.step, on_grid)
-            progress.stage(block.index, "fit", fit.batches)
-            self.record.fits.append(fit.run())
-            for matrix, stored in trained_weights(block):
-                self._write(matrix, stored)
-            clock.lap("fit")
+        if streams.calibration_dense and trained_matrices(block):
+            self._fit(block, states, streams.calibration_dense)
+
+    def _fit(self, block: DecoderBlock, states: HiddenStates, dense: HiddenStates) -> None:
+        run = self.run
+        fit = Fit(block, states, dense, self.request.effort.fit, run.world, run.progress.step, self.store.on_grid)
+        run.progress.stage(block.index, "fit", fit.batches)
+        self.record.fits.append(fit.run())
+        self.store.write_trained(block)
+        run.clock.lap("fit")
 
     def _keep(self, block: DecoderBlock, matrix: Matrix, solved: Solved) -> None:
         """Writes a matrix that was solved, and records it."""
         stored, scales, record = solved
-        self.progress.solved(record)
+        self.run.progress.solved(record)
         if not block.released:
             block.put(matrix, stored)
-        if scales is not None:
-            self._scales[matrix.name] = scales
-            if self.writer and self.request.grid:
-                self.writer.write(scale_key(matrix), scales, matrix.index)
-        self._write(matrix, stored)
+        self.store.write(matrix, stored, scales)
         zeros = stored.numel() - int(stored.count_nonzero())
-        self.journal.zeros[matrix.key] = self.journal.zeros.get(matrix.key, 0) + zeros
+        self.run.journal.zeros[matrix.key] = self.run.journal.zeros.get(matrix.key, 0) + zeros
         asked, used = record.stats.get("damping_asked"), record.stats.get("damping")
         if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
             self._note(
@@ -244,71 +202,18 @@ class Walk:
             )
         self.record.matrices.append(record)
 
-    def _write(self, matrix: Matrix, stored: Tensor) -> None:
-        """Writes the weights of a matrix of the present block, in the format that is kept if it has one."""
-        if self.writer and self.kept and self.kept.of(matrix):
-            self.kept.write(self.writer, matrix, stored, self._scales[matrix.name])
-        elif self.writer:
-            self.writer.write(matrix.key, stored, matrix.index)
-
-    def _on_grid(self, matrix: Matrix, W: Tensor) -> Tensor:
-        """(out, in), W on the grid of ``matrix`` or in its format, with the same zeros."""
-        scales = self._scales.get(matrix.name)
-        if scales is None:
-            return W
-        if self.request.grid:
-            return self.request.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
-        numbers = self.kept.of(matrix) if self.kept else None
-        assert numbers
-        return numbers.project(W, numbers.factors(scales, W.shape), W != 0)
-
-    def _restore(self, block: DecoderBlock, matrices: list[Matrix]) -> None:
-        """Puts the weights of ``matrices`` into ``block`` that were written, by this run or an earlier one."""
-        for matrix in matrices:
-            stored = block.empty(matrix)
-            if self.writer:
-                kept, writer = self.kept, self.writer
-                stored.copy_(kept.read(writer, matrix) if kept else writer.read(matrix.key, matrix.index))
-            block.put(matrix, self.world.send(stored, 0))
-
-    def _forget(self, block: int) -> None:
-        """Takes out of the record and the journal what an earlier run did to ``block``."""
-        self.record.matrices = [each for each in self.record.matrices if each.block != block]
-        self.record.fits = [each for each in self.record.fits if each.block != block]
-        for matrix in self.model.matrices(block):
-            self.journal.zeros.pop(matrix.key, None)
-
-    def _save(self, block: DecoderBlock) -> None:
-        """Makes sure that a stopped run can be resumed after ``block``."""
-        self.record.matrices.sort(key=lambda each: each.block)
-        self.record.fits.sort(key=lambda each: each.block)
-        if self.writer and self.place:
-            self.writer.sync()
-            self.record.seconds = dict(self.clock.seconds)
-            self.place.save_block(block.index, self.writer.digest(self._places(block.matrices)), self.record)
-        self.clock.lap("write")
-
-    def check_written(self) -> None:
-        """Raises OutputError unless what is on disk for each block is what was written, to the bit."""
-        assert self.writer
-        for block, digest in enumerate(self.journal.digests):
-            places = self._places(self.model.matrices(block))
-            if places and self.writer.digest(places, on_disk=True) != digest:
-                raise OutputError(f"block {block} is not on disk as it was written; was the disk full?")
-
     def _measure(self, streams: Streams, heldout: Windows | None) -> None:
         """Puts sparsity, perplexity and memory into the record, after the last block."""
-        model, record = self.model, self.record
+        model, record, run = self.model, self.record, self.run
         for said in (_zeros_before(record, self.request.revive), _kept_at_zero(record)):
             if said:
                 self._note(said)
-        record.sparsity = sum(self.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
+        record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:
-                losses = torch.cat(self.world.collected(model.losses(states)))
-                record.perplexity[when] = Perplexity.of(losses, heldout.source, heldout.origin)
-        self.clock.lap("perplexity")
-        peaks = self.world.collected(peak_memory(model.device))
+                record.perplexity[when] = model.measured(states, heldout, run.world)
+        run.clock.lap("perplexity")
+        peaks = run.world.collected(peak_memory(model.device))
         record.peak_memory = {where: max(peak[where] for peak in peaks) for where in peaks[0]}
 
 

@@ -46,8 +46,7 @@ class Journal:
     def extent(self) -> str:
         """How much is done, in words."""
         healing = Record.from_json(self.record).healing if self.record else None
-        is_whole = healing is not None and healing.method != "blocks"
-        here = f"{healing.points[-1].tokens:,} tokens" if healing and is_whole else f"{self.blocks} blocks"
+        here = f"{healing.points[-1].tokens:,} tokens" if healing and not healing.by_block else f"{self.blocks} blocks"
         if len(self.asked) == 1:
             return here
         return f"{self.done} of {counted(len(self.asked), 'stage')}" + f" and {here}" * (

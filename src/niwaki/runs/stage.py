@@ -16,7 +16,7 @@ from niwaki.records.record import CalibrationRecord, Record
 from niwaki.runs.carried import MARGIN, CarriedFiles, find_carried
 from niwaki.runs.clock import Clock
 from niwaki.runs.journal import Journal
-from niwaki.runs.workplace import Workplace, unfinished_size
+from niwaki.runs.workplace import Workplace, scratch_size, unfinished_size
 from niwaki.texts.texts import Texts
 from niwaki.windows import Windows
 
@@ -57,28 +57,30 @@ class Run:
     def resumed(self, record: Record, blocks: int) -> Record:
         """``record``, or that of an earlier run which has done some of the ``blocks``, and says that this one resumes.
 
-        For stages that go through all blocks again, for the outputs of those that are done.
+        What trains the model as a whole has points instead of blocks.
         """
         done = self.journal.blocks
         if not done:
             return record
         earlier = Record.from_json(self.journal.record)
         self.clock.add(earlier.seconds)
-        self.progress.note(
-            f"resuming after the first {done} of {blocks} blocks, where an earlier run was interrupted; these run "
-            "again for their outputs"
-        )
+        extent, again = f"the first {done} of {blocks} blocks", "; these run again for their outputs"
+        if earlier.healing and not earlier.healing.by_block:
+            point = earlier.healing.points[-1]
+            done, extent, again = point.steps, f"{point.tokens:,} tokens", ""
+        self.progress.note(f"resuming after {extent}, where an earlier run was interrupted{again}")
         return replace(earlier, command=record.command, device=record.device, resumed=[*earlier.resumed, done])
 
-    def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "") -> CarriedFiles | None:
-        """The files beside the weights, in the first process, which checks that there is space for them and ``size``.
+    def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "", scratch: int = 0) -> CarriedFiles | None:
+        """The files beside the weights, in the first process, which checks that there is space for all of the output.
 
+        That is them, ``size`` bytes of weights, and the bytes of ``scratch`` that the stage keeps until it is done.
         Before the run begins a later stage takes the model for the one that it will read, which then is there too.
         Errors are those of :func:`niwaki.runs.carried.find_carried`.
         """
         if not self.world.first:
             return None
-        carried = find_carried(checkpoint, self.out, size, keep)
+        carried = find_carried(checkpoint, self.out, size + max(0, scratch - scratch_size(self.out)), keep)
         if not self.is_first and self.place is None:
             check_space(self.out, MARGIN + 2 * size - unfinished_size(self.out, with_source=True))
         return carried

@@ -37,6 +37,8 @@ from niwaki.runs.journal import Journal
 
 #: Characters that the name of a workplace, and of a file that is being written, has more than that of the output.
 _LONGER = 32
+#: The folder of a workplace for what a stage keeps besides its output.
+_SCRATCH = "scratch"
 #: What only records of pruning, of comparisons and of speed have, one each. Those of `niwaki eval` have none.
 _PARTS = {"matrices", "cells", "speeds"}
 
@@ -96,7 +98,7 @@ class Workplace:
         #: Where what the stage at work decides before its blocks is kept, see :mod:`niwaki.pruning.plan`.
         self.plan = self.path / "plan.safetensors"
         #: A folder for what else the stage at work keeps.
-        self.scratch = self.path / "scratch"
+        self.scratch = self.path / _SCRATCH
         self._out, self._journal = out, _journal(self.path)
         self.journal = Journal(asked)
 
@@ -306,6 +308,13 @@ def unfinished_size(out: Path, with_source: bool = False) -> int:
         if journal.complete and out.is_dir():  # what is moved already
             folders += [each for each in out.iterdir() if each != path]
         return sum(_size(file) for folder in folders for file in (folder, *folder.rglob("*")))
+    return 0
+
+
+def scratch_size(out: Path) -> int:
+    """Bytes on the disk of what the stage at work of an earlier run for ``out`` keeps besides its output."""
+    with contextlib.suppress(OSError):
+        return sum(map(_size, (_place(out) / _SCRATCH).rglob("*")))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,31 @@ def _traits(block: nn.Module) -> dict[str, Any]:
             if simple and not name.startswith("_") and name not in _SIZES:
                 traits[f"{path}.{name}".lstrip(".")] = value
     return traits
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Which tensors of a model the smaller one has."""
+
+    left: list[ExtraTensors]  # out
+    outside: list[str]  # keys of those outside blocks
+    blocks: list[dict[str, str]]  # of each block keys, with what they become, see :func:`tensors_of_blocks`
+
+    def size(self, model: StreamedModel, removals: Sequence[Removal], count: int) -> int:
+        """Bytes of the tensors outside blocks and, after ``removals``, of the ``count`` largest blocks."""
+        layout, checkpoint = model.layout, model.checkpoint
+        blocks = []
+        for index, names in enumerate(self.blocks):
+            size = sum(checkpoint.like(key).nbytes for key in names)
+            for removal in removals:
+                keys = {
+                    key
+                    for parameter in removal.parameters[index]
+                    for key in layout.keys(f"{model.path}.{index}.{parameter.name}")
+                }
+                size -= removal.count * sum(checkpoint.like(key).nbytes for key in keys) // removal.units
+            blocks.append(size)
+        return sum(checkpoint.like(key).nbytes for key in self.outside) + sum(sorted(blocks)[len(blocks) - count :])
 
 
 def tensors_of_blocks(

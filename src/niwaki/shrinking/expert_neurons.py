@@ -50,7 +50,7 @@ def expert_neuron_removal(model: StreamedModel, fraction: float) -> ExpertNeuron
             f"{width} has to stay"
         )
     parameters = [_parameters(model, index, path) if path else [] for index, path in enumerate(mixtures.paths)]
-    return ExpertNeuronRemoval(_KIND, width, count, {name: width - count}, parameters, mixtures.paths, mixtures.down)
+    return ExpertNeuronRemoval(_KIND, width, count, {name: width - count}, parameters, mixtures.down, mixtures.paths)
 
 
 def _parameters(model: StreamedModel, index: int, path: str) -> list[UnitParameter]:

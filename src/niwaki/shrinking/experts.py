@@ -27,10 +27,9 @@ _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 @dataclass(frozen=True)
 class MixtureRemoval(Removal):
-    """Of units of experts."""
+    """Of units of experts, whose last matrices are fitted."""
 
     paths: list[str | None]  # of the experts in each block; None where there are none
-    matrices: list[Matrix]  # whose outputs are the experts' own
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def expert_removal(model: StreamedModel, fraction: float) -> ExpertRemoval:
         for block, path in zip(model.blocks, mixtures.paths, strict=True)
     ]
     left_over = dict.fromkeys(names, experts - count)
-    return ExpertRemoval("experts", experts, count, left_over, parameters, mixtures.paths, mixtures.down, groups)
+    return ExpertRemoval("experts", experts, count, left_over, parameters, mixtures.down, mixtures.paths, groups)
 
 
 def _parameters(block: nn.Module, path: str, experts: int) -> list[UnitParameter]:

@@ -11,7 +11,7 @@ from niwaki.effort import Effort, describe as describe_effort, make_effort
 from niwaki.errors import UnsupportedModelError, UsageError
 from niwaki.layer.products import products
 from niwaki.layer.unit_removal import DAMPING, flops
-from niwaki.models.extra import notes_of
+from niwaki.models.extra import find_extra, notes_of
 from niwaki.models.layout import check_dtypes
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import parse_share
@@ -19,6 +19,7 @@ from niwaki.records.record import Record
 from niwaki.runs.begin import begin_record
 from niwaki.runs.stage import USUAL_WINDOWS, Run, Stage
 from niwaki.runs.workplace import pruning_config
+from niwaki.shrinking.configuration import Tensors, tensors_of_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, expert_neuron_removal
 from niwaki.shrinking.experts import ExpertRemoval, expert_removal
 from niwaki.shrinking.units import Removal, head_removal, neuron_removal, notes_on
@@ -86,7 +87,6 @@ class Shrinking:
 
     def __init__(self, stage: Shrink, run: Run) -> None:
         checkpoint, compute, shares = Checkpoint(run.reading), run.compute, stage.shares
-        self.carried = run.carried(checkpoint)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
         depth, self._blocks, self._effort = len(model.blocks), stage.blocks, stage.settled_effort
         if any(matrix.blocks for matrix in model.matrices()):
@@ -107,7 +107,11 @@ class Shrinking:
             self.mixtures.append(expert_neuron_removal(model, shares["expert_neurons"]))
         if self.mixtures and run.world.size > 1:
             raise UsageError("experts and their neurons are removed by one process; start niwaki without torchrun")
-        removals = [*self.columns, *self.mixtures]
+        removals: list[Removal] = [*self.columns, *self.mixtures]
+        left = [each for each in find_extra(model) if each.follows]
+        self.tensors = Tensors(left, *tensors_of_blocks(model, left))
+        output = self.tensors.size(model, removals, depth - stage.blocks)
+        self.carried = run.carried(checkpoint, output, scratch=self._scratch_size(removals))
         check_dtypes(checkpoint, (matrix for removal in removals for matrix in removal.matrices))
         run.progress.status("reading the text to calibrate on")
         written = with_answers(model, run.calibration, compute.budget, run.world, run.progress)
@@ -118,6 +122,13 @@ class Shrinking:
         for each in removals:
             run.foreseen |= each.config
         run.foreseen["pruning_config"] = pruning_config(self.record)
+
+    def _scratch_size(self, removals: Sequence[Removal]) -> int:
+        """Bytes of the matrices that change, which are kept until all is written."""
+        fitted = {matrix.entry for removal in removals for matrix in removal.matrices}
+        matrices = self.model.matrices()
+        changed = matrices if self._effort.fit.epochs else [each for each in matrices if each.entry in fitted]
+        return sum(each.size * self.model.checkpoint.dtype(each.key).itemsize for each in changed)
 
     def _begun(self, run: Run, stage: Shrink, removals: Sequence[Removal]) -> Record:
         """The record, as far as it is known before the work."""
@@ -163,7 +174,7 @@ class Shrinking:
 
     def work(self, run: Run) -> Record:
         record = run.resumed(self.record, len(self.model.blocks))
-        removal = Removing(self.model, self.columns, self.mixtures, self._effort.fit, record, run)
+        removal = Removing(self.model, self.columns, self.mixtures, self.tensors, self._effort.fit, record, run)
         with products(tf32=False):
             removal.write(self.texts.shared(run.world), run.measurement.before, self._blocks, self.carried)
         return record

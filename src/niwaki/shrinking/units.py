@@ -61,13 +61,12 @@ class Removal:
     count: int  # units to remove
     config: dict[str, Any]  # what changes in the configuration
     parameters: list[list[UnitParameter]]  # of each block
+    matrices: list[Matrix]  # those that are fitted
 
 
 @dataclass(frozen=True)
 class ColumnRemoval(Removal):
     """Heads or neurons, whose outputs are columns of the input of one matrix in each block, which is fitted."""
-
-    matrices: list[Matrix]  # that matrix of each block
 
     @property
     def size(self) -> int:

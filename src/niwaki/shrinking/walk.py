@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from niwaki.checkpoints.reading import Checkpoint
@@ -19,21 +18,21 @@ from niwaki.layer.problem import LayerProblem
 from niwaki.layer.unit_removal import remove_units
 from niwaki.models.block import DecoderBlock
 from niwaki.models.device import peak_memory
-from niwaki.models.extra import find_extra, generation_without_drafts
+from niwaki.models.extra import generation_without_drafts
 from niwaki.models.fit import Fit, samples_to_fit
 from niwaki.models.hidden_states import HiddenStates
 from niwaki.models.streamed import TOKENS_PER_BATCH, StreamedModel
 from niwaki.models.training import trained_matrices, trained_weights
-from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import MatrixRecord, Record
 from niwaki.records.structure import StructureRecord
 from niwaki.runs.begin import FEW_ZEROS
+from niwaki.runs.block_store import BlockStore
 from niwaki.runs.carried import CarriedFiles
 from niwaki.runs.kept import load_tensors, save_tensors
 from niwaki.runs.stage import Run
 from niwaki.runs.workplace import write_config
 from niwaki.shrinking.block_tensors import BlockTensors, free
-from niwaki.shrinking.configuration import check_outputs, configuration, smaller_blocks, tensors_of_blocks
+from niwaki.shrinking.configuration import Tensors, check_outputs, configuration, smaller_blocks
 from niwaki.shrinking.expert_neurons import ExpertNeuronRemoval, fit_expert_neurons
 from niwaki.shrinking.experts import ExpertRemoval, choose_experts, fit_experts
 from niwaki.shrinking.influence import influences, lowest
@@ -79,6 +78,7 @@ class Removing:
     model: StreamedModel
     columns: list[ColumnRemoval]
     mixtures: list[ExpertRemoval | ExpertNeuronRemoval]
+    tensors: Tensors
     fitting: Fitting
     record: Record
     run: Run
@@ -86,6 +86,9 @@ class Removing:
     removed: dict[str, list[list[int]]] = field(default_factory=lambda: {"heads": [], "neurons": [], "experts": []})
     #: Of all blocks, those of :class:`BlockTensors`.
     counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._store = BlockStore(self.run)
 
     @property
     def removals(self) -> list[Removal]:
@@ -102,8 +105,7 @@ class Removing:
             self._measure("before", model, heldout)
         influence, dropped = self._chosen(windows, count)
         kept = [index for index in range(depth) if index not in dropped]
-        left = [each for each in find_extra(model) if each.follows]
-        outside, blocks = tensors_of_blocks(model, left)
+        left, outside = self.tensors.left, self.tensors.outside
         shards = None
         if place and carried:
             place.clear([])
@@ -118,7 +120,7 @@ class Removing:
         if shards:
             shards.write(_shard(0, kept), {key: model.checkpoint.like(key) for key in outside}, model.checkpoint.read)
         run.clock.lap("write")
-        states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), blocks, shards)
+        states = self._walk(windows, dict(zip(kept, smaller_modules, strict=True)), shards)
         if shards:
             shards.finish()
             self._note_zeros()
@@ -128,7 +130,7 @@ class Removing:
         run.clock.lap("check")
         if heldout:
             self._measure("after", smaller, heldout)
-        of_all = (key for keys in (outside, *blocks) for key in keys)
+        of_all = (key for keys in (outside, *self.tensors.blocks) for key in keys)
         before, after = _size(model.checkpoint, of_all), _size(smaller.checkpoint, smaller.checkpoint.entries)
         others = _size(model.checkpoint, outside)
         removed = 1 - (after - others) / (before - others)
@@ -159,9 +161,7 @@ class Removing:
         self.record.structure = StructureRecord({"before": size, "after": size}, 0.0, influence, dropped)
         return influence, dropped
 
-    def _walk(
-        self, windows: Windows, smaller: dict[int, nn.Module], blocks: list[dict[str, str]], shards: Shards | None
-    ) -> HiddenStates:
+    def _walk(self, windows: Windows, smaller: dict[int, nn.Module], shards: Shards | None) -> HiddenStates:
         """Removes and writes; the outputs after the last block, with zeros for neurons and heads that were removed.
 
         ``smaller`` are the blocks to be, by the numbers that they had.
@@ -176,7 +176,7 @@ class Removing:
             if block.index not in kept:
                 continue
             number = kept.index(block.index)
-            tensors = BlockTensors(self.model, block.index, blocks[block.index])
+            tensors = BlockTensors(self.model, block.index, self.tensors.blocks[block.index])
             block = self._changed(block, smaller[block.index], states, dense, tensors)
             if shards:
                 tensors.write(number, _shard(1 + number, kept), shards)
@@ -214,15 +214,10 @@ class Removing:
 
         That has zeros for heads and neurons that went; of experts it is ``smaller``, in memory instead of it.
         """
-        place, journal = self.run.place, self.run.journal
-        file = place.scratch / f"block-{block.index}.safetensors" if place else None
-        if block.index < journal.blocks:
-            earlier = _Changes.load(file, journal.digests[block.index]) if file else None
-            if (earlier := self.run.world.received(earlier)) is not None:
-                return self._applied(block, smaller, earlier, tensors)
-            self.run.progress.note(f"block {block.index} of the earlier run is damaged on disk and done again")
-        self.record.matrices = [each for each in self.record.matrices if each.block != block.index]
-        self.record.fits = [each for each in self.record.fits if each.block != block.index]
+        earlier = self._store.earlier(block.index, lambda digest: _Changes.load(self._file(block), digest))
+        if earlier:
+            return self._applied(block, smaller, earlier, tensors)
+        self._store.forget(block.index, self.record)
         changes = _Changes()
         for removal in self.columns:
             self._remove(block, removal, states, changes)
@@ -234,13 +229,13 @@ class Removing:
         if dense and trained_matrices(block):
             self._fit(block, states, dense, changes)
         self._replace(changes, tensors, block.index)
-        if place and file:
-            self.record.seconds = dict(self.run.clock.seconds)
-            self.record.matrices.sort(key=lambda each: each.block)
-            self.record.fits.sort(key=lambda each: each.block)
-            place.save_block(block.index, changes.save(file), self.record)
-            self.run.clock.lap("write")
+        self._store.save(block.index, self.record, lambda: changes.save(self._file(block)))
         return block
+
+    def _file(self, block: DecoderBlock) -> Path:
+        """Where what is done to ``block`` is kept, in the first process."""
+        assert self.run.place
+        return self.run.place.scratch / f"block-{block.index}.safetensors"
 
     def _applied(
         self, block: DecoderBlock, smaller: nn.Module, changes: _Changes, tensors: BlockTensors
@@ -343,13 +338,9 @@ class Removing:
 
     def _measure(self, name: str, model: StreamedModel, heldout: Windows) -> None:
         """Measures the perplexity of ``model`` on this process's share of ``heldout``, for the record of all."""
-        model.check_head()
-        run, states = self.run, model.embed(heldout.tokens)
-        for block in model.stream():
-            run.progress.stage(block.index, "perplexity", 1)
-            block.advance(states)
-        losses = torch.cat(run.world.collected(model.losses(states)))
-        self.record.perplexity[name] = Perplexity.of(losses, heldout.source, heldout.origin)
+        run = self.run
+        measured = model.perplexity(heldout, lambda i, _: run.progress.stage(i - 1, "perplexity", 1), run.world)
+        self.record.perplexity[name] = measured
         run.clock.lap("perplexity")
 
 

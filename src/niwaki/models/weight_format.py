@@ -1,0 +1,110 @@
+"""How a run writes the weights of matrices: as the checkpoint has them, on a grid, or in the format of the files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from niwaki.checkpoints.reading import Checkpoint
+from niwaki.checkpoints.tensors import Entry
+from niwaki.checkpoints.writing import CheckpointWriter, verify
+from niwaki.layer.grid import Grid, scale_dtype
+from niwaki.layer.patterns.rows import Rows
+from niwaki.layer.problem import LayerProblem, Solution
+from niwaki.layer.rounding import flops, onto_grid
+from niwaki.models.layout import Matrix
+from niwaki.models.scales import places, scale_key, verify_grid
+
+#: Shape and dtype.
+Like = tuple[tuple[int, int], torch.dtype]
+
+
+class WeightFormat:
+    """As the checkpoint has them; formats whose matrices have scales derive from it."""
+
+    def scales_like(self, matrix: Matrix, stored: torch.dtype) -> Like | None:
+        """Shape and dtype of the scales of ``matrix``, whose weights are ``stored`` so; None where it has none."""
+        return None
+
+    def round_flops(self, rows: int, columns: int) -> float:
+        """Floating-point operations of :meth:`rounded`, as far as they count."""
+        return 0.0
+
+    def is_separable(self, matrix: Matrix) -> bool:
+        """Whether some rows of ``matrix`` are rounded as they are in all of it."""
+        return True
+
+    def rounded(
+        self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
+    ) -> tuple[Solution, Tensor]:
+        """The ``solution`` of these ``rows`` in this format, fitted to what rounding changes, and the scales of all."""
+        raise NotImplementedError
+
+    def project(self, matrix: Matrix, W: Tensor, scales: Tensor) -> Tensor:
+        """(out, in), W in this format, with the same zeros."""
+        raise NotImplementedError
+
+    def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
+        """Key and index of all that is written for ``matrix``."""
+        return [matrix.entry]
+
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor | None) -> None:
+        """Writes ``stored``, as the checkpoint would have ``matrix``, which is in this format with these ``scales``."""
+        writer.write(matrix.key, stored, matrix.index)
+
+    def read(self, writer: CheckpointWriter, matrix: Matrix) -> Tensor:
+        """What :meth:`write` wrote as ``stored``."""
+        return writer.read(matrix.key, matrix.index)
+
+    def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
+        """The tensors that are written in addition to those of ``checkpoint``."""
+        return {}
+
+    def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:
+        """OutputError unless ``directory`` has the tensors of ``checkpoint``, those by key with these ``zeros``."""
+        verify(directory, checkpoint, dict(zeros))
+
+
+@dataclass(frozen=True)
+class OnGrid(WeightFormat):
+    """Weights on a grid, with scales in a file of their own."""
+
+    grid: Grid
+
+    def scales_like(self, matrix: Matrix, stored: torch.dtype) -> Like | None:
+        return (matrix.shape[0], self.grid.groups(matrix.shape[1])), scale_dtype(stored)
+
+    def round_flops(self, rows: int, columns: int) -> float:
+        return flops(rows, columns)
+
+    def rounded(
+        self, matrix: Matrix, problem: LayerProblem, solution: Solution, rows: Rows, stored: torch.dtype
+    ) -> tuple[Solution, Tensor]:
+        before = solution.W != 0
+        solution, scales = onto_grid(problem, solution, self.grid, scale_dtype(stored))
+        after = solution.W != 0
+        lost, raised = (rows.total(int(each.count_nonzero())) for each in (before & ~after, after & ~before))
+        stats = {**solution.stats, "rounded_to_zero": lost}
+        if raised:  # kept weights of 0
+            stats["revived_by_rounding"] = raised
+        return replace(solution, stats=stats), rows.joined(scales).to(scale_dtype(stored))
+
+    def project(self, matrix: Matrix, W: Tensor, scales: Tensor) -> Tensor:
+        return self.grid.project(W, scales.float(), scales.dtype, same_zeros=True)
+
+    def places(self, matrix: Matrix) -> list[tuple[str, int | None]]:
+        return [matrix.entry, (scale_key(matrix), matrix.index)]
+
+    def write(self, writer: CheckpointWriter, matrix: Matrix, stored: Tensor, scales: Tensor | None) -> None:
+        super().write(writer, matrix, stored, scales)
+        if scales is not None:
+            writer.write(scale_key(matrix), scales, matrix.index)
+
+    def added(self, checkpoint: Checkpoint, matrices: list[Matrix]) -> dict[str, Entry]:
+        return places(checkpoint, matrices, self.grid)
+
+    def verify(self, directory: Path, checkpoint: Checkpoint, matrices: list[Matrix], zeros: Mapping[str, int]) -> None:
+        super().verify(directory, checkpoint, matrices, zeros)
+        verify_grid(directory, matrices, self.grid)

@@ -1,0 +1,120 @@
+"""The blocks that a stage is done with, on disk: a run that is interrupted resumes after them."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from torch import Tensor
+
+from niwaki.checkpoints.writing import CheckpointWriter
+from niwaki.errors import OutputError
+from niwaki.models.block import DecoderBlock
+from niwaki.models.fit import Projection
+from niwaki.models.layout import Matrix
+from niwaki.models.training import trained_weights
+from niwaki.models.weight_format import WeightFormat
+from niwaki.records.record import Record
+from niwaki.runs.stage import Run
+
+T = TypeVar("T")
+
+
+class BlockStore:
+    """Says which blocks an earlier run has done, and that blocks are done."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def earlier(self, block: int, load: Callable[[str], T | None]) -> T | None:
+        """What an earlier run has kept of ``block``, the same in all processes; None where it has to be done.
+
+        ``load`` makes it from its digest, in the first process; it gives None where what is on disk has another one.
+        """
+        run, digests = self.run, self.run.journal.digests
+        if block >= len(digests):
+            return None
+        if (kept := run.world.received(load(digests[block]) if run.place else None)) is None:
+            run.progress.note(f"block {block} of the earlier run is damaged on disk and done again")
+        return kept
+
+    def forget(self, block: int, record: Record) -> None:
+        """Takes out of ``record`` what an earlier run did to ``block``."""
+        record.matrices = [each for each in record.matrices if each.block != block]
+        record.fits = [each for each in record.fits if each.block != block]
+
+    def save(self, block: int, record: Record, digest: Callable[[], str]) -> None:
+        """Makes sure that a run that is stopped from now on resumes after ``block``; ``digest`` is of what it keeps."""
+        record.matrices.sort(key=lambda each: each.block)
+        record.fits.sort(key=lambda each: each.block)
+        if self.run.place:
+            record.seconds = dict(self.run.clock.seconds)
+            self.run.place.save_block(block, digest(), record)
+        self.run.clock.lap("write")
+
+
+class WeightStore(BlockStore):
+    """Blocks whose matrices go to the ``writer`` of the first process, in their ``format``."""
+
+    def __init__(self, run: Run, weight_format: WeightFormat) -> None:
+        super().__init__(run)
+        self.format = weight_format
+        self.writer: CheckpointWriter | None = None
+        self._scales: dict[str, Tensor] = {}  # of the present block's matrices, by name
+        self._done: dict[int, bool] = {}  # by block, of those that an earlier run has done
+
+    def is_done(self, block: int, matrices: Iterable[Matrix]) -> bool:
+        """Whether an earlier run has written these ``matrices`` of ``block``, and they are still there."""
+        if block not in self._done:
+            done = self.earlier(block, lambda digest: self._digest(matrices) == digest or None)
+            self._done[block] = done is not None
+        return self._done[block]
+
+    def begin(self, block: int, record: Record) -> None:
+        """The next block to write to is ``block``."""
+        self.forget(block, record)
+        self._scales = {}
+
+    def write(self, matrix: Matrix, stored: Tensor, scales: Tensor | None = None) -> None:
+        """Writes a matrix of the present block, in the layout of the checkpoint, with the ``scales`` that it has."""
+        if scales is not None:
+            self._scales[matrix.name] = scales
+        if self.writer:
+            self.format.write(self.writer, matrix, stored, self._scales.get(matrix.name))
+
+    def write_trained(self, block: DecoderBlock) -> None:
+        """Writes what training has made of the matrices of ``block``."""
+        for matrix, stored in trained_weights(block):
+            self.write(matrix, stored)
+
+    def restore(self, block: DecoderBlock, matrices: Iterable[Matrix]) -> None:
+        """Puts the weights of ``matrices`` into ``block`` that were written, by this run or an earlier one."""
+        for matrix in matrices:
+            stored = block.empty(matrix)
+            if self.writer:
+                stored.copy_(self.format.read(self.writer, matrix))
+            block.put(matrix, self.run.world.send(stored, 0))
+
+    @property
+    def on_grid(self) -> Projection | None:
+        """What puts weights of the present block into their format; None where that is the usual one."""
+        return self._projected if self._scales else None
+
+    def _projected(self, matrix: Matrix, W: Tensor) -> Tensor:
+        scales = self._scales.get(matrix.name)
+        return W if scales is None else self.format.project(matrix, W, scales)
+
+    def finish(self, block: int, matrices: Iterable[Matrix], record: Record) -> None:
+        """Says that these ``matrices`` of ``block`` are written."""
+        if self.writer:
+            self.writer.sync()
+        self.save(block, record, lambda: self._digest(matrices))
+
+    def check_written(self, matrices: Callable[[int], Iterable[Matrix]]) -> None:
+        """OutputError unless the ``matrices`` of each block are on disk as they were written, to the bit."""
+        for block, digest in enumerate(self.run.journal.digests):
+            if digest and self._digest(matrices(block), on_disk=True) != digest:
+                raise OutputError(f"block {block} is not on disk as it was written; was the disk full?")
+
+    def _digest(self, matrices: Iterable[Matrix], on_disk: bool = False) -> str:
+        assert self.writer
+        places = [place for matrix in matrices for place in self.format.places(matrix)]
+        return self.writer.digest(places, on_disk)
