@@ -87,7 +87,7 @@ def readme() -> list[str]:
         f"Perplexity (lower is better) on {measured['tokens']:,} tokens of books that the model never saw, at context "
         f"{measured['context']}; calibrated on {protocol['samples']} x {protocol['length']} tokens; seconds of a whole "
         f"run at 60 %. ± {spread:.1f} % between texts of this size, much less between methods on the same text. "
-        "[All methods](docs/methods.md). `python benchmarks/protocol.py --record benchmarks/results/protocol.json` "
+        "[All methods](docs/methods.md). `python benchmarks/protocol.py compare --record benchmarks/results/protocol.json` "
         "measures it again.",
     ]
 
