@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is loaded, see niwaki/cli/main.py
 
@@ -31,6 +31,7 @@ from niwaki.texts.reading import read_windows
 
 Call = Callable[[], object]
 Cell = dict[str, Any]
+Name = TypeVar("Name", bound=str)
 
 #: The text to measure on, where no other is asked for.
 HELD = ["demo-held"]
@@ -80,11 +81,12 @@ def main(*benchmarks: Callable[..., None], about: str | None) -> None:
     app()
 
 
-def chosen(text: str, known: Collection[str]) -> list[str]:
+def chosen(text: str, known: Collection[Name]) -> list[Name]:
     """The names in ``text``, all of which have to be known."""
-    if unknown := [name for name in names(text) if name not in known]:
-        raise BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}")
-    return names(text)
+    by_name = dict(zip(map(str, known), known, strict=True))
+    if unknown := [name for name in names(text) if name not in by_name]:
+        raise BadParameter(f"{unknown[0]!r} is not one of {', '.join(by_name)}")
+    return [by_name[name] for name in names(text)]
 
 
 def integers(text: str) -> list[int]:

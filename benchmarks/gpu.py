@@ -259,8 +259,8 @@ def instructions(
 
     print(f"{'':>9} {'vectors':>8} {'rows':>6} {'sm':>4} {'instructions':>13} {'waits':>6} {'registers':>10}")
     results: list[Cell] = []
-    wanted = (common.chosen(kinds, KINDS), *map(integers, (vectors, rows, architectures)))
-    for kind, number, height, architecture in itertools.product(*wanted):
+    chosen, sizes = common.chosen(kinds, KINDS), itertools.product(integers(vectors), integers(rows))
+    for kind, (number, height), architecture in itertools.product(chosen, sizes, integers(architectures)):
         loop, registers = disassembled(compiled(architecture, height, number, kind))
         count, waited = len(loop) / POSITIONS, waits(loop)
         line = f"{kind:>9} {number:8} {height:6} {architecture:4} {count:13.2f} {waited:6} {registers:10}"

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
@@ -24,6 +24,7 @@ from typer import Option
 
 import niwaki
 from niwaki import Calibration, Compute, Record
+from niwaki.choices import HealingMethod
 from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
 from niwaki.options import HEALING_RATE, HEALING_TOKENS, OWN_TEXT
@@ -31,6 +32,7 @@ from niwaki.texts.reading import read_windows
 
 #: Windows to calibrate on.
 SAMPLES = 128
+METHODS: tuple[HealingMethod, ...] = get_args(HealingMethod)
 PLAIN = ("wikitext2", "books", "code")
 
 Methods = Annotated[str, Option(help="Of healing.")]
@@ -83,6 +85,7 @@ def distance(
 
     add(model, effort="dense")
     options: dict[str, Any] = {"tokens": tokens, "time": time, "rate": rate, "own_text": own_text}
+    options |= {"calibration": training, "measurement": None}
     own = {"own_text": own_text} if own_text else {}
     suffix = ("" if rate == HEALING_RATE else f"-{rate}") + (f"-own-{own_text:g}" if own else "")
     for pattern in names(patterns):
@@ -91,11 +94,10 @@ def distance(
             if not (pruned / "niwaki.json").exists():
                 _prune(model, pruned, pattern, effort, books)
             add(pruned, effort=effort, pattern=pattern)
-            for method in names(methods):
+            for method in common.chosen(methods, METHODS):
                 healed = models / f"{pruned.name}-{method}-{time}{suffix}"
                 if not (healed / "niwaki.json").exists():
-                    options |= {"method": method, "calibration": training, "measurement": None}
-                    niwaki.heal(pruned, healed, model, **options)
+                    niwaki.heal(pruned, healed, model, **options, method=method)
                 add(healed, effort=effort, pattern=pattern, method=method, time=time, **own)
     if record:
         results = sorted(common.with_earlier(results, record, "results", _key), key=_key)
@@ -149,7 +151,7 @@ def texts(
         niwaki.prune(model, pruned, 0.6, effort=effort, calibration=books, measurement=None)
     print(f"| | trained on | own text | {' | '.join(PLAIN)} | seconds |", flush=True)
     _show(dense, pruned, held, "as it came", "", "", "")
-    for method, kinds, share in itertools.product(names(methods), names(texts), fractions(shares)):
+    for method, kinds, share in itertools.product(common.chosen(methods, METHODS), names(texts), fractions(shares)):
         healed = work / f"{pruned.name}-{method}-{kinds}-{share}-{tokens}"
         if not (healed / "niwaki.json").exists():
             text = [file for name in kinds.split("+") for file in made.to_calibrate(name)]

@@ -18,18 +18,21 @@ import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 os.environ["GOMP_SPINCOUNT"] = "10000"  # as `niwaki generate` has it
 
 import common
 import torch
-from common import Record, Rounds, names
+from common import Record, Rounds
 from rich.console import Console
 from typer import Argument, Option
 
 import niwaki
+from niwaki.exports.gguf_file import Kind
 from niwaki.packed import kernels
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def form_of(model: Path) -> str:
 def llama_cpp(
     dense: Annotated[Path, Argument(help="A model that niwaki export --gguf knows.")],
     peer: Annotated[Path, Argument(help="Where npm installed node-llama-cpp.")],
-    pruned: Annotated[list[Path], Argument(help="Results of niwaki prune on it.")],
+    pruned: Annotated[list[Path] | None, Argument(help="Results of niwaki prune on it.")] = None,
     formats: Annotated[str, Option(help="Of llama.cpp.")] = "F16,Q8_0,Q4_0",
     prompt: Annotated[int, Option(help="Tokens that are given.")] = 64,
     tokens: Annotated[int, Option(help="Tokens that are written.")] = 64,
@@ -78,15 +81,16 @@ def llama_cpp(
         return
     turns: dict[str, list[Turn]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        files = {name: Path(scratch) / f"{name}.gguf" for name in names(formats)}
-        for name, file in files.items():
-            niwaki.export_gguf(dense, file, name)
-        packed = {form_of(path): Path(scratch) / path.name for path in pruned}
-        for source, target in zip(pruned, packed.values(), strict=True):
+        kinds = common.chosen(formats, KINDS)
+        for kind in kinds:
+            niwaki.export_gguf(dense, Path(scratch) / f"{kind}.gguf", kind)
+        packed = {form_of(path): Path(scratch) / path.name for path in pruned or ()}
+        for source, target in zip(pruned or (), packed.values(), strict=True):
             niwaki.pack(source, target)
         for _ in range(rounds):
-            for name, file in files.items():
-                turns[f"llama.cpp, {name}"].append(in_llama_cpp(peer, file, prompt, tokens, 1, torch.get_num_threads()))
+            for kind in kinds:
+                numbers = (prompt, tokens, 1, torch.get_num_threads())
+                turns[f"llama.cpp, {kind}"].append(in_llama_cpp(peer, Path(scratch) / f"{kind}.gguf", *numbers))
             for name, directory in packed.items():
                 for speed in niwaki.bench(directory, prompt=prompt, tokens=tokens, repeats=1).speeds:
                     form = name if speed.weights == "packed" else "transformers, bfloat16"

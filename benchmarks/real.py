@@ -269,7 +269,8 @@ class Prompts:
     """The held prompts as tokens of a model, and its answers to them."""
 
     def __init__(self, model: Path, number: int, length: int) -> None:
-        tokenizer, self.length = load_tokenizer(model), length
+        tokenizer: Any = load_tokenizer(model)
+        self.length = length
         asked, _ = read_prompts(str(HELD_PROMPTS))
         self.tokens: list[list[int]] = [
             tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False)
