@@ -1,29 +1,139 @@
-"""What the benchmarks share: layers to measure on, times, and records."""
+"""What the benchmarks share: options, layers and texts to measure on, times in turns, and records."""
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Annotated, Any, TypeVar
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # see niwaki/cli/main.py
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is loaded, see niwaki/cli/main.py
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
+from typer import Argument, BadParameter, Option, Typer
 
+import niwaki
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.cli.common import names as names
 from niwaki.files import write_json
 from niwaki.layer.problem import Gram, LayerProblem
 from niwaki.models.locate import locate_model
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
+from niwaki.options import Compute, Measurement
+from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import versions
 from niwaki.texts.reading import read_windows
+
+Call = Callable[[], object]
+Cell = dict[str, Any]
+Name = TypeVar("Name", bound=str)
+
+#: The text to measure on, where no other is asked for.
+HELD = ["demo-held"]
+
+# Options and arguments. What holds several values has commas between them, as in niwaki compare.
+Model = Annotated[Path, Argument(help="A model directory, or demo.")]
+Corpus = Annotated[
+    Path,
+    Argument(
+        help="A directory with train.txt.xz (books), held.txt.xz (books by others), wikitext2.valid.txt and "
+        "wikitext2.test.txt."
+    ),
+]
+Work = Annotated[
+    Path, Argument(help="Keeps all that is made and measured: the same command resumes, one that asks for more adds.")
+]
+Blocks = Annotated[str, Option(help="Numbers of blocks.")]
+Calibration = Annotated[str, Option(help="The text to calibrate on.")]
+Device = Annotated[str, Option(help="cpu or cuda.")]
+Efforts = Annotated[str, Option(help="Of pruning.")]
+Held = Annotated[list[str], Option("--text", help="To measure on; may be given several times.")]
+Length = Annotated[int, Option(help="Tokens in a window.")]
+Measured = Annotated[str, Option("--texts", help="Names of the texts to measure on.")]
+Patterns = Annotated[str, Option(help='Such as "50 %,2:4".')]
+Record = Annotated[Path | None, Option(help="Write JSON there.")]
+Rounds = Annotated[int, Option(help="In each of which everything that is timed has a turn.")]
+Samples = Annotated[int, Option(help="Windows to calibrate on.")]
+Sizes = Annotated[str, Option(metavar="ROWSxCOLUMNS", help="Of matrices.")]
+Solvers = Annotated[str, Option(help="With their options, as in admm-grad,continuation:sweeps=40.")]
+Sparsities = Annotated[str, Option(help="Shares of zeros.")]
+TextSamples = Annotated[int, Option(help="Windows of each text to measure on.")]
+Threads = Annotated[str, Option(help="Numbers of threads.")]
+
+
+def main(*benchmarks: Callable[..., None], about: str | None) -> None:
+    """A command line with a command for each benchmark."""
+    app = Typer(
+        help=(about or "").partition("\n")[0],
+        add_completion=False,
+        no_args_is_help=len(benchmarks) > 1,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for benchmark in benchmarks:
+        app.command()(benchmark)
+    logging.disable_progress_bar()
+    app()
+
+
+def chosen(text: str, known: Collection[Name]) -> list[Name]:
+    """The names in ``text``, all of which have to be known."""
+    by_name = dict(zip(map(str, known), known, strict=True))
+    if unknown := [name for name in names(text) if name not in by_name]:
+        raise BadParameter(f"{unknown[0]!r} is not one of {', '.join(by_name)}")
+    return [by_name[name] for name in names(text)]
+
+
+def integers(text: str) -> list[int]:
+    """Those of a list such as "1,2"."""
+    return [int(part) for part in names(text)]
+
+
+def fractions(text: str) -> list[float]:
+    """Those of a list such as "0.5,0.7"."""
+    return [float(part) for part in names(text)]
+
+
+def shape_of(size: str) -> tuple[int, int]:
+    """The rows and columns of "4096x11008"."""
+    rows, columns = size.split("x")
+    return int(rows), int(columns)
+
+
+# Times
+
+
+def seconds(call: Call) -> float:
+    """The time of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def turns(calls: Mapping[str, Sequence[Call]]) -> Iterator[dict[str, list[float]]]:
+    """Rounds without end, in each of which every name has a turn: the seconds of each of its calls.
+
+    A machine that is slow for a while is so for all of them.
+    """
+    while True:
+        yield {name: [seconds(call) for call in those] for name, those in calls.items()}
+
+
+def in_turns(calls: Mapping[str, Sequence[Call]], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:
+    """The mean seconds of each name's calls in each of so many rounds, after one more that is not counted."""
+    measured = turns(calls)
+    if warm_up:
+        next(measured)
+    counted = [next(measured) for _ in range(rounds)]
+    return {name: [fmean(turn[name]) for turn in counted] for name in calls}
+
+
+# Layers
 
 
 @dataclass(frozen=True)
@@ -60,58 +170,75 @@ def synthetic(rows: int, columns: int, device: str = "cpu") -> Layer:
     return Layer(f"synthetic {rows} x {columns}", W.div_(chi.sqrt_()), H)
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser, blocks: list[int]) -> None:
-    """The options that :func:`layers` reads."""
-    parser.add_argument("--model", default="demo", help="any model directory")
-    parser.add_argument("--texts", nargs=2, default=["demo", "demo-held"], help="calibration and held-out text")
-    parser.add_argument("--samples", nargs=2, type=int, default=[256, 200])
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--blocks", nargs="*", type=int, default=blocks)
-    parser.add_argument("--synthetic", nargs="*", metavar="ROWSxCOLUMNS", help="these instead of a model's")
-    parser.add_argument("--record", type=Path, help="write JSON there")
+@dataclass(frozen=True)
+class Layers:
+    """The matrices of the chosen blocks, from dense inputs on both texts, or synthetic ones of the given sizes."""
 
+    model: str
+    texts: tuple[str, ...]
+    samples: tuple[int, ...]
+    length: int
+    blocks: list[int]
+    sizes: list[str]
 
-def layers(arguments: argparse.Namespace, dtype: str = "float32") -> Iterator[Layer]:
-    """The matrices of the chosen blocks, from dense inputs on both texts in ``dtype``, or synthetic ones."""
-    if arguments.synthetic:
-        for text in arguments.synthetic:
-            rows, columns = text.split("x")
-            yield synthetic(int(rows), int(columns))
-        return
-    checkpoint = Checkpoint(locate_model(arguments.model))
-    streamed, tokenizer = StreamedModel(checkpoint, dtype=dtype), load_tokenizer(checkpoint.path)
-    states = [
-        streamed.embed(read_windows(text, tokenizer, arguments.length, count).tokens)
-        for text, count in zip(arguments.texts, arguments.samples, strict=True)
-    ]
-    for block in streamed.stream():
-        if block.index in arguments.blocks:
-            calibration, held = (block.input_grams(state) for state in states)
-            matrices = {matrix.name: matrix for matrix in block.matrices}
-            for ours, theirs in zip(calibration, held, strict=True):
-                for name in ours.names:
-                    weight = block.weight(matrices[name])
-                    yield Layer(f"block {block.index} {name}", weight, ours.H, theirs.H, ours.tokens)
-        if block.index >= max(arguments.blocks, default=0):
+    def __call__(self, dtype: str = "float32") -> Iterator[Layer]:
+        """One after the other; the model runs in ``dtype``."""
+        for size in self.sizes:
+            yield synthetic(*shape_of(size))
+        if self.sizes:
             return
-        for state in states:
-            block.advance(state)
+        checkpoint = Checkpoint(locate_model(self.model))
+        streamed, tokenizer = StreamedModel(checkpoint, dtype=dtype), load_tokenizer(checkpoint.path)
+        states = [
+            streamed.embed(read_windows(text, tokenizer, self.length, count).tokens)
+            for text, count in zip(self.texts, self.samples, strict=True)
+        ]
+        for block in streamed.stream():
+            if block.index in self.blocks:
+                calibration, held = (block.input_grams(state) for state in states)
+                matrices = {matrix.name: matrix for matrix in block.matrices}
+                for ours, theirs in zip(calibration, held, strict=True):
+                    for name in ours.names:
+                        weight = block.weight(matrices[name])
+                        yield Layer(f"block {block.index} {name}", weight, ours.H, theirs.H, ours.tokens)
+            if block.index >= max(self.blocks, default=0):
+                return
+            for state in states:
+                block.advance(state)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Of one call."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+# Models
 
 
-def with_earlier(
-    made: list[dict[str, Any]], path: Path, part: str, key: Callable[[dict[str, Any]], object]
-) -> list[dict[str, Any]]:
-    """``made``, and of what the record at ``path`` has as ``part`` all that has other keys."""
-    earlier = json.loads(path.read_text())[part] if path.exists() else []
-    keys = {key(each) for each in made}
-    return made + [each for each in earlier if key(each) not in keys]
+def measured(
+    model: str | Path, texts: Mapping[str, str], windows: int, length: int, dtype: str = "auto"
+) -> dict[str, Perplexity]:
+    """The perplexity of a model on so many windows of each text, by the texts' names."""
+    return {
+        name: niwaki.evaluate(model, Measurement(text, samples=windows, length=length), compute=Compute(dtype=dtype))
+        for name, text in texts.items()
+    }
+
+
+def by_name(texts: Iterable[str]) -> dict[str, str]:
+    """Texts by names without folders: where a file lies on this machine is nobody else's business."""
+    return {Path(text).name: text for text in texts}
+
+
+def without_places(perplexity: Mapping[str, Perplexity]) -> dict[str, Cell]:
+    """What a record has of perplexities: names of texts, and of no file where it lies."""
+    return {
+        name: {**asdict(value), "text": name, "origin": value.origin if value.text == name else ""}
+        for name, value in perplexity.items()
+    }
+
+
+def means(losses: Mapping[str, Sequence[float]]) -> str:
+    """The mean loss on each text, in words."""
+    return ", ".join(f"{name} {fmean(values):.4f}" for name, values in losses.items()) + " nats"
+
+
+# Records
 
 
 def save(path: Path | None, **content: Any) -> None:
@@ -119,3 +246,38 @@ def save(path: Path | None, **content: Any) -> None:
     if path:
         threads = torch.get_num_threads()
         write_json(path, json.dumps({**content, "threads": threads, "versions": versions()}, indent=2) + "\n")
+
+
+def with_earlier(made: list[Cell], path: Path, part: str, key: Callable[[Cell], object]) -> list[Cell]:
+    """What the record at ``path`` has as ``part``; what was ``made`` takes the places of the same keys."""
+    earlier = json.loads(path.read_text())[part] if path.exists() else []
+    return list(({key(each): each for each in earlier} | {key(each): each for each in made}).values())
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A record that is written after each cell, from which the same command resumes.
+
+    Attributes:
+        settings: What the record has besides its cells; that of one which is there already has to be the same.
+    """
+
+    path: Path | None
+    settings: Cell
+    cells: list[Cell] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.path and self.path.exists():
+            made = json.loads(self.path.read_text())
+            if {name: made.get(name) for name in self.settings} != self.settings:
+                raise BadParameter(f"{self.path} is of other settings")
+            self.cells.extend(made["cells"])
+
+    def has(self, **values: object) -> bool:
+        """Whether a cell has these values."""
+        return any(values.items() <= {name: cell.get(name) for name in values}.items() for cell in self.cells)
+
+    def add(self, **cell: Any) -> None:
+        """One more."""
+        self.cells.append(cell)
+        save(self.path, **self.settings, cells=self.cells)

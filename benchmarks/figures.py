@@ -14,7 +14,8 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import matplotlib.ticker
 from matplotlib.axes import Axes
-from results import HELD, ROOT, record
+from results import ROOT, record
+from tables import HELD
 
 FIGURES = ROOT / "docs" / "figures"
 mpl.use("svg")

@@ -1,65 +1,111 @@
-"""A real model pruned and healed, for a time that is given: what is left of the distance from the dense model.
+"""A model pruned and healed: what is left of the distance from the dense model, and what text does best.
 
-    python scripts/smollm2.py MODEL
-    python benchmarks/heal.py MODEL CORPUS WORK --time 40m --record benchmarks/results/heal.json
-
-CORPUS is that of real.py. WORK keeps the models and what was measured of them: the same command goes on where it
-stopped, and one with other patterns, efforts, methods or times adds to the record. Patterns are those of niwaki prune,
-and also "4 blocks" and "25 % neurons", which niwaki shrink removes.
-
-Models are calibrated on books and healed on books and WikiText-2's validation text. They are measured on WikiText-2's
-test text, books by others, source code and the dense model's answers to prompts, see real.py.
+python scripts/smollm2.py MODEL
+python benchmarks/heal.py distance MODEL CORPUS WORK --time 40m --record benchmarks/results/heal.json
+python benchmarks/heal.py texts demo CORPUS WORK
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
+import itertools
 import json
+import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
-import common
-from real import CHARACTERS, MEASURED, Texts
+import common  # first: it sets what OpenMP reads when torch is loaded
+import torch
+from common import Cell, Corpus, Length, Model, Samples, TextSamples, Work, fractions, names
+from corpus import ALL_MEASURED, CHARACTERS, MEASURED, Texts
 from rich.console import Console
-from transformers.utils import logging
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer import Option
 
 import niwaki
-from niwaki.options import HEALING_RATE, HEALING_TOKENS, OWN_TEXT, Calibration, Compute, Measurement
-from niwaki.records.record import Record
+from niwaki import Calibration, Compute, Record
+from niwaki.choices import HealingMethod
+from niwaki.models.locate import locate_model
+from niwaki.models.tokens import load_tokenizer
+from niwaki.options import HEALING_RATE, HEALING_TOKENS, OWN_TEXT
+from niwaki.texts.reading import read_windows
+
+#: Windows to calibrate on.
+SAMPLES = 128
+METHODS: tuple[HealingMethod, ...] = get_args(HealingMethod)
+PLAIN = ("wikitext2", "books", "code")
+
+Methods = Annotated[str, Option(help="Of healing.")]
+Rate = Annotated[float, Option(help="Of learning.")]
 
 
-def main() -> None:
-    """Makes and measures what is not there yet, prints a line for each model and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name in ("model", "corpus", "work"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--efforts", nargs="+", default=["balanced"])
-    parser.add_argument("--patterns", nargs="+", default=["50 %"])
-    parser.add_argument("--methods", nargs="*", default=["full"], help="of healing")
-    parser.add_argument("--time", default="40m", help="for each healing")
-    parser.add_argument("--tokens", default=HEALING_TOKENS, help="for each healing, if there is time")
-    parser.add_argument("--characters", type=int, default=CHARACTERS, help="of each text to train on, at most")
-    parser.add_argument("--rate", type=float, default=HEALING_RATE)
-    parser.add_argument("--own-text", type=float, default=OWN_TEXT, help="share of it, see niwaki heal")
-    parser.add_argument("--texts", nargs="+", choices=MEASURED, default=MEASURED, help="to measure on")
-    parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
-    parser.add_argument("--text-samples", type=int, default=16, help="windows of each text to measure on")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--record", type=Path, help="write JSON there")
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
+def distance(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    efforts: common.Efforts = "balanced",
+    patterns: Annotated[str, Option(help='Of niwaki prune, and also "4 blocks" and "25 % neurons".')] = "50 %",
+    methods: Methods = "full",
+    time: Annotated[str, Option(help="For each healing.")] = "40m",
+    tokens: Annotated[str, Option(help="For each healing, if there is time.")] = HEALING_TOKENS,
+    characters: Annotated[int, Option(help="Of each text to train on, at most.")] = CHARACTERS,
+    rate: Rate = HEALING_RATE,
+    own_text: Annotated[float, Option(help="Share of it, see niwaki heal.")] = OWN_TEXT,
+    texts: common.Measured = ALL_MEASURED,
+    samples: Samples = 48,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+    record: common.Record = None,
+) -> None:
+    """A real model pruned and healed, for a time that is given: what is left of the distance from the dense model.
+
+    Models are calibrated on books and healed on books and WikiText-2's validation text. Other patterns, efforts,
+    methods or times add to the record.
+    """
     console = Console(width=140, highlight=False, emoji=False)
-    results = list(_measured(arguments, console))
-    if arguments.record:
-        results = sorted(common.with_earlier(results, arguments.record, "results", _key), key=_key)
-        sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
-        common.save(arguments.record, model=arguments.model.name, **sizes, results=results)
+    models = work / "models"
+    made = Texts(model, corpus, work, samples, length, characters)
+    held = {name: made.to_measure(name, text_samples) for name in common.chosen(texts, MEASURED)}
+    books = Calibration(made.to_calibrate("books"), samples=samples, length=length)
+    training = Calibration([*made.to_calibrate("books"), *made.to_calibrate("wikitext2")], length=length)
+    models.mkdir(parents=True, exist_ok=True)
+    results: list[Cell] = []
+
+    def add(directory: Path, **values: Any) -> None:
+        file = models / f"{directory.name}.json"
+        if not file.exists():
+            console.print(f"measuring {directory.name}")
+            found = common.measured(directory, held, text_samples, length, "float32")
+            file.write_text(json.dumps({name: each.losses for name, each in found.items()}))
+        if directory != model:
+            run = Record.load(directory / "niwaki.json")
+            values["seconds"] = run.seconds["total"]
+            values["healing"] = run.healing and dataclasses.asdict(run.healing) | {"teacher": model.name}
+        results.append({**values, "losses": json.loads(file.read_text())})
+
+    add(model, effort="dense")
+    options: dict[str, Any] = {"tokens": tokens, "max_time": time, "rate": rate, "own_text": own_text}
+    options |= {"calibration": training, "measurement": None}
+    own = {"own_text": own_text} if own_text else {}
+    suffix = ("" if rate == HEALING_RATE else f"-{rate}") + (f"-own-{own_text:g}" if own else "")
+    for pattern in names(patterns):
+        for effort in ["shrink"] if pattern.endswith(("blocks", "neurons")) else names(efforts):
+            pruned = models / f"{effort} {pattern}".replace(" ", "-").replace(":", "-")
+            if not (pruned / "niwaki.json").exists():
+                _prune(model, pruned, pattern, effort, books)
+            add(pruned, effort=effort, pattern=pattern)
+            for method in common.chosen(methods, METHODS):
+                healed = models / f"{pruned.name}-{method}-{time}{suffix}"
+                if not (healed / "niwaki.json").exists():
+                    niwaki.heal(pruned, healed, model, **options, method=method)
+                add(healed, effort=effort, pattern=pattern, method=method, time=time, **own)
+    if record:
+        results = sorted(common.with_earlier(results, record, "results", _key), key=_key)
+        sizes = {"samples": samples, "text_samples": text_samples, "length": length}
+        common.save(record, model=model.name, **sizes, results=results)
 
 
-def _key(result: dict[str, Any]) -> tuple[bool, str, str, str, str, str]:
+def _key(result: Cell) -> tuple[bool, str, str, str, str, str]:
     values = (str(result.get(name, "")) for name in ("pattern", "effort", "method", "time", "own_text"))
     return result["effort"] != "dense", *values
 
@@ -74,56 +120,81 @@ def _prune(model: Path, out: Path, pattern: str, effort: str, calibration: Calib
             niwaki.shrink(model, out, neurons=int(found[1]) / 100, calibration=calibration, measurement=None)
 
 
-def _measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    model, models = arguments.model, arguments.work / "models"
-    texts = Texts(model, arguments.corpus, arguments.work, arguments.samples, arguments.length, arguments.characters)
-    measured = {name: texts.to_measure(name, arguments.text_samples) for name in arguments.texts}
+def texts(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    effort: Annotated[str, Option(help="Of pruning.")] = "best:healing=0",
+    methods: Methods = "full,blocks",
+    texts: Annotated[str, Option(help="To train on.")] = "books,books+wikitext2",
+    shares: Annotated[str, Option(help="Of own text.")] = "0,0.25,0.5",
+    tokens: Annotated[int, Option(help="To train on.")] = 60_000,
+    rate: Annotated[float, Option(help="Of all methods but blocks.")] = 0.004,
+    text_samples: TextSamples = 64,
+    length: Length = 256,
+) -> None:
+    """What healing trains on: shares of text that the dense model writes itself, by the KL divergence from that model.
 
-    def result(directory: Path, **values: Any) -> dict[str, Any]:
-        file = models / f"{directory.name}.json"
-        if not file.exists():
-            console.print(f"measuring {directory.name}")
-            losses = {}
-            for name, text in measured.items():
-                measurement = Measurement(text, samples=arguments.text_samples, length=arguments.length)
-                losses[name] = niwaki.evaluate(directory, measurement, compute=Compute(dtype="float32")).losses
-            file.write_text(json.dumps(losses))
-        made = Record.load(directory / "niwaki.json") if directory != model else None
-        if made:
-            values["seconds"] = made.seconds["total"]
-            values["healing"] = made.healing and dataclasses.asdict(made.healing) | {"teacher": model.name}
-        return {**values, "losses": json.loads(file.read_text())}
+    The model is pruned to 60 % on books, and healed on the same number of tokens each time. KL is measured with the
+    whole models of transformers on WikiText-2's test text, books by others and source code, which nothing is trained
+    on.
+    """
+    made = Texts(model, corpus, work, SAMPLES, length)
+    directory = locate_model(str(model))
+    tokenizer, dense = load_tokenizer(directory), _loaded(directory)
+    held = {
+        name: read_windows(made.to_measure(name, SAMPLES), tokenizer, length, text_samples).tokens for name in PLAIN
+    }
+    pruned = work / f"{effort}-60"
+    if not (pruned / "niwaki.json").exists():
+        books = Calibration(made.to_calibrate("books"), samples=SAMPLES, length=length)
+        niwaki.prune(model, pruned, 0.6, effort=effort, calibration=books, measurement=None)
+    print(f"| | trained on | own text | {' | '.join(PLAIN)} | seconds |", flush=True)
+    _show(dense, pruned, held, "as it came", "", "", "")
+    for method, kinds, share in itertools.product(common.chosen(methods, METHODS), names(texts), fractions(shares)):
+        healed = work / f"{pruned.name}-{method}-{kinds}-{share}-{tokens}"
+        if not (healed / "niwaki.json").exists():
+            text = [file for name in kinds.split("+") for file in made.to_calibrate(name)]
+            niwaki.heal(
+                pruned,
+                healed,
+                model,
+                method=method,
+                tokens=tokens,
+                rate=None if method == "blocks" else rate,
+                own_text=share,
+                calibration=Calibration(text, length=length),
+                measurement=None,
+                compute=Compute(dtype="float32"),
+            )
+        seconds = Record.load(healed / "niwaki.json").seconds["total"]
+        _show(dense, healed, held, method, kinds, f"{share:g}", f"{seconds:.0f}")
 
-    models.mkdir(parents=True, exist_ok=True)
-    yield result(model, effort="dense")
-    for pattern in arguments.patterns:
-        for effort in ["shrink"] if pattern.endswith(("blocks", "neurons")) else arguments.efforts:
-            pruned = models / f"{effort} {pattern}".replace(" ", "-").replace(":", "-")
-            books = Calibration(texts.to_calibrate("books"), samples=arguments.samples, length=arguments.length)
-            if not (pruned / "niwaki.json").exists():
-                _prune(model, pruned, pattern, effort, books)
-            yield result(pruned, effort=effort, pattern=pattern)
-            for method in arguments.methods:
-                rate = "" if arguments.rate == HEALING_RATE else f"-{arguments.rate}"
-                own = {"own_text": arguments.own_text} if arguments.own_text else {}
-                suffix = f"{rate}-own-{arguments.own_text:g}" if own else rate
-                healed = models / f"{pruned.name}-{method}-{arguments.time}{suffix}"
-                if not (healed / "niwaki.json").exists():
-                    text = [*texts.to_calibrate("books"), *texts.to_calibrate("wikitext2")]
-                    niwaki.heal(
-                        pruned,
-                        healed,
-                        model,
-                        method=method,
-                        tokens=arguments.tokens,
-                        max_time=arguments.time,
-                        rate=arguments.rate,
-                        own_text=arguments.own_text,
-                        calibration=Calibration(text, length=arguments.length),
-                        measurement=None,
-                    )
-                yield result(healed, effort=effort, pattern=pattern, method=method, time=arguments.time, **own)
+
+def _loaded(path: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    return model
+
+
+def _show(dense: PreTrainedModel, path: Path, held: dict[str, Tensor], *cells: str) -> None:
+    """Prints KL in nats a token with its standard error, and perplexity, on each text."""
+    *first, seconds = cells
+    model = _loaded(path)
+    row = [_divergence(dense, model, tokens) for tokens in held.values()]
+    print(f"| {' | '.join([*first, *row, seconds])} |", flush=True)
+
+
+@torch.no_grad()
+def _divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor) -> str:
+    divergences, losses = [], []
+    for batch in tokens.split(4):
+        log_p, log_q = (each(batch).logits.log_softmax(-1) for each in (dense, model))
+        divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).mean(1))
+        losses.append(-log_q[:, :-1].gather(2, batch[:, 1:, None]).mean())
+    kl = torch.cat(divergences)
+    error = float(kl.std()) / math.sqrt(len(kl))
+    return f"{float(kl.mean()):.4f} ±{error:.4f} ({math.exp(float(torch.stack(losses).mean())):.2f})"
 
 
 if __name__ == "__main__":
-    main()
+    common.main(distance, texts, about=__doc__)

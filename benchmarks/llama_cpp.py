@@ -4,14 +4,11 @@
     python benchmarks/llama_cpp.py DENSE PEER PRUNED... --record benchmarks/results/llama_cpp.json
 
 The package brings llama.cpp with kernels for each kind of processor. DENSE is one of the models that `niwaki export
---format gguf-q8_0` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here.
-In each round every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
+--gguf` knows, PRUNED are results of `niwaki prune` on it; what zeros are where makes no difference here. In each round
+every form has a turn, in a process of its own, and medians over rounds count. llama.cpp is timed from its
 package's interface, with the greedy choice of the next token, as niwaki's and transformers' times have it.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import statistics
@@ -21,19 +18,19 @@ import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 os.environ["GOMP_SPINCOUNT"] = "10000"  # as `niwaki generate` has it
 
 import common
 import torch
+from common import Record, Rounds
 from rich.console import Console
+from typer import Argument, Option
 
 import niwaki
+from niwaki.exports.gguf_file import KINDS
 from niwaki.packed import kernels
-from niwaki.records.record import Record
-
-FORMATS = ("F16", "Q8_0", "Q4_0")
 
 
 @dataclass(frozen=True)
@@ -57,43 +54,43 @@ def in_llama_cpp(peer: Path, file: Path, *numbers: int) -> Turn:
 
 def form_of(model: Path) -> str:
     """What a pruned model is called here: the share of zeros that was asked for, and its grid."""
-    record = Record.load(model / "niwaki.json")
+    record = niwaki.Record.load(model / "niwaki.json")
     sparsity = float(record.pattern.rpartition(":")[2])
     return f"packed, {sparsity:.0%} zeros" + (f", {record.quantization}" if record.quantization else "")
 
 
-def main() -> None:
-    """Measures, prints, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("dense", type=Path)
-    parser.add_argument("peer", type=Path, help="where npm installed node-llama-cpp")
-    parser.add_argument("pruned", nargs="*", type=Path)
-    parser.add_argument("--formats", nargs="*", default=FORMATS, help="of llama.cpp")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens that are given")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens that are written")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--record", type=Path)
-    arguments = parser.parse_args()
-    package = arguments.peer / "node_modules" / "node-llama-cpp" / "package.json"
+def llama_cpp(
+    dense: Annotated[Path, Argument(help="A model that niwaki export has a format of llama.cpp for.")],
+    peer: Annotated[Path, Argument(help="Where npm installed node-llama-cpp.")],
+    pruned: Annotated[list[Path] | None, Argument(help="Results of niwaki prune on it.")] = None,
+    formats: Annotated[str, Option(help="Of llama.cpp.")] = "gguf-f16,gguf-q8_0,gguf-q4_0",
+    prompt: Annotated[int, Option(help="Tokens that are given.")] = 64,
+    tokens: Annotated[int, Option(help="Tokens that are written.")] = 64,
+    rounds: Rounds = 5,
+    record: Record = None,
+) -> None:
+    """Writing text on a CPU: packed models beside the dense one in transformers and in llama.cpp.
+
+    Every turn of a form is a process of its own, and medians over rounds count.
+    """
+    package = peer / "node_modules" / "node-llama-cpp" / "package.json"
     if not package.exists():
-        print(f"nothing is measured: {package} is not there; npm installs it, see --help")
+        print(f"nothing is measured: {package} is not there; npm installs it, see the head of {Path(__file__).name}")
         return
     turns: dict[str, list[Turn]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        files = {name: Path(scratch) / f"{name}.gguf" for name in arguments.formats}
-        for name, file in files.items():
-            form: Any = f"gguf-{name.lower()}"
-            niwaki.export(arguments.dense, file, form)
-        packed = {form_of(path): Path(scratch) / path.name for path in arguments.pruned}
-        for source, target in zip(arguments.pruned, packed.values(), strict=True):
+        kinds = {KINDS[each]: each for each in common.chosen(formats, KINDS)}
+        for kind, each in kinds.items():
+            niwaki.export(dense, Path(scratch) / f"{kind}.gguf", each)
+        packed = {form_of(path): Path(scratch) / path.name for path in pruned or ()}
+        for source, target in zip(pruned or (), packed.values(), strict=True):
             niwaki.pack(source, target)
-        for _ in range(arguments.rounds):
-            for name, file in files.items():
-                numbers = (arguments.prompt, arguments.tokens, 1, torch.get_num_threads())
-                turns[f"llama.cpp, {name}"].append(in_llama_cpp(arguments.peer, file, *numbers))
+        for _ in range(rounds):
+            for kind in kinds:
+                numbers = (prompt, tokens, 1, torch.get_num_threads())
+                turns[f"llama.cpp, {kind}"].append(in_llama_cpp(peer, Path(scratch) / f"{kind}.gguf", *numbers))
             for name, directory in packed.items():
-                speeds = niwaki.bench(directory, prompt=arguments.prompt, tokens=arguments.tokens, repeats=1).speeds
-                for speed in speeds:
+                for speed in niwaki.bench(directory, prompt=prompt, tokens=tokens, repeats=1).speeds:
                     form = name if speed.weights == "packed" else "transformers, bfloat16"
                     turns[form].append(Turn(speed.disk, speed.first_token, speed.tokens_per_second))
     forms = []
@@ -108,10 +105,10 @@ def main() -> None:
             highlight=False,
             soft_wrap=True,
         )
-    settings = {"prompt": arguments.prompt, "tokens": arguments.tokens, "rounds": arguments.rounds}
+    settings = {"prompt": prompt, "tokens": tokens, "rounds": rounds}
     version = json.loads(package.read_text())["version"]
-    common.save(arguments.record, node_llama_cpp=version, kernels=kernels.describe(), **settings, forms=forms)
+    common.save(record, node_llama_cpp=version, kernels=kernels.describe(), **settings, forms=forms)
 
 
 if __name__ == "__main__":
-    main()
+    common.main(llama_cpp, about=__doc__)

@@ -3,15 +3,12 @@
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     python benchmarks/llm_compressor.py MODEL CORPUS WORK PEER/bin/python --record RECORD
 
-It needs an environment of its own, because it wants another transformers. CORPUS is that of real.py. Each run is a
+It needs an environment of its own, because it wants another transformers. Each run is a
 process of its own, from its start to its end; its peak memory is what the system says of it. llm-compressor runs a
 model in the dtype of its files, here bfloat16; --dtypes says what niwaki does. All results are measured by niwaki in
 float32.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import json
 import shutil
@@ -19,13 +16,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import common
-from real import Texts
+import common  # first: it sets what OpenMP reads when torch is loaded
+from common import Corpus, Length, Model, Record, Samples, TextSamples, Work, names
+from corpus import Texts
 from rich.console import Console
-from transformers.utils import logging
+from typer import Argument, Option
 
+from niwaki.models.locate import locate_model
 from niwaki.models.tokens import load_tokenizer
 from niwaki.texts.reading import read_windows
 
@@ -78,67 +77,55 @@ def run(command: list[str], log: Path) -> Ended:
     return Ended(time.perf_counter() - began, kilobytes * 1024 / 1e9)
 
 
-def measured(model: Path, text: str, arguments: argparse.Namespace) -> float:
-    """The perplexity of a model on a text."""
-    record = arguments.work / "eval.json"
-    windows = ["--text-samples", str(arguments.text_samples), "--length", str(arguments.length)]
-    command = [sys.executable, "-m", "niwaki", "eval", str(model), "--text", text, *windows, "--record", str(record)]
-    run(command, arguments.work / "eval.log")
-    return float(json.loads(record.read_text())["perplexity"]["value"])
-
-
-def main() -> None:
-    """Measures, prints a line for each run and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name in ("model", "corpus", "work", "peer"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--methods", nargs="+", default=["sparsegpt", "wanda"])
-    parser.add_argument("--also", nargs="*", default=["balanced"], help="efforts of niwaki's own solver")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="what niwaki runs blocks in")
-    parser.add_argument("--sparsity", type=float, default=0.5)
-    parser.add_argument("--samples", type=int, default=16, help="windows to calibrate on")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--text-samples", type=int, default=24, help="windows of each text to measure on")
-    parser.add_argument("--record", type=Path, help="write JSON there")
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
+def llm_compressor(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    peer: Annotated[Path, Argument(help="The Python of their environment.")],
+    methods: Annotated[str, Option(help="sparsegpt or wanda, which both tools have.")] = "sparsegpt,wanda",
+    also: Annotated[str, Option(help="Efforts of niwaki's own solver.")] = "balanced",
+    dtypes: Annotated[str, Option(help="What niwaki runs blocks in.")] = "float32,bfloat16",
+    sparsity: float = 0.5,
+    samples: Samples = 16,
+    length: Length = 512,
+    text_samples: TextSamples = 24,
+    record: Record = None,
+) -> None:
+    """Niwaki against llm-compressor, the tool most people use: the same model, windows and machine, in turns."""
     console = Console(width=140, highlight=False, emoji=False)
-    model, work = arguments.model, arguments.work
-    texts = Texts(model, arguments.corpus, work, arguments.samples, arguments.length)
+    texts, out = Texts(model, corpus, work, samples, length), work / "out"
     (source,) = texts.to_calibrate("books")
-    measured_on = {name: texts.to_measure(name, arguments.text_samples) for name in ("wikitext2", "books")}
+    held = {name: texts.to_measure(name, text_samples) for name in ("wikitext2", "books")}
     windows = work / "windows.json"
-    tokens = read_windows(source, load_tokenizer(model), arguments.length, arguments.samples).tokens
+    tokens = read_windows(source, load_tokenizer(locate_model(str(model))), length, samples).tokens
     windows.write_text(json.dumps(tokens.tolist()))
 
-    def theirs(method: str, out: Path) -> list[str]:
-        given = [str(model), str(windows), str(out), method, str(arguments.sparsity)]
-        return [str(arguments.peer), "-c", _PEER, *given]
+    def theirs(method: str) -> list[str]:
+        return [str(peer), "-c", _PEER, str(model), str(windows), str(out), method, str(sparsity)]
 
-    def ours(out: Path, *options: str) -> list[str]:
-        calibration = ["--calibration", source, "--samples", str(arguments.samples), "--length", str(arguments.length)]
-        sparsity = ["--sparsity", str(arguments.sparsity), "--text-samples", "0"]
-        return [sys.executable, "-m", "niwaki", "prune", str(model), str(out), *sparsity, *calibration, *options]
+    def ours(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "niwaki", "prune", str(model), str(out), "--sparsity", str(sparsity)]
+        command += ["--calibration", source, "--samples", str(samples), "--length", str(length)]
+        return [*command, "--text-samples", "0", *options]
 
-    out = work / "out"
     commands = {}
-    for method in arguments.methods:
-        commands["llm-compressor", method, "bfloat16"] = theirs(method, out)
-        for dtype in arguments.dtypes:
-            commands["niwaki", method, dtype] = ours(out, "--dtype", dtype, "--solver", method)
-    for effort, dtype in itertools.product(arguments.also, arguments.dtypes):
-        commands["niwaki", effort, dtype] = ours(out, "--dtype", dtype, "--effort", effort)
+    for method in names(methods):
+        commands["llm-compressor", method, "bfloat16"] = theirs(method)
+        for dtype in names(dtypes):
+            commands["niwaki", method, dtype] = ours("--dtype", dtype, "--solver", method)
+    for effort, dtype in itertools.product(names(also), names(dtypes)):
+        commands["niwaki", effort, dtype] = ours("--dtype", dtype, "--effort", effort)
     results = []
     for (tool, method, dtype), command in commands.items():
         shutil.rmtree(out, ignore_errors=True)
         ended = run(command, work / f"{tool}-{method}.log")
-        perplexity = {name: measured(out, text, arguments) for name, text in measured_on.items()}
+        found = common.measured(out, held, text_samples, length)
+        perplexity = {name: each.value for name, each in found.items()}
         results.append({"tool": tool, "method": method, "dtype": dtype, **ended._asdict(), "perplexity": perplexity})
         console.print(results[-1])
-    if arguments.record:
-        sizes = {name: getattr(arguments, name) for name in ("sparsity", "samples", "length", "text_samples")}
-        common.save(arguments.record, model=model.name, **sizes, results=results)
+    sizes = {"sparsity": sparsity, "samples": samples, "length": length, "text_samples": text_samples}
+    common.save(record, model=model.name, **sizes, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    common.main(llm_compressor, about=__doc__)

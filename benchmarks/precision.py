@@ -1,7 +1,7 @@
 """What products in TF32 or bfloat16 cost, as relative errors of solvers, measured without a GPU.
 
     python benchmarks/precision.py --record benchmarks/results/precision.json
-    python benchmarks/precision.py --solvers alps continuation:sweeps=40 --blocks 0 5 --means 10
+    python benchmarks/precision.py --solvers alps,continuation:sweeps=40 --blocks 0,5 --means 10
 
 Such products round their factors to 10 (TF32) or 7 bits (bfloat16) after the leading one and add in float32. Here
 factors are rounded to the nearest, ties to even, before a product in float32, on two kinds of layers: those of a
@@ -14,20 +14,21 @@ error that the solver itself found, divided by the true one.
 that is, neither TF32 nor bfloat16 rounds them; with them in float32 and the usual sums the result is compared.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from statistics import geometric_mean
-from typing import Any
+from typing import Annotated, Any
 
+import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
-from common import Layer, add_layer_arguments, layers, save
-from layer_error import PATTERNS
+from common import Blocks, Cell, Layer, Layers, Length, Patterns, Record, Samples, Solvers, names
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer import Option
 
+from layer import PATTERNS, Synthetic
 from niwaki.layer.solvers import make_solver
 
 #: Bits after the leading one.
@@ -110,16 +111,16 @@ def with_mean(mean: float) -> Layer:
     return Layer(f"mean {mean:g}", W, H / (4 * 4096))
 
 
-def same_bits(arguments: argparse.Namespace) -> int:
+def same_bits(layers: Layers) -> int:
     """How many Gram matrices of a model that runs in bfloat16 were compared: TF32 changes no bit of them.
 
     Raises:
         SystemExit: it does.
     """
-    few = argparse.Namespace(**{**vars(arguments), "samples": [8, 1]})
-    plain = {id(layer.H): layer.H for layer in layers(few, "bfloat16")}  # q, k and v have one
+    few = replace(layers, samples=(8, 1))
+    plain = {id(layer.H): layer.H for layer in few("bfloat16")}  # q, k and v have one
     with Rounding(BITS["TF32"], grams=True) as mode:
-        other = {id(layer.H): layer.H for layer in layers(few, "bfloat16")}
+        other = {id(layer.H): layer.H for layer in few("bfloat16")}
     different = sum(not torch.equal(a, b) for a, b in zip(plain.values(), other.values(), strict=True))
     if different or mode.count == 0:
         raise SystemExit(f"TF32 changes {different} of {len(plain)} Gram matrices, after {mode.count} products")
@@ -138,7 +139,7 @@ def solve(
     return found
 
 
-def compare(where: str, make: Callable[[], list[Layer]], cases: list[tuple[str, str]]) -> Iterable[dict[str, Any]]:
+def compare(where: str, make: Callable[[], list[Layer]], cases: list[tuple[str, str]]) -> Iterator[Cell]:
     """Entries of the record for the layers that ``make`` makes in whatever mode it is called."""
 
     def made(mode: Rounding) -> list[Layer]:
@@ -160,42 +161,46 @@ def compare(where: str, make: Callable[[], list[Layer]], cases: list[tuple[str, 
     for what, factors, given, judges, products in variants:
         for solver, pattern in cases:
             plain = solve(solver, pattern, judges, judges, None)
-            ratios, said = [], []
-            for (error, own), (best, _) in zip(solve(solver, pattern, given, judges, products), plain, strict=True):
-                ratios.append(error / best)
-                said.append(own / error)
+            coarse = solve(solver, pattern, given, judges, products)
+            ratios = [error / best for (error, _), (best, _) in zip(coarse, plain, strict=True)]
+            said = geometric_mean(own / error for error, own in coarse)
             entry = {"where": where, "what": what, "factors": factors, "solver": solver, "pattern": pattern}
-            yield {
-                **entry,
-                "relative_error": geometric_mean(ratios),
-                "worst": max(ratios),
-                "said": geometric_mean(said),
-            }
+            yield entry | {"relative_error": geometric_mean(ratios), "worst": max(ratios), "said": said}
 
 
-def main() -> None:
-    """Measures, prints, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_layer_arguments(parser, blocks=[1, 4])
-    parser.add_argument("--solvers", nargs="*", default=["admm-grad", "sparsegpt", "continuation"])
-    parser.add_argument("--patterns", nargs="*", default=["50 %", "70 %", "2:4"], choices=PATTERNS)
-    parser.add_argument("--means", nargs="*", type=float, default=[1, 3, 10, 30])
-    arguments = parser.parse_args()
-    arguments.samples[1] = 1  # the held-out text is not used
-    cases = [(solver, pattern) for solver in arguments.solvers for pattern in arguments.patterns]
-    compared = 0 if arguments.synthetic else same_bits(arguments)
+def precision(
+    solvers: Solvers = "admm-grad,sparsegpt,continuation",
+    patterns: Patterns = "50 %,70 %,2:4",
+    means: Annotated[str, Option(help="Of the inputs of synthetic layers.")] = "1,3,10,30",
+    model: str = "demo",
+    text: Annotated[str, Option(help="To calibrate on.")] = "demo",
+    samples: Samples = 256,
+    length: Length = 256,
+    blocks: Blocks = "1,4",
+    synthetic: Synthetic = "",
+    record: Record = None,
+) -> None:
+    """What products in TF32 or bfloat16 cost, as relative errors of solvers, measured without a GPU."""
+    chosen, sizes = common.integers(blocks), names(synthetic)
+    layers = Layers(model, (text, "demo-held"), (samples, 1), length, chosen, sizes)  # the held-out text is not used
+    cases = [(solver, pattern) for solver in names(solvers) for pattern in common.chosen(patterns, PATTERNS)]
+    compared = 0 if sizes else same_bits(layers)
     print(f"{compared} Gram matrices of a model in bfloat16 are the same in TF32, to the bit")
-    places: dict[str, Callable[[], list[Layer]]] = {"model": lambda: list(layers(arguments))}
-    for value in arguments.means:
-        places[f"mean {value:g}"] = lambda value=value: [with_mean(value)]  # type: ignore[misc]
+    places: dict[str, Callable[[], list[Layer]]] = {"model": lambda: list(layers())}
+    for mean in common.fractions(means):
+        places[f"mean {mean:g}"] = partial(_only, mean)
     results = []
     for where, make in places.items():
         for entry in compare(where, make, cases):
             results.append(entry)
-            *names, error, worst, said = entry.values()
-            print(*(f"{name:14s}" for name in names), f"{error:.5f} ({worst:.4f}, {said:.4f})", flush=True)
-    save(arguments.record, blocks=arguments.blocks, same_bits=compared, results=results)
+            *labels, error, worst, said = entry.values()
+            print(*(f"{label:14s}" for label in labels), f"{error:.5f} ({worst:.4f}, {said:.4f})", flush=True)
+    common.save(record, blocks=chosen, same_bits=compared, results=results)
+
+
+def _only(mean: float) -> list[Layer]:
+    return [with_mean(mean)]
 
 
 if __name__ == "__main__":
-    main()
+    common.main(precision, about=__doc__)

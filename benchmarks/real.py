@@ -1,189 +1,337 @@
 """A real language model, calibrated on several kinds of text and measured on several others.
 
     python scripts/smollm2.py MODEL
-    python benchmarks/real.py MODEL CORPUS WORK --record benchmarks/results/real.json
+    python benchmarks/real.py compare MODEL CORPUS WORK --record benchmarks/results/real.json
+    python benchmarks/real.py sizes MODEL CORPUS --record benchmarks/results/sizes.json
+    python benchmarks/real.py own-answers MODEL CORPUS WORK --record benchmarks/results/own_answers.json
+    python benchmarks/real.py experts MOE CORPUS --record benchmarks/results/experts.json
 
-CORPUS has train.txt.xz (books), held.txt.xz (books by others), wikitext2.valid.txt and wikitext2.test.txt. WORK keeps
-all that is made and measured: the same command goes on where it stopped, and one with more methods, patterns or
-calibrations adds to it, and to the record.
-
-Calibrations: books; wikitext2; answers (the model's own, to the prompts that ship with niwaki); own (text that it
-writes without a prompt); mixture (as much of each of these and of source code). Measured on: wikitext2, books, code
-(Python's standard library), and answers that the dense model has drawn for the prompts in held_prompts.jsonl: there the
-nats above the dense model estimate the KL divergence from it.
+The texts are those of corpus.py.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
+import itertools
 import json
-import os
-from collections.abc import Callable
+import math
+import tempfile
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Annotated, Any
+from unittest.mock import patch
 
-import common
+import common  # first: it sets what OpenMP reads when torch is loaded
 import torch
+from common import Cell, Corpus, Length, Model, Patterns, Record, Samples, TextSamples, Work, measured, names
+from corpus import ALL_CALIBRATIONS, ALL_MEASURED, CALIBRATIONS, HELD_PROMPTS, MEASURED, Texts
 from protocol import Lines
 from rich.console import Console
-from transformers.utils import logging
+from torch import Tensor
+from transformers import PreTrainedModel
+from typer import Option
 
+import niwaki
+from niwaki import Calibration, Comparison, Measurement
 from niwaki.checkpoints.reading import Checkpoint
 from niwaki.cli.tables import perplexity_tables
-from niwaki.evaluation.compare import compare
+from niwaki.effort import EFFORTS
+from niwaki.evaluation.compare import compare as compared
+from niwaki.layer import expert_fit
+from niwaki.layer.grid import parse_grid
 from niwaki.models.generation import continued
-from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.models.tokens import load_tokenizer
-from niwaki.options import OWN_ANSWERS, Calibration, Measurement
-from niwaki.records.comparison import Cell, Comparison
-from niwaki.records.progress import Progress
-from niwaki.texts.answers import with_answers
-from niwaki.texts.sources import read_text
-from niwaki.windows import Windows
+from niwaki.options import OWN_ANSWERS
+from niwaki.records.comparison import Cell as ComparedCell
+from niwaki.shrinking import experts as shrinking
+from niwaki.texts.answers import USUAL_SAMPLING
+from niwaki.texts.sources import read_prompts
 
-HELD_PROMPTS = Path(__file__).with_name("held_prompts.jsonl")
-METHODS = ["wanda", "sparsegpt", "admm-grad", "continuation", "continuation@balanced", "continuation@best"]
-PATTERNS = ["50 %", "60 %", "2:4"]
-CALIBRATIONS = ["books", "wikitext2", "answers", "own", "mixture"]
-MEASURED = ["wikitext2", "books", "code", "answers"]
-#: Characters of each text, more than is calibrated or measured on.
-CHARACTERS = 2_000_000
-
-
-class Texts:
-    """The texts, as files in WORK/texts that are made once."""
-
-    def __init__(
-        self, model: Path, corpus: Path, work: Path, samples: int, length: int, characters: int = CHARACTERS
-    ) -> None:
-        self._model, self._corpus, self._place = model, corpus, work / "texts"
-        self._samples, self._length, self._characters = samples, length, characters
-        self._place.mkdir(parents=True, exist_ok=True)
-
-    def to_calibrate(self, name: str) -> list[str]:
-        """The files."""
-        if name == "mixture":
-            return [file for each in (*CALIBRATIONS[:4], "code") for file in self.to_calibrate(each)]
-        make = {
-            "books": lambda: self._start_of("train.txt.xz"),
-            "wikitext2": lambda: self._start_of("wikitext2.valid.txt"),
-            "code": lambda: _source_code("a", "m"),
-            "answers": lambda: self._answers(OWN_ANSWERS, self._samples, 0),
-            "own": self._own,
-        }[name]
-        return [self._file(f"{name}.jsonl", make)]
-
-    def to_measure(self, name: str, windows: int) -> str:
-        """The file."""
-        make = {
-            "wikitext2": lambda: self._start_of("wikitext2.test.txt"),
-            "books": lambda: self._start_of("held.txt.xz"),
-            "code": lambda: _source_code("n", "z"),
-            "answers": lambda: self._answers(str(HELD_PROMPTS), windows, 1),
-        }[name]
-        return self._file(f"held-{name}.jsonl", make)
-
-    def _file(self, name: str, make: Callable[[], list[str]]) -> str:
-        file = self._place / name
-        if not file.exists():
-            file.with_suffix(".new").write_text("".join(json.dumps({"text": text}) + "\n" for text in make()))
-            file.with_suffix(".new").rename(file)
-        return str(file)
-
-    def _start_of(self, name: str) -> list[str]:
-        pieces, text = read_text(str(self._corpus / name)).pieces, ""
-        while len(text) < self._characters and (piece := next(pieces, "")):
-            text += piece
-        return [text[: self._characters]]
-
-    def _answers(self, prompts: str, windows: int, seed: int) -> list[str]:
-        """More than so many windows of conversations, each with what its template puts around it."""
-        asked = Calibration(prompts, samples=windows + 2, length=self._length, answers="own", seed=seed)
-        written = with_answers(self._stream(), asked, None, World(), Progress()).text
-        assert isinstance(written, Windows)
-        tokenizer = load_tokenizer(self._model)
-        return ["".join(str(tokenizer.decode(window)) for window in written.tokens)]
-
-    def _own(self) -> list[str]:
-        """What the model says where nothing was said."""
-        model, tokenizer = self._stream(), load_tokenizer(self._model)
-        torch.manual_seed(0)
-        first = torch.full((self._samples + 2, 1), int(tokenizer.unk_token_id or tokenizer.bos_token_id or 0))
-        with model.whole() as whole:
-            parts = [continued(whole, part, self._length + 1, lambda: None)[:, 1:] for part in first.split(32)]
-        return [str(tokenizer.decode(text)) for text in torch.cat(parts)]
-
-    def _stream(self) -> StreamedModel:
-        return StreamedModel(Checkpoint(self._model), dtype="float32")
+PLAIN = ("wikitext2", "books", "code")
+#: Sparsity and grid, in the order of their worth.
+FORMS = (
+    *((0.0, "int3:64"), (0.5, "int4:64"), (0.0, "int4:64"), (0.35, "int4:64"), (0.5, ""), (0.2, "int4:64")),
+    *((0.7, "int4:64"), (0.0, "int2:64"), (0.0, "int8:64"), (0.5, "int8:64"), (0.3, ""), (0.7, "")),
+    *((0.3, "int8:64"), (0.7, "int8:64")),
+)
+#: Of the experts, what is removed; and the files to calibrate and to measure on.
+FRACTIONS = (0.25, 0.5)
+EXPERT_CALIBRATIONS = {"books": "train.txt.xz", "wikitext2": "wikitext2.valid.txt"}
+EXPERT_TEXTS = {"books": "held.txt.xz", "wikitext2": "wikitext2.test.txt"}
+#: An answer says the same for ever that ends with so many tokens of a cycle of at most LONGEST, twice or more.
+REPEATED, LONGEST = 48, 64
 
 
-def _source_code(first: str, last: str) -> list[str]:
-    """Of the modules of Python's standard library with names between two letters."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    code = "\n\n".join(file.read_text("utf-8", "replace") for file in files if first <= file.stem[0] <= last)
-    return [code[:CHARACTERS]]
-
-
-def main() -> None:
-    """Measures what is not measured yet, prints the tables and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name in ("model", "corpus", "work"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--calibrations", nargs="+", choices=CALIBRATIONS, default=CALIBRATIONS)
-    parser.add_argument("--texts", nargs="+", choices=MEASURED, default=MEASURED, help="to measure on")
-    parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
-    parser.add_argument("--samples", type=int, default=48, help="windows to calibrate on")
-    parser.add_argument("--text-samples", type=int, default=24, help="windows of each text to measure on")
-    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--record", type=Path, help="write JSON there")
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
+def compare(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    calibrations: Annotated[str, Option(help="Names of the texts to calibrate on.")] = ALL_CALIBRATIONS,
+    texts: common.Measured = ALL_MEASURED,
+    methods: Annotated[str, Option(help="As in niwaki compare --solvers.")] = (
+        "wanda,sparsegpt,admm-grad,continuation,continuation@balanced,continuation@best"
+    ),
+    patterns: Patterns = "50 %,60 %,2:4",
+    samples: Samples = 48,
+    text_samples: TextSamples = 24,
+    length: Length = 512,
+    record: Record = None,
+) -> None:
+    """Methods at patterns on each kind of text; more of any of them add to the record, too."""
     console = Console(width=140, highlight=False, emoji=False)
-    texts = Texts(arguments.model, arguments.corpus, arguments.work, arguments.samples, arguments.length)
-    measured = [texts.to_measure(name, arguments.text_samples) for name in arguments.texts]
-    for name in arguments.calibrations:
+    made, to_measure = Texts(model, corpus, work, samples, length), common.chosen(texts, MEASURED)
+    held = [made.to_measure(name, text_samples) for name in to_measure]
+    for name in common.chosen(calibrations, CALIBRATIONS):
         console.print(f"calibrated on {name}")
-        found = compare(
-            arguments.model,
-            arguments.work / name,
-            solvers=arguments.methods,
-            patterns=arguments.patterns,
-            calibration=Calibration(texts.to_calibrate(name), samples=arguments.samples, length=arguments.length),
-            measurement=Measurement(measured, samples=arguments.text_samples),
+        found = compared(
+            model,
+            work / name,
+            solvers=names(methods),
+            patterns=names(patterns),
+            calibration=Calibration(made.to_calibrate(name), samples=samples, length=length),
+            measurement=Measurement(held, samples=text_samples),
             progress=Lines(console),
         )
-        for text in measured:
+        for text in held:
             for table in perplexity_tables(found, text):
                 console.print(table)
-        if arguments.record:
-            kept = {each: arguments.work / each for each in CALIBRATIONS}
+        if record:
             cells = [
-                _cell(calibration, cell, arguments.texts)
-                for calibration, directory in kept.items()
-                if (directory / "compare.json").exists()
-                for cell in Comparison.load(directory).cells
+                _cell(calibration, cell, to_measure)
+                for calibration in CALIBRATIONS
+                if (work / calibration / "compare.json").exists()
+                for cell in Comparison.load(work / calibration).cells
             ]
-            cells = common.with_earlier(cells, arguments.record, "cells", _key)  # also what another WORK has
+            cells = common.with_earlier(cells, record, "cells", _key)  # also what another WORK has
             cells.sort(key=lambda cell: CALIBRATIONS.index(cell["calibration"]))
-            sizes = {name: getattr(arguments, name) for name in ("samples", "text_samples", "length")}
-            common.save(arguments.record, model=arguments.model.name, **sizes, cells=cells)
+            sizes = {"samples": samples, "text_samples": text_samples, "length": length}
+            common.save(record, model=model.name, **sizes, cells=cells)
 
 
-def _key(cell: dict[str, Any]) -> tuple[str, str, str]:
-    return cell["calibration"], cell["method"], cell["pattern"]
+def _key(cell: Cell) -> tuple[str, ...]:
+    return tuple(cell.get(name, "") for name in ("calibration", "pattern", "method", "effort"))
 
 
-def _cell(calibration: str, cell: Cell, texts: list[str]) -> dict[str, Any]:
-    """Without where files lie on this machine."""
-    values = dataclasses.asdict(cell)
-    perplexity = dict(zip(texts, values["perplexity"].values(), strict=True))
-    for text, measured in perplexity.items():
-        measured.update(text=text, origin="")
-    return {"calibration": calibration, **values, "perplexity": perplexity, "record": None}
+def _cell(calibration: str, cell: ComparedCell, texts: list[str]) -> Cell:
+    perplexity = common.without_places(dict(zip(texts, cell.perplexity.values(), strict=True)))
+    return {"calibration": calibration, **dataclasses.asdict(cell), "perplexity": perplexity, "record": None}
+
+
+def sizes(
+    model: Model,
+    corpus: Corpus,
+    record: Annotated[Path, Option(help="Write JSON there after each form, and resume from it.")],
+    samples: Samples = 48,
+    text_samples: TextSamples = 16,
+    length: Length = 512,
+) -> None:
+    """What is lost at a size: zeros, whole numbers, and both, in one model.
+
+    Each form is made by niwaki prune at its default effort on books, so that all are fitted alike. Bits of a weight are
+    those of the pruned matrices: what niwaki pack takes, or without zeros the numbers and their scales.
+    """
+    settings = {"samples": samples, "text_samples": text_samples, "length": length, "model": model.name}
+    sheet = common.Sheet(record, settings)
+    with tempfile.TemporaryDirectory(prefix="niwaki-") as scratch:
+        texts = Texts(model, corpus, Path(scratch), samples, length)
+        books = Calibration(texts.to_calibrate("books")[0], samples=samples, length=length)
+        held = {name: texts.to_measure(name, text_samples) for name in PLAIN}
+
+        def add(made: Path, sparsity: float, grid: str, bits: float, seconds: float) -> None:
+            losses = {name: list(each.losses) for name, each in measured(made, held, text_samples, length).items()}
+            print(f"{sparsity:.0%} zeros, {grid or 'bfloat16'}, {bits:.2f} bits: {common.means(losses)}", flush=True)
+            sheet.add(sparsity=sparsity, grid=grid, bits=bits, seconds=seconds, losses=losses)
+
+        if not sheet.has(sparsity=0.0, grid=""):
+            add(model, 0.0, "", 16.0, 0.0)
+        for sparsity, grid in FORMS:
+            if sheet.has(sparsity=sparsity, grid=grid):
+                continue
+            with tempfile.TemporaryDirectory(prefix="niwaki-") as place:
+                out = Path(place) / "out"
+                made = niwaki.prune(model, out, sparsity, quantize=grid or None, calibration=books, measurement=None)
+                add(out, sparsity, grid, _bits_of(out, sparsity, grid, Path(place)), made.seconds["total"])
+
+
+def _bits_of(out: Path, sparsity: float, grid: str, scratch: Path) -> float:
+    """What a weight of the matrices takes, with its part of the mask and of the scales."""
+    if not sparsity:
+        parsed = parse_grid(grid)
+        return parsed.bits + 16 / (parsed.group or math.inf)
+    packed = niwaki.pack(out, scratch / "packed")
+    return 16 * packed.packed / packed.matrices
+
+
+def experts(
+    model: Model,
+    corpus: Corpus,
+    samples: Samples = 128,
+    text_samples: TextSamples = 64,
+    length: Length = 256,
+    record: Record = None,
+) -> None:
+    """Whole experts removed from a mixture: by REAP's score alone, and with the others fitted to what is gone.
+
+    "reap" is niwaki shrink --experts without the fit, which is all that it adds.
+    """
+    sheet = common.Sheet(record, {"length": length, "samples": samples, "text_samples": text_samples})
+    held = {name: str(corpus / file) for name, file in EXPERT_TEXTS.items()}
+
+    def add(made: Path, **cell: Any) -> None:
+        losses = {name: list(each.losses) for name, each in measured(made, held, text_samples, length).items()}
+        print(f"{cell}: {common.means(losses)}", flush=True)
+        sheet.add(**cell, losses=losses)
+
+    if not sheet.has(method="dense"):
+        add(model, method="dense")
+    fits = {"reap": _not_fitted, "fitted": expert_fit.fit_sum}
+    for name, fraction, method in itertools.product(EXPERT_CALIBRATIONS, FRACTIONS, fits):
+        case = {"method": method, "experts": fraction, "calibration": name}
+        if sheet.has(**case):
+            continue
+        text = Calibration(str(corpus / EXPERT_CALIBRATIONS[name]), samples=samples, length=length)
+        with tempfile.TemporaryDirectory() as scratch, patch.object(shrinking, "fit_sum", fits[method]):
+            out = Path(scratch) / "out"
+            made = niwaki.shrink(model, out, experts=fraction, calibration=text, measurement=None)
+            assert made.structure is not None
+            errors = [each.error for each in made.matrices]
+            add(out, **case, removed=made.structure.removed, seconds=made.seconds["total"], errors=errors)
+
+
+def _not_fitted(old: Any, inputs: Any, parts: int, residual: Any) -> expert_fit.SumFit:
+    """:func:`niwaki.layer.expert_fit.fit_sum` without a sweep."""
+    error = float(residual.double().square().sum())
+    return expert_fit.SumFit([old(part) for part in range(parts)], error, error, 0)
+
+
+def own_answers(
+    model: Model,
+    corpus: Corpus,
+    work: Work,
+    efforts: common.Efforts = "fast,balanced",
+    patterns: Patterns = "50 %,60 %",
+    samples: Samples = 48,
+    length: Length = 512,
+    prompts: Annotated[int, Option(help="How many held prompts are answered.")] = 50,
+    answer: Annotated[int, Option(help="Tokens in an answer, at most.")] = 256,
+    text_samples: TextSamples = 24,
+    record: Record = None,
+) -> None:
+    """Calibrated on the model's own answers, on books, and on both: what becomes of its answers to other prompts.
+
+    The dense model answers prompts that are not among those it is calibrated on (held_prompts.jsonl). On these answers
+    the KL divergence of each pruned model from the dense one is measured, in nats a token. Each pruned model answers
+    the same prompts: how long its answers are, how many have not ended, and how many of these say the same for ever.
+    """
+    console = Console(width=140, highlight=False, emoji=False)
+    texts = Texts(model, corpus, work, samples, length)
+    plain = {name: texts.to_measure(name, text_samples) for name in ("wikitext2", "books")}
+    asked = Prompts(model, prompts, answer)
+
+    def result(name: str, directory: Path, **values: Any) -> Cell:
+        file = work / f"{name}.json"
+        if not file.exists():
+            with _whole(directory) as pruned:
+                own = asked.answers(pruned, console)
+            values.update(answers=own, **_summary(own, asked.end))
+            if directory != model:
+                with _whole(model) as dense, _whole(directory) as pruned:
+                    each = asked.divergences(dense, pruned, json.loads((work / "dense.json").read_text())["answers"])
+                values["divergence"], values["error"] = fmean(each), stdev(each) / len(each) ** 0.5
+            found = measured(directory, plain, text_samples, length, "float32")
+            file.write_text(json.dumps(values | {text: each.value for text, each in found.items()}))
+        shown: Cell = json.loads(file.read_text())
+        del shown["answers"]
+        console.print(shown)
+        return shown
+
+    results = [result("dense", model, effort="", calibration="", pattern="")]
+    for effort, pattern in itertools.product(names(efforts), names(patterns)):
+        for name in ("books", OWN_ANSWERS, f"{OWN_ANSWERS} + books"):
+            directory = work / "models" / f"{name} {pattern} {effort}".replace(" ", "-").replace(":", "-")
+            if not (directory / "niwaki.json").exists():
+                sources = [
+                    file
+                    for each in name.split(" + ")
+                    for file in ([OWN_ANSWERS] if each == OWN_ANSWERS else texts.to_calibrate(each))
+                ]
+                calibration = Calibration(sources, samples=samples, length=length)
+                niwaki.prune(model, directory, pattern, effort=effort, calibration=calibration, measurement=None)
+            results.append(result(directory.name, directory, effort=effort, calibration=name, pattern=pattern))
+    if record:
+        order = ["", *EFFORTS]
+        results = common.with_earlier(results, record, "results", _key)
+        results.sort(key=lambda each: (order.index(each["effort"].partition(":")[0]), each["pattern"]))
+        settings = {"samples": samples, "length": length, "prompts": prompts, "answer": answer}
+        common.save(record, model=model.name, **settings, results=results)
+
+
+class Prompts:
+    """The held prompts as tokens of a model, and its answers to them."""
+
+    def __init__(self, model: Path, number: int, length: int) -> None:
+        tokenizer: Any = load_tokenizer(model)
+        self.length = length
+        asked, _ = read_prompts(str(HELD_PROMPTS))
+        self.tokens: list[list[int]] = [
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False)
+            for each in asked[:: max(1, len(asked) // number)][:number]
+        ]
+        self.end = int(tokenizer.eos_token_id)
+
+    def answers(self, model: PreTrainedModel, console: Console) -> list[list[int]]:
+        """To each at most ``length`` tokens, with the one that ends it."""
+        width, steps = max(map(len, self.tokens)), itertools.count(1)
+        padded = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in self.tokens])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in self.tokens])
+
+        def done() -> None:
+            if (step := next(steps)) % 64 == 0:
+                console.print(f"  {step} of {self.length} tokens")
+
+        torch.manual_seed(0)
+        text = continued(model, padded, width + self.length, done, mask, [self.end], USUAL_SAMPLING)[:, width:].tolist()
+        return [answer[: answer.index(self.end) + 1] if self.end in answer else answer for answer in text]
+
+    def divergences(self, dense: PreTrainedModel, pruned: PreTrainedModel, answers: list[list[int]]) -> list[float]:
+        """KL(dense | pruned) in nats a token, for each of ``answers``."""
+        found = []
+        for prompt, answer in zip(self.tokens, answers, strict=True):
+            p, q = (_logits(model, prompt, answer).log_softmax(1) for model in (dense, pruned))
+            found.append(float((p.exp() * (p - q)).sum(1).mean()))
+        return found
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> Tensor:
+    """(answer, vocabulary): from which each token of the answer is drawn."""
+    logits: Tensor = model(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].double()
+
+
+def _whole(directory: Path) -> Any:
+    """A context with the whole model in float32."""
+    return StreamedModel(Checkpoint(directory), dtype="float32").whole()
+
+
+def _summary(answers: list[list[int]], end: int) -> dict[str, float]:
+    """What a table says of them."""
+    return {
+        "tokens": fmean(map(len, answers)),
+        "unended": sum(answer[-1] != end for answer in answers),
+        "endless": sum(_is_endless(answer, end) for answer in answers),
+    }
+
+
+def _is_endless(answer: list[int], end: int) -> bool:
+    """Whether it has not ended, and ends with a cycle."""
+    if answer[-1] == end:
+        return False
+    for period in range(1, min(LONGEST, len(answer) // 2) + 1):
+        tail = max(REPEATED, 2 * period)
+        if len(answer) >= tail and all(answer[-i] == answer[-i - period] for i in range(1, tail - period + 1)):
+            return True
+    return False
 
 
 if __name__ == "__main__":
-    main()
+    common.main(compare, sizes, experts, own_answers, about=__doc__)

@@ -84,13 +84,13 @@ PARTS = [
         "seconds for a block of a 7B model, method by method, and for all 32",
         150,
         "{python} scripts/random_checkpoint.py {out}/model {blocks}\n"
-        "{python} benchmarks/block_time.py {out}/model --device {device} {windows} --of 32 --record {out}/blocks.json",
+        "{python} benchmarks/large.py {out}/model --device {device} {windows} --of 32 --record {out}/blocks.json",
     ),
     Part(
         "decode",
         "products of a few vectors: packed and 2:4 against dense",
         120,
-        "{python} benchmarks/gpu_decode.py --shapes 4096x14336 14336x4096 4096x4096 --dtype bfloat16 "
+        "{python} benchmarks/gpu.py decode --sizes 4096x14336,14336x4096,4096x4096 --dtype bfloat16 "
         "--record {out}/decode.json",
         needs=("triton",),
         gpu=True,
@@ -99,7 +99,7 @@ PARTS = [
         "devices",
         "whether models pruned, shrunk, healed, packed and 2:4 are the same as from the CPU",
         100,
-        "{python} benchmarks/devices.py --device {device} {devices} --record {out}/devices.json",
+        "{python} benchmarks/gpu.py devices --device {device} {devices} --record {out}/devices.json",
     ),
     Part(
         "generate",
@@ -118,8 +118,8 @@ PARTS = [
         "seconds for a block of a 7B model with --effort balanced and best",
         150,
         "{python} scripts/random_checkpoint.py {out}/model {blocks}\n"
-        "{python} benchmarks/block_time.py {out}/model --device {device} {windows} --of 32 --record {out}/efforts.json "
-        "--solvers continuation@balanced continuation@best",
+        "{python} benchmarks/large.py {out}/model --device {device} {windows} --of 32 --record {out}/efforts.json "
+        "--solvers continuation@balanced,continuation@best",
     ),
     Part(
         "train",
@@ -137,7 +137,7 @@ PARTS = [
         "processor",
         "products with packed matrices on this machine's processor",
         60,
-        "{python} benchmarks/decode.py {products} --record {out}/processor.json",
+        "{python} benchmarks/processor.py decode {products} --record {out}/processor.json",
         needs=("niwaki._kernels",),
     ),
 ]
@@ -151,13 +151,13 @@ SIZES = {
         "tokens": "--tokens 64",
         "heal": "--tokens 200k --max-time 30s",
         "train": "--tokens 4000000",
-        "products": "--sizes 14336x4096 4096x14336 --sparsities 0.5 0.7 --batches 1 --threads 1 8 --rounds 3",
+        "products": "--sizes 14336x4096,4096x14336 --sparsities 0.5,0.7 --batches 1 --threads 1,8 --rounds 3",
     },
     "cpu": {
         "tests": "-k 'a_gpu or layout'",
         "blocks": "--like tiny",
         "windows": "--samples 4 --length 64",
-        "devices": "--runs wanda admm-grad heal --samples 4 --length 64 --tokens 4k",
+        "devices": "--runs wanda,admm-grad,heal --samples 4 --length 64 --tokens 4k",
         "whole": "--like tiny",
         "tokens": "--prompt-tokens 8 --tokens 4 --repeats 1",
         "heal": "--tokens 4k --max-time 20s",

@@ -198,10 +198,10 @@ def test_a_layer_on_a_gpu() -> None:
 def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     """What the interpreter lets pass, the compiler may not; and it can make much more of them than is in the source."""
     record = tmp_path / "record.json"
-    options = ["--kinds", "float16", "int8", "--vectors", "1", "8", "--rows", "8192", "--architectures", "80"]
+    options = ["--kinds", "float16,int8", "--vectors", "1,8", "--rows", "8192", "--architectures", "80"]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_instructions.py"), *options, "--record", str(record)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "instructions", *options]
+    run = subprocess.run([*command, "--record", str(record)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert not run.stderr
     most = {("float16", 1): (9, 1), ("float16", 8): (12, 2), ("int8", 1): (10, 1), ("int8", 8): (15, 2)}

@@ -1,25 +1,10 @@
-"""Instructions of the kernel for packed matrices, counted in what compilers make of it. Needs no GPU.
+"""The loop of the kernel for packed matrices, as compilers make it; for ``gpu.py instructions``."""
 
-    python benchmarks/gpu_instructions.py --record benchmarks/results/gpu_instructions.json
-
-Triton compiles the kernel as :func:`niwaki.packed.gpu.multiply` would, and its disassembler shows the loop. A turn of
-it is 64 positions for each lane. It waits where it uses something that it has asked for since the last wait: the loads
-between two waits are in flight together.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
-
-import common
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,7 +12,7 @@ from triton.compiler import ASTSource
 
 from niwaki.packed import gpu
 
-POSITIONS = 64
+VERSION = triton.__version__
 #: The dtype of values and inputs as Triton calls it, and the dtype of the matrix.
 KINDS = {
     "float16": ("fp16", "fp16", torch.float16),
@@ -99,33 +84,3 @@ def waits(loop: list[str]) -> int:
                 width = int(size[1]) // 32 if (size := re.search(r"\.(64|128)$", name)) else 1
                 flying |= set(range(int(first[1]), int(first[1]) + width))
     return counted
-
-
-def main() -> None:
-    """Compiles, prints, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--architectures", nargs="*", type=int, default=[80, 89, 90])
-    parser.add_argument("--rows", nargs="*", type=int, default=[1024, 4096, 8192])
-    parser.add_argument("--vectors", nargs="*", type=int, default=[1, 2, 4, 16])
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=["float16", "bfloat16", "int8"])
-    parser.add_argument("--record", type=Path, help="write JSON there")
-    arguments = parser.parse_args()
-    print(f"{'':>9} {'vectors':>8} {'rows':>6} {'sm':>4} {'instructions':>13} {'waits':>6} {'registers':>10}")
-    results: list[dict[str, Any]] = []
-    for kind in arguments.kinds:
-        for vectors in arguments.vectors:
-            for rows in arguments.rows:
-                for architecture in arguments.architectures:
-                    loop, registers = disassembled(compiled(architecture, rows, vectors, kind))
-                    count, waited = len(loop) / POSITIONS, waits(loop)
-                    print(
-                        f"{kind:>9} {vectors:8} {rows:6} {architecture:4} {count:13.2f} {waited:6} {registers:10}",
-                        flush=True,
-                    )
-                    case = {"kind": kind, "vectors": vectors, "rows": rows, "architecture": architecture}
-                    results.append({**case, "instructions": count, "waits": waited, "registers": registers})
-    common.save(arguments.record, triton=triton.__version__, results=results)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,269 @@
+"""Tables of real models, of quality and of speed, each from one or two records."""
+
+from collections import defaultdict
+from math import exp
+from statistics import fmean
+from typing import Any
+
+from picture import Form
+from tables import Cell, Lines, markdown, paired
+
+
+def real(made: Any) -> Lines:
+    """Perplexity, and nats above the dense model with the error of that difference, for each text."""
+    header, rows = _above_dense(made)
+    return [
+        *markdown(header, rows),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens, measured on "
+        f"{made['text_samples']} x {made['length']} of each text; in brackets nats a token above the dense model, with "
+        "the standard error of that difference; at the end their mean, relative to that of ADMM-Grad. "
+        + _default_solver(made),
+    ]
+
+
+def _default_solver(made: Any) -> str:
+    """On how many pairs of texts it is better than ADMM-Grad, by differences window by window."""
+    losses: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(dict)
+    for cell in made["cells"]:
+        for text, measured in cell["perplexity"].items():
+            losses[cell["calibration"], cell["pattern"], text][cell["method"]] = measured["losses"]
+    below = above = count = 0
+    for pair in losses.values():
+        if {"continuation", "admm-grad"} <= pair.keys():
+            difference, error = paired(pair["continuation"], pair["admm-grad"])
+            below, above, count = below + (difference < -2 * error), above + (difference > 2 * error), count + 1
+    return (
+        f"Window by window, continuation is below ADMM-Grad by more than two standard errors on {below} of {count} "
+        f"pairs of texts and patterns, and above it on {above}."
+    )
+
+
+def real_at_half(made: Any) -> Lines:
+    """The part of it that README.md has."""
+    header, rows = _above_dense(made)
+    rows = [row[2:] for row in rows if row[:2] in (["", ""], ["books", "50 %"])]
+    return [
+        *markdown(header[2:], rows),
+        "",
+        f"SmolLM2-135M-Instruct at 50 %, calibrated on {made['samples']} x {made['length']} tokens of books. "
+        f"Perplexity on {made['text_samples']} x {made['length']} tokens each of WikiText-2, books by other authors, "
+        "Python's standard library, and the dense model's answers to prompts; in brackets nats a token above the dense "
+        "model; at the end their mean, relative to ADMM-Grad's.",
+    ]
+
+
+def _above_dense(made: Any) -> tuple[list[str], list[list[str]]]:
+    patterns = ["", "50 %", "60 %", "2:4"]
+
+    def place(cell: Cell) -> tuple[bool, str, int]:
+        return cell["calibration"] != "books", cell["calibration"], patterns.index(cell["pattern"])
+
+    cells = sorted(made["cells"], key=place)
+    texts = list(cells[0]["perplexity"])
+    dense = {cell["calibration"]: cell["perplexity"] for cell in cells if not cell["pattern"]}
+    rows = [["", "", "dense", *(f"{cells[0]['perplexity'][text]['value']:.2f}" for text in texts), ""]]
+    gaps: dict[tuple[str, str, str], float] = {}
+    for cell in cells:
+        calibration, pattern, method = cell["calibration"], cell["pattern"], cell["method"]
+        if not pattern:
+            continue
+        row, above = [calibration, pattern, method], []
+        for text in texts:
+            measured = cell["perplexity"][text]
+            difference, error = paired(measured["losses"], dense[calibration][text]["losses"])
+            above.append(difference)
+            row.append(f"{measured['value']:.2f} ({above[-1]:.3f} ±{error:.3f})")
+        gaps[calibration, pattern, method] = fmean(above)
+        rows.append(row)
+    for row in rows[1:]:
+        beside = gaps.get((row[0], row[1], "admm-grad"))
+        row.append(f"{gaps[row[0], row[1], row[2]] / beside:.2f}" if beside else "")
+    return ["calibrated on", "zeros", "method", *texts, "of ADMM-Grad's"], rows
+
+
+def own_answers(made: Any) -> Lines:
+    """Calibrated on books and on the model's own answers: what becomes of its answers, and of plain text."""
+    rows = []
+    for result in made["results"]:
+        divergence = f"{result['divergence']:.3f} ±{result['error']:.3f}" if result["pattern"] else ""
+        rows.append(
+            [
+                result["calibration"] or "dense",
+                result["pattern"],
+                result["effort"],
+                divergence,
+                f"{result['tokens']:.0f}",
+                f"{result['unended']}",
+                f"{result['endless']}",
+                *(f"{result[text]:.2f}" for text in ("wikitext2", "books")),
+            ]
+        )
+    heads = ["calibrated on", "zeros", "effort", "KL", "tokens", "not ended", "endless", "wikitext2", "books"]
+    return [
+        *markdown(heads, rows),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens; "
+        f"{made['prompts']} other prompts, answers of at most {made['answer']} tokens.",
+    ]
+
+
+def heal(made: Any) -> Lines:
+    """What healing leaves of the distance from the dense model, on each text."""
+    dense, before, rows = made["results"][0]["losses"], [0.0], []
+    for result in made["results"][1:]:
+        pairs = [paired(losses, dense[text]) for text, losses in result["losses"].items()]
+        above, healing = [difference for difference, _ in pairs], result["healing"]
+        if healing is None:
+            before = above
+        left = [fmean(above[:n]) / fmean(before[:n]) for n in (2, len(above))]
+        closed = [f"{100 * (1 - each):.0f} %" if healing else "" for each in left]
+        tokens = f"{healing['points'][-1]['tokens'] // 1000:,} k" if healing else ""
+        what = f"healed, {healing['method']}, {result['time']}" if healing else result["effort"]
+        rows.append([result["pattern"], what, tokens, *(f"{a:.3f} ±{error:.3f}" for a, error in pairs), *closed])
+    return [
+        *markdown(["pruned", "", "tokens", *dense, "closed of the first two", "of all"], rows),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books, healed on books and "
+        "WikiText-2's validation text: nats a token above the dense model, with the standard error of that difference, "
+        f"on {made['text_samples']} x {made['length']} tokens of each text; at the end the share of it that healing "
+        "has closed, in the mean of WikiText-2 and books, and of all texts.",
+    ]
+
+
+def sizes(made: Any, timed: Any = None) -> Lines:
+    """What is lost at each size: perplexity, nats above the dense model, and their mean; and tokens a second."""
+    dense = made["cells"][0]["losses"]
+    speeds = {form["form"]: form["tokens_per_second"] for form in timed["forms"]} if timed else {}
+    rows = []
+    for cell in sorted(made["cells"], key=lambda cell: -cell["bits"]):
+        pairs = {text: paired(losses, dense[text]) for text, losses in cell["losses"].items()}
+        row = [f"{100 * cell['sparsity']:.0f} %", _values(cell), f"{cell['bits']:.2f}"]
+        for text, (gap, error) in pairs.items():
+            above = f" ({gap:.3f} ±{error:.3f})" if cell is not made["cells"][0] else ""
+            row.append(f"{exp(fmean(cell['losses'][text])):.2f}{above}")
+        row.append(f"{fmean(gap for gap, _ in pairs.values()):.3f}")
+        if timed:
+            speed = speeds.get(_runner(cell))
+            row.append(f"{speed:.0f}" if speed else "")
+        rows.append(row)
+    return [
+        *markdown(["zeros", "values", "bits a weight", *dense, "mean of nats", *(["tokens/s"] if timed else [])], rows),
+        "",
+        f"{made['model']}, calibrated on {made['samples']} x {made['length']} tokens of books at the default effort; "
+        f"perplexity on {made['text_samples']} x {made['length']} tokens of each text and, in brackets, nats a token "
+        "above the dense model with the standard error of that difference. Bits are those of the pruned matrices, with "
+        "mask and scales.",
+    ]
+
+
+def _runner(cell: Cell) -> str:
+    """What this form is called in the record of llama_cpp.py: niwaki writes with all but the dense model."""
+    if not cell["sparsity"] and not cell["grid"]:
+        return "transformers, bfloat16"
+    return f"packed, {cell['sparsity']:.0%} zeros" + (f", {cell['grid']}" if cell["grid"] else "")
+
+
+def _values(cell: Cell) -> str:
+    return f"{cell['grid'].removeprefix('int').partition(':')[0]} bits" if cell["grid"] else "bfloat16"
+
+
+def forms(made: Any) -> list[Form]:
+    """The same as points of a picture."""
+    cells = made["cells"]
+    dense = cells[0]["losses"]
+    found = []
+    for cell in sorted(cells[1:], key=lambda cell: cell["bits"]):
+        nats = fmean(paired(losses, dense[text])[0] for text, losses in cell["losses"].items())
+        zeros = f"{100 * cell['sparsity']:.0f} % zeros"
+        kind = _values(cell) if cell["sparsity"] else "no zeros"
+        found.append(Form(cell["bits"], nats, kind, f"{zeros}, {_values(cell)}" if cell["sparsity"] else _values(cell)))
+    return found
+
+
+def experts(made: Any) -> Lines:
+    """Nats above the whole mixture after experts were removed, with and without the fit of the others."""
+    cells = made["cells"]
+    found = {(cell.get("calibration"), cell.get("experts"), cell["method"]): cell["losses"] for cell in cells}
+    dense, rows = cells[0]["losses"], []
+    for calibration, fraction in dict.fromkeys((cell["calibration"], cell["experts"]) for cell in cells[1:]):
+        reap, fitted = (found[calibration, fraction, method] for method in ("reap", "fitted"))
+        for text in dense:
+            alone, error = paired(reap[text], dense[text])
+            left, its_error = paired(fitted[text], dense[text])
+            gaps = [f"{alone:.3f} ±{error:.3f}", f"{left:.3f} ±{its_error:.3f}", f"{left / alone:.2f}"]
+            rows.append([f"{100 * fraction:.0f} %", calibration, text, *gaps])
+    return markdown(["experts removed", "calibrated on", "measured on", "REAP alone", "fitted", "ratio"], rows)
+
+
+def llama_cpp(made: Any) -> Lines:
+    """The speed of each form of a model, beside transformers'."""
+    forms = made["forms"]
+    usual = next(form for form in forms if form["form"].startswith("transformers"))["tokens_per_second"]
+    rows = [
+        [
+            form["form"],
+            f"{form['bytes'] / 2**20:.0f}",
+            f"{form['first_token'] * 1e3:.0f}",
+            f"{form['tokens_per_second']:.0f} ({form['slowest']:.0f} to {form['fastest']:.0f})",
+            f"{form['tokens_per_second'] / usual:.2f}",
+        ]
+        for form in forms
+    ]
+    return markdown(["", "MiB", "first token, ms", "tokens/s", "times transformers'"], rows)
+
+
+def llm_compressor(made: Any) -> Lines:
+    """Perplexity, time and memory beside those of llm-compressor."""
+    rows = [
+        [
+            f"{result['tool']} {result['method']}",
+            result["dtype"],
+            *(f"{value:.2f}" for value in result["perplexity"].values()),
+            f"{result['seconds']:.0f}",
+            f"{result['gigabytes']:.2f}",
+        ]
+        for result in made["results"]
+    ]
+    return [
+        *markdown(["", "computed in", *made["results"][0]["perplexity"], "seconds", "GB"], rows),
+        "",
+        f"{made['model']} at {made['sparsity']:.0%}, calibrated on {made['samples']} x {made['length']} tokens of "
+        "books.",
+    ]
+
+
+def model_types(made: Any) -> Lines:
+    """What becomes of each type of language model that transformers has."""
+    efforts, types = ("fast", "balanced"), made["types"]
+    kinds = {
+        "pruned": "pruned, and right",
+        "refused": "refused, in a line",
+        "wrong": "wrong",
+        "failed": "a traceback, or no end",
+        "not built": "no tiny model of it was made",
+    }
+    found = {effort: {kind: each[effort]["outcome"] for kind, each in types.items()} for effort in efforts}
+    rows = [
+        [words] + [str(list(found[e].values()).count(outcome)) for e in efforts] for outcome, words in kinds.items()
+    ]
+    everywhere: dict[str, list[str]] = {outcome: [] for outcome in kinds}
+    refused = []
+    for kind, each in types.items():
+        if found["fast"][kind] == found["balanced"][kind]:
+            everywhere[found["fast"][kind]].append(f"`{kind}`")
+        for effort in ("fast",) if found["fast"][kind] == "refused" else efforts:
+            # Of a reason that names its exception, what that says; the first clause says what is not supported.
+            reason = each[effort]["reason"].partition(": ")[2].removeprefix("model: ").partition("; ")[0]
+            if found[effort][kind] == "refused":
+                refused.append([f"`{kind}`", reason.replace("|", "/")])
+    return [
+        *markdown([f"of {len(types)} types, transformers {made['versions']['transformers']}", *efforts], rows),
+        "",
+        f"Pruned with both: {', '.join(everywhere['pruned'])}.",
+        "",
+        "Not made, because sizes have to fit each other or other libraries are missing: "
+        f"{', '.join(everywhere['not built'])}.",
+        "",
+        *markdown(["refused", "why"], refused),
+    ]
