@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from niwaki.checkpoints.reading import Checkpoint
+from niwaki.choices import ExportFormat
 from niwaki.errors import OutputError, UnsupportedModelError, UsageError
 from niwaki.exports.gguf_architectures import (
     ARCHITECTURES,
@@ -32,7 +33,7 @@ from niwaki.runs.model_card import write_card_of_form
 
 Kind = Literal["F16", "Q8_0", "Q4_0"]
 #: By the names of formats.
-KINDS: dict[str, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
+KINDS: dict[ExportFormat, Kind] = {"gguf-f16": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 
 _GROUP = 32  # weights that have a scale in Q8_0 and Q4_0
 #: By what the largest weight of a group is divided, which gives the scale.
