@@ -18,7 +18,7 @@ from niwaki.checkpoints.shards import Shards, write_file, write_tensors
 from niwaki.checkpoints.tensors import DTYPES
 from niwaki.errors import OutputError
 
-ALL = {f"of {name}": torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+ALL = {f"of {name}": torch.arange(6).view(2, 3).to(dtype) for name, dtype in reversed(DTYPES.items())}
 ODD = {
     "scalar": torch.tensor(2.5),
     "empty": torch.zeros(0, 3),
