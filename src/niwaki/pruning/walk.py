@@ -116,17 +116,15 @@ class Walk:
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
         request, run, place = self.request, self.run, self.run.place
-        if not (request.effort.plan.is_needed or request.effort.synthetic):
+        planning, revive, tf32 = request.effort.plan, request.revive, self.record.tf32
+        if not (planning.is_needed or request.effort.synthetic):
             return Plan()
         kept = Plan.load(place.plan, run.journal.plan) if place and run.journal.blocks else None
         if (kept := run.world.received(kept)) is not None:
             return kept
         if run.journal.blocks:
             run.progress.note("the plan of the earlier run is damaged and made again")
-        made = plan(
-            *(self.model, request.effort.plan, self.pattern_of, samples, self.record.tf32, run.world, run.progress),
-            request.revive,
-        )
+        made = plan(self.model, planning, self.pattern_of, samples, tf32, run.world, run.progress, revive)
         if request.effort.synthetic and isinstance(samples, Tensor):
             made = dataclasses.replace(made, synthetic=self._written(samples, texts.windows.bos))
         if place:
