@@ -33,7 +33,7 @@ _PUBLIC = {
         *("SOLVERS", "Solver", "make_solver", "MaskThenUpdate", "Magnitude", "Wanda", "RIA", "OBSSaliency", "DSnoT"),
         *("Swaps", "SparseGPT", "OBC", "ALPS", "ADMM", "Continuation", "Descent", "ConjugateGradients", "Exact"),
     ),
-    "niwaki.layer.patterns": (*("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "Quota", "Fixed"),),
+    "niwaki.layer.patterns": ("Pattern", "Unstructured", "PerRow", "NM", "MixedNM", "Quota", "Fixed"),
     "niwaki.layer.grid": ("Grid",),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
