@@ -103,6 +103,11 @@ def test_fields_of_another_type(make: Callable[[], Any], said: str) -> None:
         ("prune", {"pattern": "2:4+" * 3000}, "'2:4+"),
         ("prune", {"restart": "yes"}, "restart must be True or False; got 'yes'"),
         ("prune", {"measurement": [1]}, "several texts are given by their names; got [1]"),
+        (
+            "prune",
+            {"pattern": 0.5, "calibration": np.array([[0.5], [1]])},
+            "a text is a name, windows or a tensor of tokens; got array([[0.5], [1. ]])",
+        ),
         ("shrink", {"blocks": 1.5}, "blocks must be a whole number; got 1.5"),
         ("compare", {"effort": Effort()}, "effort must be text; got Effort("),
         ("compare", {"solvers": [3]}, "solvers must be text, a Solver or a list of text or a Solver; got [3]"),

@@ -378,7 +378,7 @@ def _is_prose(name: str) -> bool:
 def _one_or_several(text: Any) -> Any:
     """As of :func:`_name_of`, where a single one is no tuple; UsageError where there is none."""
     texts = _name_of(text)
-    if texts == ():
+    if isinstance(texts, tuple) and not texts:
         raise UsageError("no text to calibrate on was given")
     return texts[0] if isinstance(texts, tuple) and len(texts) == 1 else texts
 

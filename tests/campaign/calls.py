@@ -16,10 +16,7 @@ from safetensors.torch import load_file
 
 import niwaki
 from campaign.home import contents, furnish
-from niwaki.errors import NiwakiError
-from niwaki.layer.grid import Grid
-from niwaki.layer.patterns import MixedNM
-from niwaki.layer.solvers import Wanda
+from niwaki import Grid, MixedNM, NiwakiError, Wanda
 from support.forks import forked, refused
 
 _home = Path()
@@ -86,12 +83,15 @@ def _functions(place: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     options = {"compute": "cpu", "progress": None}
     writing = {"tokens": 2, "temperature": 0.0, "seed": 0, "compute": "cpu", "say": None}
     made: dict[str, Any] = {
-        name: (getattr(niwaki, name), {}) for name in ("Calibration", "Measurement", "Compute", "Effort")
+        name: (getattr(niwaki, name), {})
+        for name in ("Calibration", "Measurement", "Compute", "Effort", "Prune", "Quantize", "Heal")
     }
     for function, usual in made.values():
         usual |= vars(function())
     return {
         **made,
+        "Shrink": (niwaki.Shrink, vars(niwaki.Shrink(blocks=1))),
+        "Grid": (Grid, vars(Grid(4))),
         "prune": (niwaki.prune, {"model": model, "out": out, "pattern": 0.5, **pruning, **texts, **common}),
         "shrink": (
             niwaki.shrink,

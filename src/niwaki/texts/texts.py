@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from niwaki.choices import Order
-from niwaki.errors import UsageError
+from niwaki.errors import UsageError, shown
 from niwaki.models.processes import World
 from niwaki.models.streamed import StreamedModel
 from niwaki.options import Calibration, Measurement
@@ -253,6 +253,6 @@ def _given_windows(model: StreamedModel, text: object) -> Windows:
     """Windows or tokens that were given instead of the name of a text."""
     windows = Windows(text, "given tokens") if isinstance(text, Tensor) else text
     if not isinstance(windows, Windows) or not isinstance(windows.tokens, Tensor):
-        raise UsageError(f"a text is a name, windows or a tensor of tokens; got {text!r}")
+        raise UsageError(f"a text is a name, windows or a tensor of tokens; got {shown(text)}")
     model.check(windows.tokens)
     return windows
