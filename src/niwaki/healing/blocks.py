@@ -84,7 +84,10 @@ class BlockRun(HealingRun):
             healing.points = run.world.received(self._points(streams.held) if streams.held else [])
         healing.best = int(healing.points[1].error < healing.points[0].error)
         if healing.best == 0:
-            self.note(["the weights are those of the pruned model: healed blocks were not better on what was held out"])
+            self.run.note(
+                self.record,
+                "the weights are those of the pruned model: healed blocks were not better on what was held out",
+            )
             if place:
                 with CheckpointWriter(checkpoint, place.directory) as writer:
                     self.write_signless_zeros(writer)  # all else is copied
@@ -115,9 +118,9 @@ class BlockRun(HealingRun):
         self._step = max(1, part // length) * length * world.size  # tokens
         streams = Streams(self.model.embed(rest, part), self.dense.embed(rest, part), together)
         if any(matrix.blocks for matrix in self.model.matrices()):
-            self.note([NOT_FITTED])
+            self.run.note(self.record, NOT_FITTED)
         if self.model.budget.spilled:
-            self.note(["hidden states are in a file too, for want of memory"])
+            self.run.note(self.record, "hidden states are in a file too, for want of memory")
         self.run.clock.lap("prepare")
         return streams
 
@@ -126,7 +129,7 @@ class BlockRun(HealingRun):
         enough = self.run.world.received(self._enough(held, length) if held else 0)
         if enough < self.healing.tokens:
             self.healing.tokens = enough
-            self.note([f"the time is enough to train on {enough:,} tokens"])
+            self.run.note(self.record, f"the time is enough to train on {enough:,} tokens")
 
     def _enough(self, held: Held, length: int) -> int:
         """How many tokens there is time for, by how long what is held out takes in the first block."""

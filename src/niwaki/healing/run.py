@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -24,7 +23,7 @@ from niwaki.records.healing import HealingRecord
 from niwaki.records.perplexity import Perplexity
 from niwaki.records.record import Record
 from niwaki.runs.carried import CarriedFiles
-from niwaki.runs.kept import load_tensors, save_tensors
+from niwaki.runs.kept import kept_once, load_tensors, save_tensors
 from niwaki.runs.stage import Run
 from niwaki.runs.workplace import write_config
 from niwaki.texts.texts import Texts
@@ -74,7 +73,7 @@ class HealingRun(ABC):
         place.clear(self._kept)
         carried.copy(place.directory)
         self.train(texts.windows)
-        self.note(carried.notes)
+        run.note(self.record, *carried.notes)
         if run.earlier:
             self.record = self.record.after(run.earlier)
         self._check(place.directory)
@@ -93,13 +92,6 @@ class HealingRun(ABC):
         """Names of the files of the output that have what an earlier run has done."""
         return []
 
-    def note(self, notes: Iterable[str]) -> None:
-        """Adds notes to the record, but for those that it has from an earlier run, and says them."""
-        for note in notes:
-            if note not in self.record.notes:
-                self.record.notes.append(note)
-            self.run.progress.note(note)
-
     def _with_own_text(self, windows: Windows) -> Tensor:
         """Tokens of ``windows``, with text of the dense model's own among those to train on, and as what is held out.
 
@@ -115,40 +107,42 @@ class HealingRun(ABC):
         self.record.calibration["synthetic"] = len(own) if len(own) > self.held else 0
         if len(own) <= self.held:
             if 0 < len(own) < count + self.held:  # where it cannot write, that is said
-                self.note(["there was no time for the dense model to write text to train on; give more --max-time"])
+                self.run.note(
+                    self.record, "there was no time for the dense model to write text to train on; give more --max-time"
+                )
             return tokens
         own, held = own.split([len(own) - self.held, self.held])
         return torch.cat([own_text.mixed(tokens[:chosen], own, share), held])
 
     def _own_text(self, count: int, length: int, bos: int | None) -> Tensor:
         """Up to ``count`` windows of it, the same in all processes; a resumed run has those that it began with."""
-        run, place, limit = self.run, self.run.place, self.healing.limit
-        kept = load_tensors(place.plan, run.journal.plan) if place and run.journal.blocks else None
-        if (kept := run.world.received(kept)) is not None:
-            return kept[0]["text"]
-        began, own = monotonic(), torch.empty(0, length, dtype=torch.int64)
-        try:
-            own = own_text.written(
-                self.dense,
-                count,
-                length,
-                run.compute.budget,
-                run.world,
-                run.progress,
-                lambda: limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit,
-                bos,
-            )
-        except UnsupportedModelError as error:
-            self.note([f"the dense model wrote no text to train on: {error}"])
-        if place:
-            run.journal.plan = save_tensors(place.plan, {"text": own}, expected=run.journal.plan)
-        run.clock.lap("plan")
+        own = kept_once(
+            self.run,
+            lambda path, digest: kept[0]["text"] if (kept := load_tensors(path, digest)) else None,
+            lambda: self._written(count, length, bos),
+            lambda text, path, expected: save_tensors(path, {"text": text}, expected=expected),
+        )
+        self.run.clock.lap("plan")
         return own
+
+    def _written(self, count: int, length: int, bos: int | None) -> Tensor:
+        """Text of the dense model; none, with a note, where it cannot write."""
+        began, limit, run = monotonic(), self.healing.limit, self.run
+        budget, world, progress = run.compute.budget, run.world, run.progress
+
+        def is_enough() -> bool:
+            return limit is not None and monotonic() - began > _WRITING_TIME / 2 * limit
+
+        try:
+            return own_text.written(self.dense, count, length, budget, world, progress, is_enough, bos)
+        except UnsupportedModelError as error:
+            run.note(self.record, f"the dense model wrote no text to train on: {error}")
+            return torch.empty(0, length, dtype=torch.int64)
 
     def note_reuse(self, there: int) -> None:
         """Notes that the text has fewer tokens than are to be trained on, only ``there``."""
         times = f"{self.healing.tokens / there:.3g} times"
-        self.note([f"the text has {there:,} tokens to train on, each of which is used {times}"])
+        self.run.note(self.record, f"the text has {there:,} tokens to train on, each of which is used {times}")
 
     def share(self, tokens: Tensor) -> Tensor:
         """Those that are held out, for the first process, and this one's of the others, as many as each has."""
@@ -183,7 +177,9 @@ class HealingRun(ABC):
             perplexity["before"] = self._perplexity(self.dense, heldout)
         perplexity["pruned"] = self._perplexity(self._opened(self.model.checkpoint.path), heldout)
         if dense_too and perplexity["before"].value > perplexity["pruned"].value:
-            self.note(["the dense model's perplexity is higher than the pruned model's; is it the right one?"])
+            self.run.note(
+                self.record, "the dense model's perplexity is higher than the pruned model's; is it the right one?"
+            )
 
     def _opened(self, path: Path) -> StreamedModel:
         return StreamedModel(Checkpoint(path), str(self.dense.device), self.record.dtype)

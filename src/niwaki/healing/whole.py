@@ -49,7 +49,7 @@ class WholeRun(HealingRun):
             self.record.notes.append(f"healing became NaN or infinite, and its learning rate was halved, {how_often}")
         if healing.best == 0:
             why = "no step was made" if not healing.points[-1].steps else "no point was better on what was held out"
-            self.note([f"the weights are those of the pruned model: {why}"])
+            self.run.note(self.record, f"the weights are those of the pruned model: {why}")
         if place:
             with CheckpointWriter(self.model.checkpoint, place.directory) as writer:
                 for key, value in student.tensors(trained):

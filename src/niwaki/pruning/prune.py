@@ -173,7 +173,7 @@ class Pruning:
         self.written = checkpoint.stored if given.keep_format else checkpoint
         self.carried = run.carried(self.written, self.written.size)
         self.model = model = StreamedModel(checkpoint, compute.device, compute.dtype, run.budget)
-        self.request = given.settled(model)
+        self.request = given.settled(model, run.is_first)
         self.chosen = self.request.chosen(len(model.blocks))
         if not given.blocks:
             model.check_coverage()
@@ -199,9 +199,6 @@ class Pruning:
         if not run.is_first:
             self._open(run)
             self.record = self.request.record(self.model, self.texts)
-            self.request = dataclasses.replace(
-                self.request, measurement=dataclasses.replace(self.request.measurement, before=False)
-            )
         record = run.resumed(self.record, len(self.model.blocks))
         store = WeightStore(run, self.format)
         walk = Walk(self.model, self.request, self.pattern_of, record, run, store)

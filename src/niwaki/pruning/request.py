@@ -64,9 +64,12 @@ class Request:
         """Whether some matrices may have more zeros than others."""
         return self.mask_model is None and self.pattern is not None and self.pattern.at(0.0) is not None
 
-    def settled(self, model: StreamedModel) -> "Request":
-        """The same with what can be done of it for ``model``, which gets a note on what cannot."""
-        reasons, measurement = [], self.measurement
+    def settled(self, model: StreamedModel, is_first: bool) -> "Request":
+        """The same with what can be done of it for ``model``, which gets a note on what cannot.
+
+        Only the first stage of a run measures the dense model.
+        """
+        reasons, measurement = [], replace(self.measurement, before=self.measurement.before and is_first)
         if not model.has_head:
             reasons.append("this model has no head: no perplexity is measured")
             measurement = replace(measurement, samples=0)

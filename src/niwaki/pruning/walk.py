@@ -25,6 +25,7 @@ from niwaki.pruning.solve import BlockSolver, Solved
 from niwaki.records.record import Record
 from niwaki.runs.begin import FEW_ZEROS
 from niwaki.runs.block_store import WeightStore
+from niwaki.runs.kept import kept_once
 from niwaki.runs.stage import Run
 from niwaki.texts.conversations import Samples
 from niwaki.texts.synthesis import synthesize
@@ -69,7 +70,10 @@ class Walk:
         streams = self._embedded(samples, heldout)
         run.clock.lap("capture")
         if model.budget.spilled:
-            self._note(f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory")
+            self.run.note(
+                self.record,
+                f"{model.budget.spilled / 2**20:,.1f} MiB of hidden states are in a file, for want of memory",
+            )
         for block in model.stream():
             if block.index >= stop and not heldout:
                 break
@@ -91,12 +95,6 @@ class Walk:
             run.clock.lap("advance")
         self._measure(streams, heldout)
 
-    def _note(self, text: str) -> None:
-        """Adds a note to the record, unless it has it from an earlier run that this one resumes."""
-        if text not in self.record.notes:
-            self.record.notes.append(text)
-        self.run.progress.note(text)
-
     def _embedded(self, samples: Samples, heldout: Windows | None) -> Streams:
         """The inputs of the first block, as far as they are needed."""
         fitting, before, embed = self.request.effort.fit, self.request.measurement.before, self.model.embed
@@ -115,20 +113,17 @@ class Walk:
 
     def _planned(self, samples: Samples, texts: Texts) -> Plan:
         """The plan for all processes; a resumed run has the one it began with."""
-        request, run, place = self.request, self.run, self.run.place
-        planning, revive, tf32 = request.effort.plan, request.revive, self.record.tf32
-        if not (planning.is_needed or request.effort.synthetic):
+        effort = self.request.effort
+        if not (effort.plan.is_needed or effort.synthetic):
             return Plan()
-        kept = Plan.load(place.plan, run.journal.plan) if place and run.journal.blocks else None
-        if (kept := run.world.received(kept)) is not None:
-            return kept
-        if run.journal.blocks:
-            run.progress.note("the plan of the earlier run is damaged and made again")
-        made = plan(self.model, planning, self.pattern_of, samples, tf32, run.world, run.progress, revive)
-        if request.effort.synthetic and isinstance(samples, Tensor):
+        return kept_once(self.run, Plan.load, lambda: self._made(samples, texts), Plan.save)
+
+    def _made(self, samples: Samples, texts: Texts) -> Plan:
+        """The plan, of what is known of the dense model."""
+        effort, revive, tf32, run = self.request.effort, self.request.revive, self.record.tf32, self.run
+        made = plan(self.model, effort.plan, self.pattern_of, samples, tf32, run.world, run.progress, revive)
+        if effort.synthetic and isinstance(samples, Tensor):
             made = dataclasses.replace(made, synthetic=self._written(samples, texts.windows.bos))
-        if place:
-            run.journal.plan = made.save(place.plan, run.journal.plan)
         return made
 
     def _written(self, samples: Tensor, bos: int | None) -> Tensor | None:
@@ -140,8 +135,9 @@ class Walk:
             return synthesize(self.model, count, samples.shape[1], budget, world, progress, bos=bos)
         except UnsupportedModelError as error:
             self.record.calibration["synthetic"] = 0
-            self._note(
-                f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well"
+            self.run.note(
+                self.record,
+                f"the dense model wrote no text to calibrate on: {error}; more --samples of real text do as well",
             )
             return None
 
@@ -171,7 +167,7 @@ class Walk:
             store.restore(block, block.matrices)
         run.clock.lap("write")
         if borrowed:
-            self._note(borrowed)
+            self.run.note(self.record, borrowed)
         if streams.calibration_dense and trained_matrices(block):
             self._fit(block, states, streams.calibration_dense)
 
@@ -194,9 +190,10 @@ class Walk:
         self.run.journal.zeros[matrix.key] = self.run.journal.zeros.get(matrix.key, 0) + zeros
         asked, used = record.stats.get("damping_asked"), record.stats.get("damping")
         if isinstance(asked, float) and isinstance(used, float) and used > asked * 1.01 + 1e-6:
-            self._note(
+            self.run.note(
+                self.record,
                 f"block {record.block} {record.name}: damping raised from {asked:g} to {used:g}, "
-                "because the Gram matrix is close to singular"
+                "because the Gram matrix is close to singular",
             )
         self.record.matrices.append(record)
 
@@ -205,7 +202,7 @@ class Walk:
         model, record, run = self.model, self.record, self.run
         for said in (_zeros_before(record, self.request.revive), _kept_at_zero(record)):
             if said:
-                self._note(said)
+                self.run.note(self.record, said)
         record.sparsity = sum(run.journal.zeros.values()) / sum(matrix.size for matrix in model.matrices())
         for when, states in (("before", streams.heldout_dense), ("after", streams.heldout)):
             if heldout and states:

@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import safe_open
 from safetensors.torch import save
@@ -10,6 +12,29 @@ from torch import Tensor
 
 from niwaki.errors import OutputError
 from niwaki.files import output_errors
+from niwaki.runs.stage import Run
+
+T = TypeVar("T")
+
+
+def kept_once(
+    run: Run, load: Callable[[Path, str], T | None], make: Callable[[], T], save: Callable[[T, Path, str], str]
+) -> T:
+    """What a stage decides before its blocks, the same in all processes; a resumed run has what it began with.
+
+    ``load`` reads it, or None where the file has another SHA-256; ``make`` decides it, and ``save`` writes it, which
+    gives the SHA-256 and raises OutputError where another one is expected.
+    """
+    place, journal = run.place, run.journal
+    kept = load(place.plan, journal.plan) if place and journal.blocks else None
+    if (kept := run.world.received(kept)) is not None:
+        return kept
+    if journal.blocks:
+        run.progress.note("the plan of the earlier run is damaged and made again")
+    made = make()
+    if place:
+        journal.plan = save(made, place.plan, journal.plan)
+    return made
 
 
 def save_tensors(

@@ -71,6 +71,13 @@ class Run:
         self.progress.note(f"resuming after {extent}, where an earlier run was interrupted{again}")
         return replace(earlier, command=record.command, device=record.device, resumed=[*earlier.resumed, done])
 
+    def note(self, record: Record, *notes: str) -> None:
+        """Adds ``notes`` to ``record``, unless it has them from the run that this one resumes, and says them."""
+        for note in notes:
+            if note not in record.notes:
+                record.notes.append(note)
+            self.progress.note(note)
+
     def carried(self, checkpoint: Checkpoint, size: int = 0, keep: str = "", scratch: int = 0) -> CarriedFiles | None:
         """The files beside the weights, in the first process, which checks that there is space for all of the output.
 

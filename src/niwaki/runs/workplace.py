@@ -97,7 +97,6 @@ class Workplace:
         self.path = _place(out)
         #: Where what the stage at work decides before its blocks is kept, see :mod:`niwaki.pruning.plan`.
         self.plan = self.path / "plan.safetensors"
-        #: A folder for what else the stage at work keeps.
         self.scratch = self.path / _SCRATCH
         self._out, self._journal = out, _journal(self.path)
         self.journal = Journal(asked)

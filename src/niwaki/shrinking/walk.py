@@ -146,8 +146,7 @@ class Removing:
                 f"{revived:,} of the {zeros:,} zeros of the model in what is left of the matrices that were fitted are "
                 "not zero any more: fits take no account of zeros; shrink before you prune"
             )
-            self.record.notes.append(said)
-            self.run.progress.note(said)
+            self.run.note(self.record, said)
 
     def _chosen(self, windows: Windows, count: int) -> tuple[list[float], list[int]]:
         """The influence of each block, and the ``count`` blocks to remove; a resumed run has chosen them."""
