@@ -756,7 +756,7 @@ def test_a_time(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens must be above 0 and below 2^50"),
         ({"batch": 1 << 63}, "batch must be above 0 and below 2^50"),
         ({"tokens": "many"}, "invalid number 'many'; try 2M or 500k"),
-        ({"time": "soon"}, "invalid time 'soon'"),
+        ({"max_time": "soon"}, "invalid time 'soon'"),
         ({"rate": 0.0}, "rate must be above 0"),
         ({"batch": -1}, "batch must be above 0"),
         ({"own_text": 1.0}, "own_text is a fraction, from 0 to below 1; got 1"),
