@@ -12,7 +12,6 @@ from niwaki.cli.evaluate import evaluate
 from niwaki.cli.generate import generate
 from niwaki.cli.heal import heal
 from niwaki.cli.inspect import inspect
-from niwaki.cli.options import options
 from niwaki.cli.pack import export, pack, unpack
 from niwaki.cli.prune import prune
 from niwaki.cli.report import report
@@ -46,8 +45,7 @@ _COMMANDS = (
     demo,
 )
 for _command in _COMMANDS:
-    _made = _command if hasattr(_command, "__signature__") else options()(_command)
-    app.command("eval" if _command is evaluate else None)(_made)
+    app.command("eval" if _command is evaluate else None)(_command)
 
 
 @app.callback(invoke_without_command=True)

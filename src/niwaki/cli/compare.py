@@ -60,6 +60,7 @@ def compare(
         written(output)
 
 
+@options()
 def demo(samples: Annotated[int, "N"] = 64, text_samples: Annotated[int, "N"] = 64, record: RecordFile = None) -> None:
     """Prune the embedded model by the methods of table 1 of Boza 2024 and by the default.
 

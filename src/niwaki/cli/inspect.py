@@ -1,11 +1,12 @@
 """``niwaki inspect``."""
 
 from niwaki.cli.common import in_session, out
-from niwaki.cli.options import Model
+from niwaki.cli.options import Model, options
 from niwaki.cli.screen import Screen
 from niwaki.cli.tables import inspection_tables
 
 
+@options()
 def inspect(model: Model) -> None:
     """Show what would be pruned in MODEL, and how sparse it is."""
     with Screen(f"reading {model}"), in_session():

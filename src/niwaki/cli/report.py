@@ -3,11 +3,13 @@
 from typing import Annotated
 
 from niwaki.cli.common import quiet_libraries
+from niwaki.cli.options import options
 from niwaki.cli.screen import Screen
 from niwaki.files import given_path
 from niwaki.records.wording import size
 
 
+@options()
 def report(
     directory: Annotated[str, "DIR"],
     file: Annotated[str | None, "FILE", "-o", "--output"] = None,

@@ -6,6 +6,7 @@ import sys
 from rich.table import Table
 
 from niwaki.cli.common import out
+from niwaki.cli.options import options
 
 #: What solvers of one module do that differ in their parameters; all others are described by their module.
 _BY_PARAMETERS = {
@@ -16,6 +17,7 @@ _BY_PARAMETERS = {
 }
 
 
+@options()
 def solvers() -> None:
     """List the solvers and their parameters, for --solver and --set."""
     from niwaki.layer.solvers import SOLVERS
